@@ -1,0 +1,203 @@
+"""The records the rooms exchange. NumPy only: the rollout client must load neither JAX nor torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+FinishReason = Literal["eos", "stop", "length", "aborted"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("eos", "stop", "length", "aborted")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and dtype of one weight on the wire, in Hugging Face names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # NumPy name; "bfloat16" through ml_dtypes
+
+    @property
+    def num_bytes(self) -> int:
+        item_size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * item_size
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightVersion:
+    """Identity of one set of weights; equality is on all four fields.
+
+    Attributes:
+      run_id: the run that trained the weights; a replica belongs to one run.
+      attempt_id: fresh for every start of the trainer, so that a resumed run's step 12 is never
+        taken for the step 12 of the attempt that died.
+      step: the training step that will sample with these weights, from 0.
+      digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors.
+    """
+
+    run_id: str
+    attempt_id: str
+    step: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.run_id}/{self.attempt_id}/{self.step}/{self.digest[:12]}"
+
+
+def manifest_digest(specs: Sequence[TensorSpec], checksums: Sequence[bytes]) -> str:
+    """Hex SHA-256 of the manifest: one line of name, shape, dtype and SHA-256 a tensor, in order."""
+    digest = hashlib.sha256()
+    for spec, checksum in zip(specs, checksums, strict=True):
+        line = json.dumps([spec.name, list(spec.shape), spec.dtype, checksum.hex()])
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled with `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one call samples; the same for all of its requests.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy.
+      top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
+      top_k: keeps the k likeliest tokens; 0 keeps all.
+      max_tokens: response limit in tokens, the end token included.
+      eos_token_ids: end a response with finish reason "eos"; the token stays in the response.
+      stop_token_ids: end a response with finish reason "stop"; the token stays in the response.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenStateParams:
+    """Which hidden states travel with a response.
+
+    Attributes:
+      layers: Hugging Face indices: -1 (or the number of layers) is the final layer after the final
+        norm, i the input of layer i; empty sends none.
+      dtype: "bfloat16" or "float32" on the wire.
+    """
+
+    layers: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRequest:
+    """One response to sample.
+
+    Attributes:
+      sample_id: deterministic and unique in the call, so that a retry never counts twice.
+      group_id: the prompt draw; the same for the G samples of one draw.
+      sample_index: 0..G-1 within the group.
+      prompt_ids: int32 token ids.
+      seed: unsigned 64-bit; all randomness of this response follows from it.
+    """
+
+    sample_id: str
+    group_id: int
+    sample_index: int
+    prompt_ids: Int[np.ndarray, " P"]
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """A prompt, one response and all that was recorded with it.
+
+    Attributes:
+      sample_id, group_id, sample_index: as in the request.
+      prompt_ids: int32 token ids.
+      response_ids: int32 token ids, the end or stop token included.
+      rollout_logprobs: float32 nats, under the distribution sampled from (after temperature, top-k
+        and top-p).
+      rollout_raw_logprobs: float32 nats, of the unmodified logits; None where the engine has none.
+      finish_reason: "eos", "stop", "length" or "aborted".
+      versions: spans of weight versions over the response tokens; one span unless the weights
+        changed in the middle.
+      replica_id: which replica sampled it.
+      hidden_states: [T, L, D] bfloat16 or float32; row t is the state whose logits produced
+        response token t. None if not asked for.
+      layers: the layer index of each of the L planes.
+      metrics: metric name to scalar, where the replica computed them.
+      generate_s: seconds from the call's admission to this response's end, on the replica.
+    """
+
+    sample_id: str
+    group_id: int
+    sample_index: int
+    prompt_ids: Int[np.ndarray, " P"]
+    response_ids: Int[np.ndarray, " T"]
+    rollout_logprobs: Float[np.ndarray, " T"]
+    rollout_raw_logprobs: Float[np.ndarray, " T"] | None
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    replica_id: str = ""
+    hidden_states: Float[np.ndarray, "T L D"] | None = None
+    layers: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    generate_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaDescription:
+    """What a replica says of itself before anything else.
+
+    Attributes:
+      protocol_major, protocol_minor: of the wire; another major is refused.
+      replica_id: unique name of the process.
+      engine, engine_version: "jax", "vllm" or "fake".
+      model_hash: hex SHA-256 of the architecture; the trainer compares it with its own.
+      tokenizer_hash: hex SHA-256 of the tokenizer, "" where the replica has none.
+      vocab_size: rows of the embedding, padding included.
+      layers: hidden-state layers the engine can send, Hugging Face indices.
+      state_kinds: "decode", "prefill".
+      logprob_kinds: "sampling", "raw".
+      metric_kinds: names the replica can compute itself.
+      max_prompts: sequences a call may carry.
+      max_prompt_tokens, max_response_tokens: per sequence.
+      version: the weights it serves, None before the first update.
+    """
+
+    protocol_major: int
+    protocol_minor: int
+    replica_id: str
+    engine: str
+    engine_version: str
+    model_hash: str
+    tokenizer_hash: str
+    vocab_size: int
+    layers: tuple[int, ...]
+    state_kinds: tuple[str, ...]
+    logprob_kinds: tuple[str, ...]
+    metric_kinds: tuple[str, ...]
+    max_prompts: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    version: WeightVersion | None
+
+
+def config_hash(description: Mapping[str, Any]) -> str:
+    """Hex SHA-256 of a JSON-able description, independent of key order."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()

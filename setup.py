@@ -1,0 +1,52 @@
+"""Installs semrl_jax. Bounds name the oldest versions the tests have passed with."""
+
+from setuptools import find_packages, setup
+
+GRPC = "1.85.1"
+
+setup(
+    name="semrl_jax",
+    version="0.1.0",
+    description="RLVR for language models in JAX, with the semantic-space shaping of VERL",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["semrl_jax*", "configs*", "launch*"]),
+    install_requires=[
+        "absl-py>=2.5",
+        "chex>=0.1.92",
+        "flax>=0.12.8",
+        f"grpcio>={GRPC}",
+        f"grpcio-health-checking>={GRPC}",
+        f"grpcio-reflection>={GRPC}",
+        "jax>=0.10.2,<0.12",
+        "jaxtyping>=0.3.11",
+        "math-verify>=0.9.0",
+        "matplotlib>=3.11",
+        "ml_collections>=1.1",
+        "ml_dtypes>=0.5",
+        "numpy>=2.3",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "protobuf>=7.35.1",
+        "pyarrow>=26",
+        "rich>=15",
+        "safetensors>=0.8",
+        "tensorboardX>=2.6.5",
+        "tensorstore>=0.1.86",
+        "transformers>=5.16,<5.24",
+    ],
+    extras_require={
+        "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
+        "tpu": ["jax[tpu]>=0.10.2,<0.12"],
+        "wandb": ["wandb"],
+        # torch is the independent reference of the tests; the trainer never imports it.
+        "test": [
+            "beartype>=0.23",
+            "grpcio-tools>=1.85.1",
+            "hypothesis>=6.170",
+            "pytest>=9.2",
+            "ruff>=0.17.5",
+            "torch==2.13.0",
+        ],
+    },
+)

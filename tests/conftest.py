@@ -1,0 +1,32 @@
+"""Tests run on CPU with 8 devices, rank promotion is an error, array annotations are checked."""
+
+import os
+import pathlib
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")  # BLAS threads beside XLA give wrong products
+
+import hypothesis
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook("semrl_jax", "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+hypothesis.settings.register_profile("semrl", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("semrl")
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden() -> pathlib.Path:
+    """Directory of recorded reference values; their origin is noted in its README."""
+    return GOLDEN
