@@ -1,0 +1,228 @@
+"""A decoder in Flax NNX: grouped-query attention, rotary positions, layers under one scan.
+
+`Decoder` is the mathematics; `Policy` (policy.py) is what other rooms call, on plain nested dicts
+of arrays. Every method returns the state after the final norm, the input of the output matrix.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.models.config import DecoderConfig
+
+
+class KVCache(NamedTuple):
+    """Keys and values of all layers; column c of row b counts if `valid[b, c]`."""
+
+    keys: Float[Array, "L B S K H"]
+    values: Float[Array, "L B S K H"]
+    valid: Bool[Array, "B S"]
+
+
+def rotary(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float
+) -> Float[Array, "B T N H"]:
+    """Turns the pairs (i, i + H/2) by position * theta^(-2i/H); computed in float32."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]  # [B, T, H/2]
+    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """Norm, attention, norm, gated feed-forward. Attention proper stays with the caller."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+
+        def linear(num_in, num_out, bias=False):
+            # Scaled by 1/sqrt(fan-in): keeps a random model's signal, whatever its width.
+            return nnx.Linear(
+                num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
+                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"), rngs=rngs,
+            )  # fmt: skip
+
+        def norm():
+            return nnx.RMSNorm(
+                hidden, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
+            )
+
+        self.attention_norm = norm()
+        self.query = linear(hidden, heads * config.head_dim, config.attention_bias)
+        self.key = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.value = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.output = linear(heads * config.head_dim, hidden)
+        self.mlp_norm = norm()
+        self.gate = linear(hidden, config.intermediate_size)
+        self.up = linear(hidden, config.intermediate_size)
+        self.down = linear(config.intermediate_size, hidden)
+
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries, keys and values of normed inputs, positions applied."""
+        batch, length, _ = x.shape
+        normed = self.attention_norm(x)
+        query = self.query(normed).reshape(batch, length, self.config.num_heads, -1)
+        key = self.key(normed).reshape(batch, length, self.config.num_kv_heads, -1)
+        value = self.value(normed).reshape(batch, length, self.config.num_kv_heads, -1)
+        theta = self.config.rope_theta
+        return rotary(query, positions, theta), rotary(key, positions, theta), value
+
+    def residual(
+        self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
+    ) -> Float[Array, "B T D"]:
+        """Adds the attention output, then the feed-forward output."""
+        x = x + self.output(attended.reshape(*x.shape[:2], -1))
+        normed = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed))
+
+
+class Decoder(nnx.Module):
+    """Embedding, L layers with stacked parameters [L, ...], final norm, output matrix."""
+
+    def __init__(
+        self, config: DecoderConfig, *, dtype: jnp.dtype, remat: str = "none", rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.remat = remat
+        self.dtype = dtype
+        self.embed = nnx.Embed(
+            config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=jnp.float32,
+            embedding_init=nnx.initializers.normal(config.hidden_size**-0.5), rngs=rngs,
+        )  # fmt: skip
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, dtype=dtype, rngs=rngs)
+
+        self.layers = stacked_layers(rngs)
+        self.final_norm = nnx.RMSNorm(
+            config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype,
+            param_dtype=jnp.float32, rngs=rngs,
+        )  # fmt: skip
+        if not config.tie_embeddings:
+            self.head = nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype,
+                param_dtype=jnp.float32, rngs=rngs,
+            )  # fmt: skip
+
+    def __call__(
+        self,
+        token_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+    ) -> Float[Array, "B S D"]:
+        """States after the final norm of whole sequences.
+
+        Args:
+          token_ids: int32; any id where padded.
+          positions: int32, from 0 at the first token of a segment.
+          segment_ids: int32; tokens attend to earlier tokens of their own segment, 0 is padding.
+
+        Returns:
+          States in the compute dtype; finite but meaningless at padding.
+        """
+        columns = jnp.arange(token_ids.shape[1])
+        mask = (
+            (segment_ids[:, :, None] == segment_ids[:, None, :])
+            & (segment_ids[:, None, :] != 0)
+            & (columns[:, None] >= columns[None, :])[None]
+        )  # [B, S, S]
+        graph, stacked = nnx.split(self.layers)
+
+        def layer_step(x, state):
+            layer = nnx.merge(graph, state)
+            query, key, value = layer.heads(x, positions)
+            attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+            return layer.residual(x, attended), None
+
+        x, _ = jax.lax.scan(self._checkpointed(layer_step), self.embed(token_ids), stacked)
+        return self.final_norm(x)
+
+    def prefill(
+        self,
+        token_ids: Int[Array, "B P"],
+        positions: Int[Array, "B P"],
+        segment_ids: Int[Array, "B P"],
+    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+        """Runs left-padded prompts; the last column is every row's last prompt token.
+
+        Returns:
+          Final state of the last column, the input of each layer there, and the prompts' cache.
+        """
+        columns = jnp.arange(token_ids.shape[1])
+        valid = segment_ids != 0
+        mask = valid[:, None, :] & (columns[:, None] >= columns[None, :])[None]  # [B, P, P]
+        graph, stacked = nnx.split(self.layers)
+
+        def layer_step(x, state):
+            layer = nnx.merge(graph, state)
+            query, key, value = layer.heads(x, positions)
+            attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+            return layer.residual(x, attended), (x[:, -1], key, value)
+
+        x, (inputs, keys, values) = jax.lax.scan(layer_step, self.embed(token_ids), stacked)
+        return self.final_norm(x[:, -1:])[:, 0], inputs, KVCache(keys, values, valid)
+
+    def decode(
+        self,
+        token_ids: Int[Array, " B"],
+        positions: Int[Array, " B"],
+        columns: Int[Array, " B"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+        """Runs one token a row, written at cache column `columns[b]`.
+
+        Returns:
+          Final state, the input of each layer, and the cache with the token's keys and values.
+        """
+        rows = jnp.arange(token_ids.shape[0])
+        valid = cache.valid.at[rows, columns].set(True)
+        graph, stacked = nnx.split(self.layers)
+
+        def layer_step(carry, scanned):
+            x, keys, values = carry
+            index, state = scanned
+            layer = nnx.merge(graph, state)
+            query, key, value = layer.heads(x, positions[:, None])
+            # In the carry, so that XLA writes the B new columns in place of copying the cache.
+            keys = keys.at[index, rows, columns].set(key[:, 0])
+            values = values.at[index, rows, columns].set(value[:, 0])
+            attended = jax.nn.dot_product_attention(
+                query, keys[index], values[index], mask=valid[:, None, None, :]
+            )
+            return (layer.residual(x, attended), keys, values), x[:, 0]
+
+        (x, keys, values), inputs = jax.lax.scan(
+            layer_step,
+            (self.embed(token_ids[:, None]), cache.keys, cache.values),
+            (jnp.arange(self.config.num_layers), stacked),
+        )
+        return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, valid)
+
+    def output_matrix(self) -> Float[Array, "D V"]:
+        """The matrix from final states to logits, in the compute dtype."""
+        if self.config.tie_embeddings:
+            return self.embed.embedding[...].T.astype(self.dtype)
+        return self.head.kernel[...].astype(self.dtype)
+
+    def _checkpointed(self, layer_step):
+        """Trades memory for recomputation in the backward pass, by option."""
+        if self.remat == "none":
+            return layer_step
+        policies = {
+            "full": None,
+            "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        }
+        return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)

@@ -1,0 +1,390 @@
+"""Batched decoding of one call: jitted programs on fixed shapes, scheduled by a host loop.
+
+A call holds its requests in slots. Every turn admits waiting prompts to free slots (one prefill),
+decodes at most `chunk` tokens in every slot (one while loop that ends early when all are done) and
+harvests finished responses. When nothing waits, the live slots move to a batch of half the size, so
+finished responses stop costing. All of it depends on the call's contents and on sampled lengths
+alone, never on time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from semrl_jax.models import KVCache, Params, Policy
+from semrl_jax.rollout.engines.sampling import sample_tokens
+from semrl_jax.types import (
+    FinishReason,
+    HiddenStateParams,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    VersionSpan,
+    WeightVersion,
+)
+
+MIN_BATCH = 8
+FIRST_RESPONSE_COLUMNS = 64
+
+
+class Slots(NamedTuple):
+    """Device state of B responses in progress; the cache has P prompt columns, then responses."""
+
+    cache: KVCache
+    final_states: Float[Array, "B D"]  # wait for their logits: the next token comes from them
+    layer_inputs: Float[Array, "L B D"]  # of the same token, for the inner layers asked for
+    num_prompt: Int[Array, " B"]
+    num_generated: Int[Array, " B"]
+    keys: UInt32[Array, "B 2"]
+    active: Bool[Array, " B"]
+
+
+class Chunk(NamedTuple):
+    """What one turn sampled; entries past a response's end are garbage."""
+
+    token_ids: Int[Array, "B C"]
+    logprobs: Float[Array, "B C"]
+    raw_logprobs: Float[Array, "B C"]
+    hidden_states: Float[Array, "B C L D"]
+
+
+def power_of_two(value: int, minimum: int = MIN_BATCH) -> int:
+    """The smallest power of two that is at least `value` and `minimum`."""
+    return max(minimum, 1 << max(value - 1, 0).bit_length())
+
+
+def empty_slots(policy: Policy, dtype: jnp.dtype, batch: int, columns: int) -> Slots:
+    """B free slots."""
+    config = policy.config
+    shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
+    return Slots(
+        cache=KVCache(
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, columns), bool)
+        ),
+        final_states=jnp.zeros((batch, config.hidden_size), dtype),
+        layer_inputs=jnp.zeros((config.num_layers, batch, config.hidden_size), dtype),
+        num_prompt=jnp.zeros(batch, jnp.int32),
+        num_generated=jnp.zeros(batch, jnp.int32),
+        keys=jnp.zeros((batch, 2), jnp.uint32),
+        active=jnp.zeros(batch, bool),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
+def admit(
+    params: Params,
+    slots: Slots,
+    token_ids: Int[Array, "R P"],
+    segment_ids: Int[Array, "R P"],
+    keys: UInt32[Array, "R 2"],
+    rows: Int[Array, " R"],
+    *,
+    policy: Policy,
+) -> Slots:
+    """Prefills left-padded prompts into slots `rows`; rows beyond the batch are padding."""
+    positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
+    final_states, layer_inputs, prompt = policy.prefill(params, token_ids, positions, segment_ids)
+    num_prompt_columns = token_ids.shape[1]
+
+    def put(target, value):
+        return target.at[rows].set(value, mode="drop")
+
+    cache = slots.cache
+    return Slots(
+        cache=KVCache(
+            cache.keys.at[:, rows, :num_prompt_columns].set(prompt.keys, mode="drop"),
+            cache.values.at[:, rows, :num_prompt_columns].set(prompt.values, mode="drop"),
+            # The response columns of the slot's previous owner are forgotten.
+            put(
+                cache.valid,
+                jnp.pad(prompt.valid, ((0, 0), (0, cache.valid.shape[1] - num_prompt_columns))),
+            ),
+        ),
+        final_states=put(slots.final_states, final_states),
+        layer_inputs=slots.layer_inputs.at[:, rows].set(layer_inputs, mode="drop"),
+        num_prompt=put(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
+        num_generated=put(slots.num_generated, 0),
+        keys=put(slots.keys, keys),
+        active=put(slots.active, True),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("policy", "sampling", "hidden_states", "num_prompt_columns", "num_tokens"),
+    donate_argnames="slots",
+)
+def decode_chunk(
+    params: Params,
+    slots: Slots,
+    max_tokens: Int[Array, ""],
+    *,
+    policy: Policy,
+    sampling: SamplingParams,
+    hidden_states: HiddenStateParams,
+    num_prompt_columns: int,
+    num_tokens: int,
+) -> tuple[Slots, Chunk]:
+    """Samples up to `num_tokens` tokens in every active slot.
+
+    `sampling.max_tokens` is not read: the limit is the argument, so that it needs no new program.
+    """
+    batch = slots.active.shape[0]
+    num_layers = policy.config.num_layers
+    state_dtype = jnp.dtype(hidden_states.dtype)
+    ends = jnp.array(sampling.eos_token_ids + sampling.stop_token_ids, jnp.int32)
+    chunk = Chunk(
+        jnp.zeros((batch, num_tokens), jnp.int32),
+        jnp.zeros((batch, num_tokens), jnp.float32),
+        jnp.zeros((batch, num_tokens), jnp.float32),
+        jnp.zeros(
+            (batch, num_tokens, len(hidden_states.layers), policy.config.hidden_size), state_dtype
+        ),
+    )
+
+    def step(carry):
+        index, slots, chunk = carry
+        logits = policy.logits(params, slots.final_states)
+        tokens, logprobs, raw_logprobs = sample_tokens(
+            logits, slots.keys, slots.num_generated, sampling
+        )
+        states = [
+            slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
+            for layer in hidden_states.layers
+        ]
+        chunk = Chunk(
+            chunk.token_ids.at[:, index].set(tokens),
+            chunk.logprobs.at[:, index].set(logprobs),
+            chunk.raw_logprobs.at[:, index].set(raw_logprobs),
+            chunk.hidden_states.at[:, index].set(jnp.stack(states, axis=1).astype(state_dtype))
+            if states
+            else chunk.hidden_states,
+        )
+        ended = jnp.any(tokens[:, None] == ends[None, :], axis=1)
+        num_generated = jnp.where(slots.active, slots.num_generated + 1, slots.num_generated)
+        active = slots.active & ~ended & (num_generated < max_tokens)
+        final_states, layer_inputs, cache = policy.decode(
+            params,
+            tokens,
+            slots.num_prompt + slots.num_generated,
+            # A finished slot writes its last column again; its cache is dead.
+            jnp.minimum(num_prompt_columns + slots.num_generated, slots.cache.valid.shape[1] - 1),
+            slots.cache,
+        )
+        slots = Slots(
+            cache, final_states, layer_inputs, slots.num_prompt, num_generated, slots.keys, active
+        )
+        return index + 1, slots, chunk
+
+    _, slots, chunk = jax.lax.while_loop(
+        lambda carry: (carry[0] < num_tokens) & jnp.any(carry[1].active),
+        step,
+        (jnp.int32(0), slots, chunk),
+    )
+    return slots, chunk
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def reshape_slots(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
+    """Slots `rows` (beyond the batch: free slots), with a cache of `columns` columns."""
+    cache = slots.cache
+    grown = columns - cache.valid.shape[1]
+    wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
+    take = functools.partial(jnp.take, indices=rows, mode="fill", fill_value=0)
+    return Slots(
+        cache=KVCache(
+            jnp.pad(take(cache.keys, axis=1), wide),
+            jnp.pad(take(cache.values, axis=1), wide),
+            jnp.pad(take(cache.valid, axis=0), ((0, 0), (0, grown))),
+        ),
+        final_states=take(slots.final_states, axis=0),
+        layer_inputs=take(slots.layer_inputs, axis=1),
+        num_prompt=take(slots.num_prompt, axis=0),
+        num_generated=take(slots.num_generated, axis=0),
+        keys=take(slots.keys, axis=0),
+        active=take(slots.active, axis=0),
+    )
+
+
+@dataclasses.dataclass
+class _Response:
+    """One response in progress, on the host."""
+
+    request: SampleRequest
+    pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+
+
+class DecodingCall:
+    """One Generate call on the JAX engine. `turn` until `done`; not thread-safe."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        params: Params,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams,
+        version: WeightVersion,
+        *,
+        max_batch: int,
+        chunk: int,
+    ):
+        self._policy = policy
+        self._params = params
+        self._sampling = sampling
+        self._hidden_states = hidden_states
+        self._version = version
+        self._chunk = min(chunk, sampling.max_tokens)
+        self._started = time.monotonic()
+        self.aborting = False  # set by another thread; the next turn obeys
+        self._waiting = collections.deque(requests)
+        self._prompt_columns = power_of_two(max(len(r.prompt_ids) for r in requests))
+        self._batch = min(power_of_two(max_batch), power_of_two(len(requests)))
+        self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, sampling.max_tokens)
+        self._owners: list[_Response | None] = [None] * self._batch
+        dtype = jnp.dtype(policy.compute_dtype)
+        self._slots = empty_slots(policy, dtype, self._batch, self._columns)
+        # Not part of any program: the limit is passed as an array.
+        self._static_sampling = dataclasses.replace(sampling, max_tokens=0)
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting and not any(self._owners)
+
+    def turn(self) -> list[Rollout]:
+        """Admits, decodes one chunk, and returns the responses that finished, in slot order."""
+        self._admit()
+        self._fit()
+        self._slots, chunk = decode_chunk(
+            self._params,
+            self._slots,
+            np.int32(self._sampling.max_tokens),
+            policy=self._policy,
+            sampling=self._static_sampling,
+            hidden_states=self._hidden_states,
+            num_prompt_columns=self._prompt_columns,
+            num_tokens=self._chunk,
+        )
+        return self._harvest(chunk)
+
+    def abort(self) -> list[Rollout]:
+        """Ends everything; what was sampled so far comes back as "aborted"."""
+        rest = [owner for owner in self._owners if owner] + [
+            _Response(request) for request in self._waiting
+        ]
+        self._owners = [None] * self._batch
+        self._waiting.clear()
+        return [self._finish(response, "aborted") for response in rest]
+
+    def _admit(self) -> None:
+        free = [slot for slot, owner in enumerate(self._owners) if owner is None]
+        # A quarter of the batch at a time: a prefill for every single free slot costs more.
+        wanted = min(len(self._waiting), len(free))
+        if not wanted or (wanted < self._batch // 4 and wanted < len(self._waiting)):
+            return
+        size = power_of_two(wanted)
+        token_ids = np.zeros((size, self._prompt_columns), np.int32)
+        segment_ids = np.zeros((size, self._prompt_columns), np.int32)
+        keys = np.zeros((size, 2), np.uint32)
+        rows = np.full(size, self._batch, np.int32)
+        for index in range(wanted):
+            request = self._waiting.popleft()
+            rows[index] = slot = free[index]
+            token_ids[index, -len(request.prompt_ids) :] = request.prompt_ids
+            segment_ids[index, -len(request.prompt_ids) :] = 1
+            keys[index] = request.seed >> 32, request.seed & 0xFFFFFFFF
+            self._owners[slot] = _Response(request)
+        # A padding row attends to one token, so that its softmax has something to sum.
+        segment_ids[wanted:, -1] = 1
+        self._slots = admit(
+            self._params, self._slots, token_ids, segment_ids, keys, rows, policy=self._policy
+        )
+
+    def _fit(self) -> None:
+        """Widens the cache where the next chunk needs it; halves the batch where slots idle."""
+        live = [slot for slot, owner in enumerate(self._owners) if owner]
+        generated = max((len_of(self._owners[slot]) for slot in live), default=0)
+        columns = self._columns
+        response_columns = min(generated + self._chunk, self._sampling.max_tokens)
+        while columns < self._prompt_columns + response_columns:
+            columns = self._prompt_columns + min(
+                2 * (columns - self._prompt_columns), self._sampling.max_tokens
+            )
+        batch = self._batch if self._waiting else power_of_two(len(live))
+        if columns == self._columns and batch == self._batch:
+            return
+        rows = np.full(batch, self._batch, np.int32)
+        if batch == self._batch:
+            rows[:] = np.arange(batch)
+        else:
+            rows[: len(live)] = live
+            kept = [self._owners[slot] for slot in live]
+            self._owners = kept + [None] * (batch - len(kept))
+        self._slots = reshape_slots(self._slots, rows, columns=columns)
+        self._batch, self._columns = batch, columns
+
+    def _harvest(self, chunk: Chunk) -> list[Rollout]:
+        token_ids, logprobs, raw_logprobs, states, generated, active = jax.device_get(
+            (*chunk, self._slots.num_generated, self._slots.active)
+        )
+        finished = []
+        for slot, owner in enumerate(self._owners):
+            if owner is None:
+                continue
+            new = int(generated[slot]) - len_of(owner)
+            owner.pieces.append(
+                tuple(array[slot, :new] for array in (token_ids, logprobs, raw_logprobs, states))
+            )
+            if not active[slot]:
+                self._owners[slot] = None
+                last = int(token_ids[slot, new - 1])
+                finished.append(self._finish(owner, self._reason(last)))
+        return finished
+
+    def _reason(self, last_token: int) -> FinishReason:
+        if last_token in self._sampling.eos_token_ids:
+            return "eos"
+        return "stop" if last_token in self._sampling.stop_token_ids else "length"
+
+    def _finish(self, response: _Response, reason: FinishReason) -> Rollout:
+        layers = self._hidden_states.layers
+        width = self._policy.config.hidden_size
+        empty = (
+            np.zeros(0, np.int32),
+            np.zeros(0, np.float32),
+            np.zeros(0, np.float32),
+            np.zeros((0, len(layers), width), jnp.dtype(self._hidden_states.dtype)),
+        )
+        token_ids, logprobs, raw_logprobs, states = (
+            np.concatenate(parts) for parts in zip(empty, *response.pieces)
+        )
+        request = response.request
+        return Rollout(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=token_ids,
+            rollout_logprobs=logprobs,
+            rollout_raw_logprobs=raw_logprobs,
+            finish_reason=reason,
+            versions=(VersionSpan(self._version, 0, len(token_ids)),),
+            hidden_states=states if layers else None,
+            layers=layers,
+            generate_s=time.monotonic() - self._started,
+        )
+
+
+def len_of(response: _Response) -> int:
+    """Tokens sampled so far."""
+    return sum(len(piece[0]) for piece in response.pieces)

@@ -1,0 +1,151 @@
+"""The JAX engine: samples on this process's devices with its own copy of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from semrl_jax.models import Params, Policy, params_from_hf, tensor_specs
+from semrl_jax.models.weights import numpy_dtype
+from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.engines.decoding import DecodingCall
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    WeightVersion,
+)
+
+
+class JaxEngine(Engine):
+    """Prefill and cached decoding with `Policy`, jitted once a bucket.
+
+    Args:
+      policy: the architecture and compute dtype.
+      tokenizer_hash: of the tokenizer the ids belong to.
+      max_batch: responses decoded side by side; rounded up to a power of two.
+      chunk: tokens a response decodes between two looks at what finished.
+      max_prompts: responses a call may ask for.
+      max_prompt_tokens, max_response_tokens: per response.
+      device_lock: held while a program runs; the embedded replica shares it with the trainer, so
+        that sampling and updating never run at once on the same devices.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        tokenizer_hash: str = "",
+        max_batch: int = 64,
+        chunk: int = 16,
+        max_prompts: int = 65_536,
+        max_prompt_tokens: int = 4096,
+        max_response_tokens: int = 32_768,
+        device_lock: contextlib.AbstractContextManager | None = None,
+    ):
+        self._policy = policy
+        self._tokenizer_hash = tokenizer_hash
+        self._max_batch = max_batch
+        self._chunk = chunk
+        self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
+        self._device_lock = device_lock or contextlib.nullcontext()
+        self._params: Params | None = None
+        self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
+        # One thread: programs of this engine follow one another, the event loop stays free.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
+        self._calls: set[DecodingCall] = set()
+        self._one_call = asyncio.Lock()
+
+    def describe(self) -> ReplicaDescription:
+        max_prompts, max_prompt_tokens, max_response_tokens = self._limits
+        num_layers = self._policy.config.num_layers
+        return ReplicaDescription(
+            protocol_major=0,
+            protocol_minor=0,
+            replica_id="",
+            engine="jax",
+            engine_version=jax.__version__,
+            model_hash=self._policy.config.hash,
+            tokenizer_hash=self._tokenizer_hash,
+            vocab_size=self._policy.config.vocab_size,
+            layers=(*range(num_layers + 1), -1),
+            state_kinds=("decode",),
+            logprob_kinds=("sampling", "raw"),
+            metric_kinds=(),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            version=None,
+        )
+
+    async def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams,
+        version: WeightVersion,
+    ) -> AsyncIterator[Rollout]:
+        loop = asyncio.get_running_loop()
+        async with self._one_call:  # calls never share a decode batch
+            call = await loop.run_in_executor(
+                self._thread, self._start, requests, sampling, hidden_states, version
+            )
+            self._calls.add(call)
+            try:
+                while not call.done:
+                    for rollout in await loop.run_in_executor(self._thread, self._turn, call):
+                        yield rollout
+            finally:
+                self._calls.discard(call)
+
+    def expected_tensors(self) -> Sequence[TensorSpec]:
+        return tensor_specs(self._policy.config, "float32")
+
+    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+        self._staged = {spec.name: (spec, np.empty(spec.num_bytes, np.uint8)) for spec in specs}
+        return {name: buffer for name, (_, buffer) in self._staged.items()}
+
+    async def commit_weight_update(self, version: WeightVersion) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    def abort_weight_update(self) -> None:
+        self._staged = {}
+
+    async def abort(self) -> None:
+        for call in self._calls:
+            call.aborting = True
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._params = None
+
+    def _start(self, requests, sampling, hidden_states, version) -> DecodingCall:
+        with self._device_lock:
+            return DecodingCall(
+                self._policy, self._params, requests, sampling, hidden_states, version,
+                max_batch=self._max_batch, chunk=self._chunk,
+            )  # fmt: skip
+
+    def _turn(self, call: DecodingCall) -> list[Rollout]:
+        if call.aborting:
+            return call.abort()
+        with self._device_lock:
+            return call.turn()
+
+    def _load(self) -> None:
+        tensors = {
+            name: buffer.view(numpy_dtype(spec.dtype)).reshape(spec.shape)
+            for name, (spec, buffer) in self._staged.items()
+        }
+        host = params_from_hf(tensors, self._policy.config)
+        with self._device_lock:
+            self._params = jax.block_until_ready(jax.device_put(host))
+        self._staged = {}
