@@ -1,0 +1,122 @@
+"""Finds the answer in a response, by ordered rules, in time linear in the length of the text.
+
+Only the response is looked at, never the prompt: an instruction to use \\boxed{} would set the
+format flag, and a number of the question could become the answer.
+"""
+
+from __future__ import annotations
+
+import re
+
+END_MARKERS = ("</s>", "<|im_end|>", "<|endoftext|>")
+
+# Possessive repeats: nothing is tried twice, so hostile braces cost one pass. A box holds text,
+# groups, and groups within groups; a third nested level makes it no box.
+_COMPLETE_BOX = re.compile(r"\\boxed\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\}")
+_NUMBER = re.compile(r"-?\d*\.?\d+")
+_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
+
+_SPACING = re.compile(r"\\[!,;: ]|~|\\q?quad(?![a-zA-Z])|[\x00-\x1f\x7f]")
+_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°")
+_CURRENCY_AND_PERCENT = re.compile(r"\\?[$%]")
+_TEXT = r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
+_WHOLLY_TEXT = re.compile(rf"\s*{_TEXT}\s*")
+_UNIT_TEXT = re.compile(rf"(?<=[\d}})])\s*{_TEXT}\s*(?:\^\s*(?:\d|\{{\d\}}))?\s*$")
+_UNIT_WORD = re.compile(
+    r"(?<=[\d}\)])\s+(?:mm|cm|km|kg|mg|mL|meters?|metres?|centimeters?|kilometers?|miles?|feet|foot|"
+    r"inch(?:es)?|yards?|grams?|kilograms?|pounds?|liters?|litres?|seconds?|minutes?|hours?|days?|"
+    r"weeks?|months?|years?|degrees?|radians?|percent|dollars?|cents?|euros?|units?|mph|"
+    r"(?:square|cubic) (?:units?|meters?|centimeters?|feet|inches|miles))$"
+)
+
+
+def response_text(text: str) -> str:
+    """Cuts the text at the first end marker."""
+    end = min((at for at in map(text.find, END_MARKERS) if at >= 0), default=len(text))
+    return text[:end]
+
+
+def has_complete_box(text: str) -> bool:
+    """Whether a complete \\boxed{...} with at most two nested brace levels comes before the end."""
+    return _COMPLETE_BOX.search(response_text(text)) is not None
+
+
+def extract_answer(text: str) -> str | None:
+    """Takes the answer out of a response; None where no rule finds one.
+
+    After the cut at the first end marker, the first rule that applies:
+
+    1. between `final answer is $` and `$. I hope`;
+    2. the content of the last `boxed`: balanced braces, else up to `$`;
+    3. after the last `he answer is`;
+    4. after the last `final answer is`;
+    5. after the first `答案是`, up to a blank line;
+    6. the last number, commas removed.
+
+    The result is normalised by `normalize_answer` and may be empty (`\\boxed{}`).
+
+    Source: the math scorer of the reference implementation (hf618/VERL, 3de68f1), which reads the
+    prompt as well.
+    """
+    answer = _raw_answer(response_text(text))
+    if answer is None:
+        return None
+    answer = re.sub(r"\n\s*", "", answer).strip()
+    answer = answer.removeprefix(":").removesuffix(".").removesuffix("/")
+    return normalize_answer(answer)
+
+
+def _raw_answer(text: str) -> str | None:
+    start_mark, end_mark = "final answer is $", "$. I hope"
+    start = text.find(start_mark)
+    if start >= 0:
+        start += len(start_mark)
+        end = text.find(end_mark, start)
+        if end >= 0:
+            return text[start:end]
+    if "boxed" in text:
+        return _box_content(text.rpartition("boxed")[2])
+    for mark in ("he answer is", "final answer is"):
+        if mark in text:
+            return text.rpartition(mark)[2]
+    if "答案是" in text:
+        return text.partition("答案是")[2].strip().partition("\n\n")[0]
+    numbers = _NUMBER.findall(text.replace(",", ""))
+    return numbers[-1] if numbers else None
+
+
+def _box_content(text: str) -> str:
+    """`text` follows the word boxed."""
+    if text.startswith("{"):
+        depth = 0
+        for brace in re.finditer(r"[{}]", text):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                return text[1 : brace.start()]
+    return text.removeprefix("{").partition("$")[0]
+
+
+def normalize_answer(answer: str) -> str:
+    """Drops what does not change an answer: spacing and sizing commands, currency, percent, units.
+
+    `10\\%` becomes `10`, as in the reference implementation; a reference answer is compared both in
+    this form and as it is written, so both `10` and `0.1` are right where it says `10\\%`.
+    """
+    answer = _SPACING.sub(" ", answer)
+    answer = _SIZING.sub("", answer)
+    answer = _FRACTION.sub(r"\\frac", answer)
+    answer = _DEGREES.sub("", answer)
+    answer = _CURRENCY_AND_PERCENT.sub("", answer)
+    if whole := _WHOLLY_TEXT.fullmatch(answer):
+        answer = whole[1]
+    answer = " ".join(answer.split())
+    answer = _UNIT_WORD.sub("", _UNIT_TEXT.sub("", answer))
+    return answer
+
+
+def expand_scientific(answer: str) -> str:
+    """Rewrites `1e3`, which LaTeX reads as a product with Euler's number, as 1 \\times 10^{3}."""
+    match = _SCIENTIFIC.fullmatch(answer.strip())
+    return f"{match[1]} \\times 10^{{{int(match[2])}}}" if match else answer

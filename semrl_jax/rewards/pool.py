@@ -1,0 +1,360 @@
+"""A pool of verifier processes with a hard deadline on every response.
+
+Each slot of the pool is one thread and the worker process it owns. The thread takes a job, asks its
+worker, and waits no longer than the deadline; a worker that is late or gone is killed with all its
+children and replaced, and only its own job scores as failed.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from semrl_jax.errors import UserError
+from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
+
+MAX_START_ATTEMPTS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    response: str
+    reference: str
+    future: concurrent.futures.Future[Verdict]
+
+
+class VerifierPool:
+    """Scores responses in worker processes; a context manager, safe to use from several threads.
+
+    The constructor returns at once: workers start side by side, and jobs wait for them. Deadlines
+    run from the moment a worker takes the job, so waiting in the queue costs no score.
+
+    Args:
+      num_workers: processes.
+      timeout_s: seconds a worker may spend on one response; then it scores as wrong, "timeout".
+      mode: "independent" or "mix", see `verdict_score`.
+      unboxed_penalty: score of a wrong, unboxed response in mode "independent".
+      function: "package.module:name" of a verifier of the user's, called in the workers as
+        name(response, reference) and returning a score, a mapping or a `Verdict`; "" takes
+        math-verify.
+      failure_score: score where `function` raised, hung, crashed or returned nonsense.
+      memory_limit_gib: address space of one worker; 0 is no limit.
+      max_response_chars: a longer response or reference scores as wrong, "too_long".
+      max_answer_chars: the same for the extracted answer, with math-verify.
+      start_timeout_s: seconds a worker may take to start.
+      max_jobs_per_worker: then it is replaced, before what its libraries keep fills its memory.
+
+    Raises:
+      UserError: if a value is out of range, or, on entering the context, if `function` cannot be
+        imported.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 2,
+        timeout_s: float = 10.0,
+        mode: str = "independent",
+        unboxed_penalty: float = -1.0,
+        function: str = "",
+        failure_score: float = 0.0,
+        memory_limit_gib: float = 2.0,
+        max_response_chars: int = 1_000_000,
+        max_answer_chars: int = 4096,
+        start_timeout_s: float = 60.0,
+        max_jobs_per_worker: int = 20_000,
+    ):
+        limits = {
+            "num_workers": num_workers,
+            "timeout_s": timeout_s,
+            "max_response_chars": max_response_chars,
+            "start_timeout_s": start_timeout_s,
+            "max_jobs_per_worker": max_jobs_per_worker,
+        }
+        for name, value in limits.items():
+            if not 0 < value < float("inf"):
+                raise UserError(f"rewards.{name}={value} must be a positive, finite number.")
+        self._settings = VerifierSettings(
+            mode=mode,
+            unboxed_penalty=unboxed_penalty,
+            function=function,
+            failure_score=failure_score,
+            max_answer_chars=max_answer_chars,
+            memory_limit_gib=memory_limit_gib,
+        )
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._max_response_chars = max_response_chars
+        self._max_jobs_per_worker = max_jobs_per_worker
+
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards all below
+        self._workers: set[_Worker] = set()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._failure: Exception | None = None  # why no job can be done any more
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"verifier-{i}", daemon=True)
+            for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> VerifierPool:
+        if self._settings.function:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def submit(self, response: str, reference: str) -> concurrent.futures.Future[Verdict]:
+        """Queues one response.
+
+        Args:
+          response: response text, without the prompt.
+          reference: the reference answer.
+
+        Returns:
+          A future whose result is a verdict whatever the text does. It holds an exception only if
+          the pool itself is gone: RuntimeError if it was closed or its workers do not start,
+          UserError if the user's function cannot be imported.
+        """
+        future: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
+        job = _Job(response, reference, future)
+        if max(len(response), len(reference)) > self._max_response_chars:
+            verdict = failed_verdict(self._settings, "", "too_long")
+            self._count(verdict)
+            future.set_result(verdict)
+            return future
+        with self._lock:  # so that no job comes after the end marks of `close`
+            if self._failure is None:
+                self._jobs.put(job)
+            else:
+                future.set_exception(self._failure)
+        return future
+
+    def wait_ready(self) -> None:
+        """Waits until a worker has started.
+
+        Raises:
+          UserError: if the user's function cannot be imported.
+          RuntimeError: if workers do not start.
+        """
+        self._started.result(timeout=(self._start_timeout_s + 5) * MAX_START_ATTEMPTS)
+
+    def validate(self, response: str, reference: str) -> Verdict:
+        """Runs one example, so that a verifier that cannot work stops the run before it starts.
+
+        Raises:
+          UserError: if the verifier raises, returns nonsense, crashes or takes too long.
+        """
+        verdict = self.submit(response, reference).result()
+        if verdict.error:
+            verifier = f"rewards.function={self._settings.function!r}"
+            raise UserError(
+                f"{verifier if self._settings.function else 'the math verifier'} failed on the "
+                f"reference answer {reference!r:.80}: {verdict.error}; it must return a finite "
+                f"score, a mapping with 'score', or a Verdict within {self._timeout_s} s."
+            )
+        return verdict
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Numbers of verdicts so far, and of those by what went wrong."""
+        with self._lock:
+            return {
+                "num_verdicts": self._counts.total(),
+                "num_timeouts": self._counts["timeout"],
+                "num_crashes": self._counts["crash"],
+                "num_too_long": self._counts["too_long"],
+                "num_exceptions": self._counts["exception"],
+                "num_invalid": self._counts["invalid"],
+            }
+
+    def close(self) -> None:
+        """Ends the workers at once; responses not yet scored fail with RuntimeError. Idempotent."""
+        self._fail(RuntimeError("the verifier pool was closed before this response was scored"))
+        with self._lock:
+            for _ in self._threads:
+                self._jobs.put(None)
+            for worker in self._workers:
+                worker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        """One slot: keeps a worker and gives it one job after the other until the end mark."""
+        worker = self._start_worker()
+        while (job := self._jobs.get()) is not None:
+            if not job.future.set_running_or_notify_cancel():
+                continue
+            if worker is not None and not worker.is_alive():  # died idle: not this job's doing
+                self._retire(worker)
+                worker = self._start_worker()
+            if worker is None:
+                job.future.set_exception(self._failure)
+                continue
+            verdict = self._ask(worker, job)
+            if verdict.error_kind in ("timeout", "crash") and self._failure is not None:
+                job.future.set_exception(self._failure)  # `close` killed the worker
+                continue
+            self._count(verdict)
+            job.future.set_result(verdict)
+            lost = verdict.error_kind in ("timeout", "crash")
+            if lost or worker.num_jobs >= self._max_jobs_per_worker:
+                self._retire(worker)
+                worker = self._start_worker()
+        if worker is not None:
+            self._retire(worker)
+
+    def _ask(self, worker: _Worker, job: _Job) -> Verdict:
+        try:
+            return worker.ask(job.response, job.reference, self._timeout_s)
+        except TimeoutError:
+            return failed_verdict(self._settings, job.response, "timeout")
+        except (OSError, ValueError, TypeError):  # gone, or a reply that is no verdict
+            return failed_verdict(self._settings, job.response, "crash")
+
+    def _start_worker(self) -> _Worker | None:
+        """Starts a worker; None if the pool has failed, as it does after several failed starts."""
+        reason = ""
+        for _ in range(MAX_START_ATTEMPTS):
+            with self._lock:
+                if self._failure is not None:
+                    return None
+            try:
+                worker = _Worker(self._settings)
+            except OSError as e:
+                reason = str(e)
+                continue
+            with self._lock:
+                self._workers.add(worker)
+                if self._failure is not None:
+                    worker.kill()
+            try:
+                problem = worker.wait_ready(self._start_timeout_s)
+            except (OSError, ValueError) as e:
+                reason = str(e)
+                self._retire(worker)
+                continue
+            if not problem:
+                with self._lock:
+                    if not self._started.done():
+                        self._started.set_result(None)
+                return worker
+            self._retire(worker)
+            self._fail(UserError(problem))
+        self._fail(
+            RuntimeError(
+                f"verifier workers failed to start {MAX_START_ATTEMPTS} times in a row: {reason}. "
+                f"Their own message is above; rewards.start_timeout_s={self._start_timeout_s} or "
+                f"rewards.memory_limit_gib={self._settings.memory_limit_gib} may be too small."
+            )
+        )
+        return None
+
+    def _retire(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.end()
+
+    def _fail(self, failure: Exception) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+            if not self._started.done():
+                self._started.set_exception(self._failure)
+
+    def _count(self, verdict: Verdict) -> None:
+        with self._lock:
+            self._counts[verdict.error_kind] += 1
+
+
+class _Worker:
+    """One worker process and the pipes to it. Only `kill` may be called from another thread."""
+
+    def __init__(self, settings: VerifierSettings):
+        # The worker finds what this process finds, the user's verifier included.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "semrl_jax.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **single_thread, "PYTHONPATH": path},
+            start_new_session=True,  # a group of its own: killed whole, and deaf to Ctrl-C
+        )
+        self._stdin = self._process.stdin.fileno()
+        self._stdout = self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        self._received = bytearray()
+        self._start = {"settings": dataclasses.asdict(settings), "parent_pid": os.getpid()}
+        self.num_jobs = 0
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Waits for the worker's first word: "" or a problem of the user's to solve."""
+        return self._exchange(self._start, timeout_s).get("problem", "")
+
+    def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
+        """Gets a verdict; TimeoutError after `timeout_s`, ConnectionError if the worker is gone."""
+        self.num_jobs += 1
+        request = {"response": response, "reference": reference}
+        return Verdict(**self._exchange(request, timeout_s))
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the worker and its children."""
+        if self._process.returncode is None:  # not reaped: the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills the worker, reaps it and closes the pipes."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it dies later
+            self._process.wait(timeout=10)
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _exchange(self, request: dict, timeout_s: float) -> dict:
+        deadline = time.monotonic() + timeout_s
+        unsent = memoryview(json.dumps(request).encode() + b"\n")
+        while unsent:
+            _wait_for(self._stdin, select.POLLOUT, deadline)
+            unsent = unsent[os.write(self._stdin, unsent) :]
+        while b"\n" not in self._received:
+            _wait_for(self._stdout, select.POLLIN, deadline)
+            chunk = os.read(self._stdout, 1 << 16)
+            if not chunk:
+                raise ConnectionResetError("the verifier worker ended")
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+
+def _wait_for(fd: int, event: int, deadline: float) -> None:
+    """Waits until `fd` is ready; poll, as select fails for the many descriptors of a trainer."""
+    poller = select.poll()
+    poller.register(fd, event)
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0 or not poller.poll(remaining_s * 1000 + 1):
+        raise TimeoutError("the verifier worker took too long")

@@ -1,0 +1,86 @@
+"""Verdicts of math-verify against recorded ones, and the score table."""
+
+import json
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.rewards import Verdict, VerifierSettings, verdict_score, verify_math
+
+# The reference implementation calls these wrong; they are right.
+KNOWN_FALSE_NEGATIVES = {(r"\boxed{10\%}", r"10\%"), (r"\boxed{1e3}", "1000")}
+
+
+def test_verdicts_match_reference(golden):
+    rows = [json.loads(line) for line in (golden / "rewards.jsonl").read_text().splitlines()]
+    assert len(rows) == 48
+    seen = set()
+    for row in rows:
+        key = row["response"], row["answer"]
+        independent = verify_math(*key)
+        mix = verify_math(*key, mode="mix")
+        if key in KNOWN_FALSE_NEGATIVES:
+            seen.add(key)
+            assert not row["correct"]
+            assert (independent.score, independent.correct, mix.score) == (1.0, True, 1.0), key
+        else:
+            actual = (independent.score, independent.correct, mix.score)
+            assert actual == (row["score_independent"], row["correct"], row["score_mix"]), key
+        assert not independent.error
+    assert seen == KNOWN_FALSE_NEGATIVES
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores"), [("independent", [1.0, 0.5, -0.5, -2.0]), ("mix", [1.0, 1.0, 0.0, 0.0])]
+)
+def test_score_table(mode, scores):
+    responses = [r"\boxed{7}", "7", r"\boxed{8}", "8"]
+    verdicts = [verify_math(r, "7", mode=mode, unboxed_penalty=-2.0) for r in responses]
+    assert [v.score for v in verdicts] == scores
+    assert [v.correct for v in verdicts] == [True, True, False, False]
+    assert [v.boxed for v in verdicts] == [True, False, True, False]
+    assert [v.extracted for v in verdicts] == ["7", "7", "8", "8"]
+
+
+def test_arithmetic_response_is_right_by_its_box():
+    response = "380+882:0+2+0=02,8+8+0=16,3+8+1=12;1262\n\\boxed{1262}"
+    assert verify_math(response, "1262") == Verdict(1.0, True, True, "1262")
+    assert verify_math(response, "1162") == Verdict(-0.5, False, True, "1262")
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "correct"),
+    [
+        (r"\boxed{10}", r"10\%", True),
+        (r"\boxed{0.1}", r"10\%", True),
+        (r"\boxed{1 2}", "12", False),
+        (r"\boxed{5 \text{ dollars}}", r"\$5", True),
+        ("7 apples", "7", True),
+        ("<|im_end|>7", "7", False),
+        (r"\boxed{}", "", False),
+        ("no idea", "", False),
+    ],
+)
+def test_equality(response, reference, correct):
+    assert verify_math(response, reference).correct is correct
+
+
+def test_long_answer_is_never_parsed():
+    verdict = verify_math(r"\boxed{" + "(" * 5000 + "}", "7")
+    assert verdict == Verdict(-0.5, False, True, None, "too_long")
+    assert verify_math(r"\boxed{123}", "123", max_answer_chars=2).error == "too_long"
+
+
+def test_bad_settings_name_the_field():
+    for settings, message in [
+        ({"mode": "best"}, r"rewards\.mode='best' is unknown"),
+        ({"unboxed_penalty": float("nan")}, r"rewards\.unboxed_penalty=nan"),
+        ({"function": "module"}, r"rewards\.function='module' must read"),
+        ({"function": ":name"}, r"rewards\.function=':name' must read"),
+        ({"max_answer_chars": 0}, r"rewards\.max_answer_chars=0"),
+        ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            VerifierSettings(**settings)
+    with pytest.raises(UserError, match="mode='best'"):
+        verdict_score(True, True, mode="best")

@@ -1,0 +1,276 @@
+"""The pool with hostile text and hostile verifiers: every job ends, the next one is right."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.rewards import Verdict, VerifierPool
+
+HERE = pathlib.Path(__file__).parent
+RIGHT = Verdict(1.0, True, False, None)
+
+
+@pytest.fixture(autouse=True)
+def helper_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def obey():
+    """One worker that does what the response says, within half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        with VerifierPool(
+            num_workers=1, timeout_s=0.5, function="hostile:obey", failure_score=-1.0
+        ) as pool:
+            yield pool
+
+
+def is_running(pid):
+    """Whether a process exists and is no zombie."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "counter"),
+    [
+        ("hang", "timeout", "num_timeouts"),
+        ("exit", "crash", "num_crashes"),
+        ("sys.exit", "exception: SystemExit: 3", "num_exceptions"),
+        ("raise", r"exception: KeyError: 'two\nlines'", "num_exceptions"),
+        ("allocate", "exception: MemoryError:", "num_exceptions"),
+        ("nan", "invalid: score must be a finite number, not nan", "num_invalid"),
+        ("text", "invalid: score must be a finite number, not '1.0'", "num_invalid"),
+        ("none", "invalid: score must be a finite number, not None", "num_invalid"),
+        ("key", "invalid: unknown keys ['colour']", "num_invalid"),
+        ("flag", "invalid: correct must be a bool, not 'yes'", "num_invalid"),
+    ],
+)
+def test_bad_verifier_fails_its_own_job_only(obey, command, error, counter):
+    before = obey.counters
+    bad, good = obey.submit(command, "7"), obey.submit("7", "7")
+    verdict = bad.result(timeout=10)
+    assert (verdict.score, verdict.correct) == (-1.0, False)
+    assert verdict.error.startswith(error) and "\n" not in verdict.error
+    assert good.result(timeout=10) == RIGHT
+    after = obey.counters
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {counter, "num_verdicts"} and after[counter] == before[counter] + 1
+
+
+def test_prints_and_reads_do_not_reach_the_protocol(obey):
+    assert obey.submit("print", "7").result(timeout=10) == RIGHT
+    assert obey.submit("print", "read").result(timeout=10).error.startswith("exception: EOFError")
+    assert obey.submit("7", "7").result(timeout=10) == RIGHT
+
+
+def test_verifier_may_return_a_record(obey):
+    assert obey.submit("record", "").result(timeout=10) == Verdict(2.0, False, True, "é")
+    assert obey.submit(r"\boxed{7}", "7").result(timeout=10) == Verdict(0.0, False, True, None)
+
+
+def test_late_worker_is_killed_with_its_children(obey, tmp_path):
+    pid_file = tmp_path / "pid"
+    assert obey.submit("spawn and hang", str(pid_file)).result(timeout=10).error == "timeout"
+    child = int(pid_file.read_text())
+    wait_until(lambda: not is_running(child))
+
+
+def test_worker_that_died_idle_costs_no_job(obey):
+    crashes = obey.counters["num_crashes"]
+    pid = int(obey.submit("pid", "").result(timeout=10).score)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid))
+    assert obey.submit("7", "7").result(timeout=10) == RIGHT
+    assert obey.counters["num_crashes"] == crashes
+
+
+@pytest.mark.parametrize(
+    "text", ["\x00", "\ud800", '"\n{}\r\n', "\u2028", "a" * 300_000], ids=lambda t: repr(t)[:12]
+)
+def test_any_text_crosses_the_pipe(obey, text):
+    assert obey.submit(text, text).result(timeout=10) == RIGHT
+    assert obey.submit(text, "7").result(timeout=10).correct is False
+
+
+def test_too_long_text_never_reaches_a_worker():
+    with VerifierPool(num_workers=1, max_response_chars=10) as pool:
+        for response, reference in [("1" * 11, "1"), ("1", "1" * 11)]:
+            verdict = pool.submit(response, reference).result(timeout=0)
+            assert verdict == Verdict(-1.0, False, False, None, "too_long")
+        assert pool.counters["num_too_long"] == 2
+
+
+def test_hostile_mathematics_is_wrong_in_time():
+    bombs = [
+        r"\boxed{9^{9^{9^{9}}}}",
+        r"\boxed{100000000!}",
+        r"\boxed{" + "(" * 2000 + "1" + ")" * 2000 + "}",
+    ]
+    harmless = [r"\boxed{" + "{" * 100_000, "7\x00" * 1000 + "x", r"\boxed{\frac{1}{0}}", ""]
+    start = time.monotonic()
+    with VerifierPool(num_workers=2, timeout_s=1.0, memory_limit_gib=1.0) as pool:
+        futures = [pool.submit(text, "5") for text in bombs + harmless]
+        assert not any(future.result(timeout=30).correct for future in futures)
+        kinds = {future.result().error_kind for future in futures[: len(bombs)]}
+        assert kinds <= {"timeout", "crash"}
+        assert pool.submit(r"\boxed{\frac{14}{2}}", "7").result(timeout=30).score == 1.0
+        assert pool.counters["num_timeouts"] + pool.counters["num_crashes"] >= len(bombs)
+    assert time.monotonic() - start < 20.0
+
+
+def test_hung_job_does_not_hold_up_the_others():
+    with VerifierPool(num_workers=2, timeout_s=5.0, function="hostile:obey") as pool:
+        hung = pool.submit("hang", "7")
+        others = [pool.submit(str(i), str(i)) for i in range(20)]
+        assert all(future.result(timeout=4).correct for future in others)
+        assert not hung.done()
+    with pytest.raises(RuntimeError, match="closed"):
+        hung.result(timeout=0)
+
+
+def test_close_leaves_no_process_and_no_open_future():
+    with VerifierPool(num_workers=2, timeout_s=60.0, function="hostile:obey") as pool:
+        pids = set()
+        while len(pids) < 2:
+            jobs = [pool.submit("pid", "") for _ in range(4)]
+            pids |= {int(job.result(timeout=10).score) for job in jobs}
+        futures = [pool.submit("hang", "") for _ in range(6)]
+    assert all(isinstance(future.exception(timeout=0), RuntimeError) for future in futures)
+    assert not any(is_running(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit("7", "7").result(timeout=0)
+    pool.close()
+
+
+def test_many_threads_may_submit():
+    results = {}
+
+    def score(pool, offset):
+        futures = [pool.submit(f"\\boxed{{{offset + i}}}", str(i)) for i in range(100)]
+        results[offset] = [future.result(timeout=30).correct for future in futures]
+
+    with VerifierPool(num_workers=2) as pool:
+        threads = [threading.Thread(target=score, args=(pool, k)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pool.counters["num_verdicts"] == 400
+    assert results == {k: [k == 0] * 100 for k in range(4)}
+
+
+def test_cancelled_job_is_skipped():
+    with VerifierPool(num_workers=1, timeout_s=0.5, function="hostile:obey") as pool:
+        pool.submit("hang", "")
+        waiting = pool.submit("7", "7")
+        assert waiting.cancel()
+        assert pool.submit("8", "8").result(timeout=10) == RIGHT
+
+
+def test_worker_is_replaced_before_its_memory_fills():
+    with VerifierPool(num_workers=1, function="hostile:obey", max_jobs_per_worker=2) as pool:
+        pids = [int(pool.submit("pid", "").result(timeout=10).score) for _ in range(5)]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+    assert pool.counters["num_crashes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_such_module:f", "cannot be imported .ModuleNotFoundError"),
+        ("hostile:no_such_name", "cannot be imported .AttributeError"),
+        ("broken_import:f", "cannot be imported .OSError: no such data set"),
+        ("hostile:one_argument", r"must be callable as one_argument\(response, reference\)"),
+        ("hostile:not_callable", "must be callable"),
+    ],
+)
+def test_bad_function_is_the_users_error_at_the_start(function, message):
+    with pytest.raises(UserError, match=message) as caught:
+        with VerifierPool(num_workers=1, function=function):
+            pass
+    assert "\n" not in str(caught.value) and f"rewards.function={function!r}" in str(caught.value)
+
+
+def test_validate_tries_the_function_on_one_example(obey):
+    assert obey.validate("7", "7") == RIGHT
+    for command in ("nan", "raise", "hang"):
+        with pytest.raises(UserError, match=r"rewards\.function='hostile:obey' failed on"):
+            obey.validate(command, "7")
+
+
+def test_workers_that_never_start_fail_the_pool():
+    with VerifierPool(num_workers=1, memory_limit_gib=0.01) as pool:
+        future = pool.submit("7", "7")
+        with pytest.raises(RuntimeError, match="failed to start 3 times in a row"):
+            future.result(timeout=30)
+        with pytest.raises(RuntimeError, match="failed to start"):
+            pool.wait_ready()
+
+
+def test_bad_limits_are_the_users_error():
+    for name in ("num_workers", "max_response_chars", "max_jobs_per_worker"):
+        with pytest.raises(UserError, match=rf"rewards\.{name}=0"):
+            VerifierPool(**{name: 0})
+    with pytest.raises(UserError, match=r"rewards\.timeout_s=inf"):
+        VerifierPool(timeout_s=float("inf"))
+
+
+def test_hung_worker_dies_with_a_killed_parent():
+    program = (
+        "import time\n"
+        "from semrl_jax.rewards import VerifierPool\n"
+        "pool = VerifierPool(num_workers=1, timeout_s=600.0, function='hostile:obey')\n"
+        "print(int(pool.submit('pid', '').result().score), flush=True)\n"
+        "pool.submit('hang', '')\n"
+        "time.sleep(0.2)\n"
+        "print('hung', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        with contextlib.ExitStack() as stack:
+            stack.callback(parent.kill)
+            worker = int(parent.stdout.readline())
+            assert parent.stdout.readline() == "hung\n"
+            assert is_running(worker)
+    wait_until(lambda: not is_running(worker))
+
+
+def test_rewards_load_no_accelerator_library():
+    program = (
+        "import sys\n"
+        "import semrl_jax.rewards, semrl_jax.rewards.worker\n"
+        "semrl_jax.rewards.verify_math('\\\\boxed{\\\\frac{1}{2}}', '0.3')\n"
+        "bad = {'jax', 'jaxlib', 'grpc', 'transformers', 'torch'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+        "assert 'math_verify' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_importing_rewards_does_not_import_math_verify():
+    program = (
+        "import sys, semrl_jax.rewards\nassert not {'sympy', 'math_verify'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
