@@ -18,6 +18,10 @@ from semrl_jax.types import (
 )
 
 
+class EngineDeadError(RuntimeError):
+    """The engine cannot go on. The service reports itself as not serving and its process ends."""
+
+
 class Engine(abc.ABC):
     """One model that samples. The service checks requests; an engine may rely on them.
 

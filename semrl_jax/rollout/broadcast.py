@@ -1,0 +1,181 @@
+"""Streams one set of weights to several replicas, reading and hashing the source once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+import numpy as np
+
+from semrl_jax.rollout import codec
+from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
+from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
+
+_QUEUED_CHUNKS = 8  # a replica; the fastest waits for the slowest beyond that
+_POLL_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Broadcast:
+    """What to send: the identity of the weights but for their digest, and how long to wait."""
+
+    run_id: str
+    attempt_id: str
+    step: int
+    specs: Sequence[TensorSpec]
+    timeout_s: float
+    stall_timeout_s: float
+    progress_every_s: float
+    progress: Callable[[str], None]
+
+
+def send_weights(
+    job: Broadcast, arrays: Iterable[np.ndarray], replicas: Sequence[Replica]
+) -> tuple[WeightVersion | None, dict[Replica, str]]:
+    """Sends the arrays, in the order of `job.specs`, to all replicas at once.
+
+    Returns:
+      The version, and for each replica that failed why; the others serve the version now. None
+      where all had failed before the last tensor was read.
+
+    Raises:
+      ValueError: the arrays do not fit the specs.
+      UserError, ValueError: a replica refuses for good; none serves the version then, unless it
+        had committed before.
+    """
+    deadline = time.monotonic() + job.timeout_s
+    receivers = [_Receiver(replica, job) for replica in replicas]
+    try:
+        begin = pb.BeginUpdate(
+            run_id=job.run_id,
+            attempt_id=job.attempt_id,
+            step=job.step,
+            tensors=codec.encode_specs(job.specs),
+        )
+        _put_all(receivers, pb.UpdateWeightsRequest(begin=begin))
+        checksums = []
+        # The arrays first: zip then asks for one more than there are specs.
+        for index, (array, spec) in enumerate(zip(_exactly(job.specs, arrays), job.specs)):
+            checksums.append(_send_tensor(receivers, index, spec, array))
+            if all(receiver.error for receiver in receivers):
+                return None, {r.replica: r.error for r in receivers}
+        digest = manifest_digest(job.specs, checksums)
+        version = WeightVersion(job.run_id, job.attempt_id, job.step, digest)
+        commit = pb.CommitUpdate(checksums=checksums, digest=digest)
+        _put_all(receivers, pb.UpdateWeightsRequest(commit=commit))
+        for receiver in receivers:
+            receiver.finish(version, deadline)
+    except BaseException:
+        for receiver in receivers:
+            receiver.cancel()
+        raise
+    return version, {r.replica: r.error for r in receivers if r.error}
+
+
+class _Receiver:
+    """One replica's end of the stream."""
+
+    def __init__(self, replica: Replica, job: Broadcast):
+        self.replica = replica
+        self.error = ""
+        self._job = job
+        self._queue: queue.Queue[pb.UpdateWeightsRequest | None] = queue.Queue(_QUEUED_CHUNKS)
+        # gRPC reads the queue in a thread of its own, until it finds None.
+        self._call = replica.update_weights(iter(self._queue.get, None), job.timeout_s)
+
+    def put(self, message: pb.UpdateWeightsRequest | None) -> None:
+        started = time.monotonic()
+        while not self.error:
+            if self._call.done():
+                self._fail()
+                return
+            try:
+                return self._queue.put(message, timeout=_POLL_S)
+            except queue.Full:
+                if time.monotonic() - started > self._job.stall_timeout_s:
+                    self.error = f"took no chunk for {self._job.stall_timeout_s:g} s"
+                    self.cancel()
+
+    def finish(self, version: WeightVersion, deadline: float) -> None:
+        """Waits for the reply to the commit."""
+        started = time.monotonic()
+        self.put(None)
+        while not self.error:
+            try:
+                reply = self._call.result(timeout=self._job.progress_every_s)
+            except grpc.FutureTimeoutError:
+                now = time.monotonic()
+                self._job.progress(
+                    f"waiting for {self.replica.name} to commit weights {version} "
+                    f"({now - started:.0f} s; deadline in {deadline - now:.0f} s)"
+                )
+            except grpc.RpcError:
+                self._fail()
+            else:
+                if codec.decode_version(reply.version) != version:
+                    self.error = f"committed {codec.decode_version(reply.version)}, not {version}"
+                return
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._end()
+
+    def _fail(self) -> None:
+        self._end()
+        error = self._call.exception()
+        if error is None:
+            self.error = "ended the update before its commit"
+            return
+        if fatal := fatal_error(self.replica, error):
+            raise fatal
+        self.error = describe_error(error)
+
+    def _end(self) -> None:
+        """Lets gRPC's reading thread go once the call is done: nothing in the queue matters now."""
+        while True:
+            try:
+                return self._queue.put_nowait(None)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+
+
+def _send_tensor(
+    receivers: Sequence[_Receiver], index: int, spec: TensorSpec, array: np.ndarray
+) -> bytes:
+    if array.shape != spec.shape or array.dtype.name != spec.dtype:
+        raise ValueError(
+            f"weights: {spec.name!r} is {array.dtype.name}{list(array.shape)}; its spec says "
+            f"{spec.dtype}{list(spec.shape)}."
+        )
+    data = codec.as_bytes(array)
+    checksum = hashlib.sha256()
+    for start in range(0, len(data), codec.CHUNK_BYTES):
+        chunk = data[start : start + codec.CHUNK_BYTES]
+        message = pb.TensorChunk(tensor_index=index, data=chunk.tobytes())
+        _put_all(receivers, pb.UpdateWeightsRequest(chunk=message))
+        checksum.update(chunk)
+    return checksum.digest()
+
+
+def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -> None:
+    for receiver in receivers:
+        receiver.put(message)
+
+
+def _exactly(specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray]):
+    """The arrays; raises ValueError where there are not as many as specs."""
+    count = 0
+    for array in arrays:
+        if count == len(specs):
+            raise ValueError(f"weights: more arrays than the {len(specs)} specs.")
+        count += 1
+        yield array
+    if count < len(specs):
+        raise ValueError(f"weights: {count} arrays for {len(specs)} specs.")

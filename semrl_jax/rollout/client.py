@@ -1,0 +1,338 @@
+"""The trainer's side of the wire. Loads neither JAX nor torch."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import grpc
+import numpy as np
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout import codec
+from semrl_jax.rollout.auth import check_token
+from semrl_jax.rollout.broadcast import Broadcast, send_weights
+from semrl_jax.rollout.dispatch import Job, dispatch
+from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    WeightVersion,
+)
+
+_log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 5.0  # of one Describe
+_NO_HIDDEN_STATES = HiddenStateParams()
+
+
+class RolloutClient:
+    """Samples from one or more rollout replicas over gRPC.
+
+    Calls are synchronous; several threads may share a client. Every call has a deadline, and
+    whatever waits longer than `progress_every_s` says so through `progress`.
+
+    Args:
+      addresses: host:port of each replica.
+      token: what the replicas were started with.
+      run_id: a replica belongs to the first run that gives it weights.
+      attempt_id: fresh for every start of the trainer.
+      tls_ca: PEM file of the certificate authority; "" connects in the clear, to loopback only.
+      connect_timeout_s: for all replicas to answer.
+      sync_timeout_s: for one `sync_weights`, retries included.
+      generate_timeout_s: for one `generate`, retries included.
+      stall_timeout_s: a replica that sends nothing for so long is given up. It must exceed what
+        the first response of a batch takes, compilation included.
+      control_timeout_s: for `describe`, `resume` and `abort`.
+      progress_every_s: between two lines about the same wait.
+      progress: takes one line; the default logs it as a warning.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        run_id: str,
+        attempt_id: str,
+        tls_ca: str = "",
+        connect_timeout_s: float = 300.0,
+        sync_timeout_s: float = 1800.0,
+        generate_timeout_s: float = 7200.0,
+        stall_timeout_s: float = 600.0,
+        control_timeout_s: float = 60.0,
+        progress_every_s: float = 10.0,
+        progress: Callable[[str], None] = _log.warning,
+    ):
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise UserError(
+                f"rollout.addresses={tuple(addresses)} must name at least one replica, each once."
+            )
+        check_token(token)
+        self._run_id = run_id
+        self._attempt_id = attempt_id
+        self._connect_timeout_s = connect_timeout_s
+        self._sync_timeout_s = sync_timeout_s
+        self._generate_timeout_s = generate_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._progress_every_s = progress_every_s
+        self._progress = progress
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._expected: dict[str, str | int] = {}
+        authority = _read_pem(tls_ca) if tls_ca else None
+        self._replicas: list[Replica] = []
+        for address in addresses:
+            self._replicas.append(Replica(address, token, tls_ca=authority))
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Since the start: responses, retries (samples asked for again), duplicates (dropped),
+        replica_failures, and the bytes of state_bytes, token_bytes and weight_bytes."""
+        names = ("responses", "retries", "duplicates", "replica_failures")
+        sizes = ("state_bytes", "token_bytes", "weight_bytes")
+        return {name: self._counters[name] for name in names + sizes}
+
+    def connect(
+        self, *, model_hash: str, tokenizer_hash: str, vocab_size: int
+    ) -> tuple[ReplicaDescription, ...]:
+        """Waits until all replicas answer, and checks that they are what the trainer needs.
+
+        An empty `tokenizer_hash`, here or there, is not compared.
+
+        Raises:
+          UserError: a replica cannot be reached, refuses the token, or has another protocol,
+            model, tokenizer or vocabulary.
+        """
+        self._expected = {
+            "protocol_major": codec.PROTOCOL_MAJOR,
+            "model_hash": model_hash,
+            "tokenizer_hash": tokenizer_hash,
+            "vocab_size": vocab_size,
+        }
+        deadline = time.monotonic() + self._connect_timeout_s
+        for replica in self._replicas:
+            self._await_replica(replica, deadline)
+        ids = collections.Counter(r.description.replica_id for r in self._replicas)
+        if repeated := [name for name, count in ids.items() if count > 1]:
+            raise UserError(f"rollout.addresses: several lead to the same replica {repeated[0]!r}.")
+        return tuple(replica.description for replica in self._replicas)
+
+    def describe(self) -> tuple[ReplicaDescription, ...]:
+        """Asks every replica anew."""
+        return tuple(
+            self._control(replica, replica.describe, self._control_timeout_s)
+            for replica in self._replicas
+        )
+
+    def sync_weights(
+        self,
+        specs: Sequence[TensorSpec],
+        read: Callable[[], Iterable[np.ndarray]],
+        *,
+        step: int,
+    ) -> WeightVersion:
+        """Streams the weights to all replicas at once and has them committed.
+
+        Args:
+          specs: of all tensors.
+          read: starts a pass over the arrays in the order of `specs`; they may be made one by one.
+            Called once, and again only where every replica failed.
+          step: part of the version; a lower one than before is legal.
+
+        Returns:
+          The version that every replica not set aside serves now.
+
+        Raises:
+          UserError: a replica belongs to another run, or refuses the token.
+          ValueError: the arrays do not fit the specs, or these the replica's model.
+          RuntimeError: no replica took the weights within `sync_timeout_s`.
+        """
+        deadline = time.monotonic() + self._sync_timeout_s
+        while True:
+            job = Broadcast(
+                run_id=self._run_id,
+                attempt_id=self._attempt_id,
+                step=step,
+                specs=specs,
+                timeout_s=deadline - time.monotonic(),
+                stall_timeout_s=self._stall_timeout_s,
+                progress_every_s=self._progress_every_s,
+                progress=self._progress,
+            )
+            replicas = self._answering_replicas()
+            version, failures = send_weights(job, read(), replicas) if replicas else (None, {})
+            for replica in replicas:
+                if replica in failures:
+                    self._set_aside(replica, failures[replica])
+                else:
+                    replica.version = version
+                    replica.succeeded()
+                    self._counters["weight_bytes"] += sum(spec.num_bytes for spec in specs)
+            if len(failures) < len(replicas):
+                return version
+            errors = "; ".join(f"{r.name}: {r.error}" for r in self._replicas)
+            now, retry_at = time.monotonic(), min(r.retry_at for r in self._replicas)
+            if retry_at >= deadline:
+                raise RuntimeError(
+                    f"no replica took the weights of step {step} within {self._sync_timeout_s:g} s "
+                    f"({errors})."
+                )
+            self._progress(
+                f"no replica took the weights of step {step} ({errors}); next attempt in "
+                f"{max(retry_at - now, 0):.1f} s, deadline in {deadline - now:.0f} s"
+            )
+            time.sleep(max(retry_at - now, 0))
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams = _NO_HIDDEN_STATES,
+        *,
+        version: WeightVersion,
+        resync: Callable[[], WeightVersion] | None = None,
+    ) -> Iterator[Rollout]:
+        """Yields every requested response exactly once, as they arrive.
+
+        Whole groups are dealt to the replicas that serve `version`. What a replica that fails,
+        hangs or cannot be reached leaves goes to the others, or is retried with growing pauses.
+        Close the iterator to end the call early.
+
+        Args:
+          requests: sample ids must be unique.
+          sampling, hidden_states: for all of them.
+          version: from `sync_weights`; a response sampled with other weights is refused.
+          resync: called where no replica serves `version` any more, as after a restart; it should
+            call `sync_weights` with the same weights, which gives the same version.
+
+        Raises:
+          RuntimeError: the deadline passed, no replica serves `version`, or a replica's reply
+            contradicts the request; nothing is dropped silently.
+          UserError, ValueError: a replica refuses the call for good.
+        """
+        job = Job(
+            sampling=sampling,
+            hidden_states=hidden_states,
+            version=version,
+            timeout_s=self._generate_timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            progress_every_s=self._progress_every_s,
+            progress=self._progress,
+            resync=resync,
+        )
+        return dispatch(job, requests, self._replicas, self._counters)
+
+    def pause(self) -> None:
+        """Waits until every replica has ended its Generate calls; new ones are refused."""
+        for replica in self._replicas:
+            self._progress(f"waiting for {replica.name} to end its calls and pause")
+            self._control(replica, replica.pause, self._generate_timeout_s)
+
+    def resume(self) -> None:
+        for replica in self._replicas:
+            self._control(replica, replica.resume, self._control_timeout_s)
+
+    def abort(self) -> int:
+        """Ends the running Generate calls; returns how many responses came back as "aborted".
+
+        Another thread has to go on reading the responses meanwhile.
+        """
+        return sum(
+            self._control(replica, replica.abort, self._control_timeout_s)
+            for replica in self._replicas
+        )
+
+    def _control(self, replica: Replica, method: Callable, timeout_s: float):
+        try:
+            return method(timeout_s)
+        except grpc.RpcError as error:
+            if fatal := fatal_error(replica, error):
+                raise fatal from error
+            raise RuntimeError(
+                f"{replica.name} did not answer {method.__name__} within {timeout_s:g} s "
+                f"({describe_error(error)})."
+            ) from error
+
+    def _await_replica(self, replica: Replica, deadline: float) -> None:
+        told = started = time.monotonic()
+        while True:
+            try:
+                return self._adopt(replica, min(_PROBE_TIMEOUT_S, deadline - time.monotonic()))
+            except grpc.RpcError as error:
+                if fatal := fatal_error(replica, error):
+                    raise fatal from error
+                now, reason = time.monotonic(), describe_error(error)
+                if now >= deadline:
+                    raise UserError(
+                        f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
+                        f"({reason}); start it with `python -m launch.rollout`, correct "
+                        "rollout.addresses, or raise the connect timeout."
+                    ) from error
+                if now - told >= self._progress_every_s:
+                    told = now
+                    self._progress(
+                        f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
+                        f"{deadline - now:.0f} s)"
+                    )
+            time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
+
+    def _adopt(self, replica: Replica, timeout_s: float) -> None:
+        """Describes a replica, refuses a wrong one, and notes the weights it serves."""
+        description = replica.describe(timeout_s)
+        for field, expected in self._expected.items():
+            actual = getattr(description, field)
+            if field == "tokenizer_hash" and not (actual and expected):
+                continue
+            if actual != expected:
+                raise UserError(
+                    f"{replica.name} has {field}={actual!r}, the trainer {expected!r}; start the "
+                    "replica from the same model, tokenizer and release."
+                )
+        replica.version = description.version
+        replica.succeeded()
+
+    def _answering_replicas(self) -> list[Replica]:
+        """All but those that failed before and still do not answer."""
+        answering = []
+        for replica in self._replicas:
+            if replica.error or replica.description is None:
+                try:
+                    self._adopt(replica, _PROBE_TIMEOUT_S)
+                except grpc.RpcError as error:
+                    if fatal := fatal_error(replica, error):
+                        raise fatal from error
+                    self._set_aside(replica, describe_error(error))
+                    continue
+            answering.append(replica)
+        return answering
+
+    def _set_aside(self, replica: Replica, error: str) -> None:
+        replica.version = None
+        replica.set_aside(error)
+        self._counters["replica_failures"] += 1
+        self._progress(f"{replica.name} is set aside until the next sync of weights: {error}")
+
+
+def _read_pem(path: str) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"tls_ca={path!r} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,487 @@
+"""NumPy records to protobuf messages and back; sizes are checked before anything is allocated."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.types import (
+    FINISH_REASONS,
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+)
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
+MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
+MAX_RESPONSE_BYTES = 16 << 20  # one response without its state chunks
+MAX_HIDDEN_WIDTH = 65_536
+MAX_NAME_LENGTH = 256
+MAX_END_TOKENS = 1024  # eos or stop token ids
+
+STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
+
+
+class LimitExceeded(ValueError):
+    """A request that is well-formed but larger than the replica admits."""
+
+
+class GenerateCall(NamedTuple):
+    """What a GenerateRequest says."""
+
+    requests: tuple[SampleRequest, ...]
+    sampling: SamplingParams
+    hidden_states: HiddenStateParams
+    version: WeightVersion
+
+
+def encode_version(version: WeightVersion) -> pb.WeightVersion:
+    return pb.WeightVersion(**dataclasses.asdict(version))
+
+
+def decode_version(message: pb.WeightVersion) -> WeightVersion:
+    """Raises ValueError where a field is missing or too long."""
+    for field in ("run_id", "attempt_id", "digest"):
+        _check_name(f"version.{field}", getattr(message, field))
+    if message.step < 0:
+        raise ValueError(f"version.step={message.step} must be at least 0.")
+    return WeightVersion(message.run_id, message.attempt_id, message.step, message.digest)
+
+
+def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
+    fields = {
+        field.name: getattr(description, field.name) for field in dataclasses.fields(description)
+    }
+    version = fields.pop("version")
+    return pb.DescribeResponse(**fields, version=encode_version(version) if version else None)
+
+
+def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
+    fields = {}
+    for field in dataclasses.fields(ReplicaDescription):
+        value = getattr(message, field.name)
+        fields[field.name] = value if isinstance(value, int | str) else None
+    for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds"):
+        fields[name] = tuple(getattr(message, name))
+    if message.HasField("version"):
+        fields["version"] = decode_version(message.version)
+    return ReplicaDescription(**fields)
+
+
+def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
+    return [pb.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype) for s in specs]
+
+
+def decode_specs(
+    messages: Sequence[pb.TensorSpec], expected: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Reads the manifest of a weight update and compares it with what the engine expects.
+
+    Raises:
+      ValueError: naming the tensors that are missing, extra, repeated, misshapen or of a dtype the
+        wire does not carry.
+    """
+    shapes = {spec.name: spec.shape for spec in expected}
+    counts = collections.Counter(message.name for message in messages)
+    problems = []
+    if missing := [name for name in shapes if name not in counts]:
+        problems.append(f"missing: {_some(missing)}")
+    if extra := [name for name in counts if name not in shapes]:
+        problems.append(f"not of this model: {_some(extra)}")
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        problems.append(f"repeated: {_some(repeated)}")
+    for message in messages:
+        shape = tuple(message.shape)
+        if message.name in shapes and shape != shapes[message.name]:
+            problems.append(f"{message.name!r} is {list(shape)}, not {list(shapes[message.name])}")
+        if message.dtype not in WEIGHT_DTYPES:
+            problems.append(f"{message.name!r} has dtype {message.dtype!r}, not {_WEIGHT_DTYPES}")
+    if problems:
+        raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
+    return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
+
+
+def encode_request(
+    requests: Sequence[SampleRequest],
+    sampling: SamplingParams,
+    hidden_states: HiddenStateParams,
+    version: WeightVersion,
+) -> pb.GenerateRequest:
+    """A prompt that several samples share travels once."""
+    message = pb.GenerateRequest(
+        version=encode_version(version),
+        sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
+        hidden_states=pb.HiddenStateParams(**dataclasses.asdict(hidden_states)),
+    )
+    index_of: dict[bytes, int] = {}
+    for request in requests:
+        key = np.ascontiguousarray(request.prompt_ids, np.int32).tobytes()
+        if key not in index_of:
+            index_of[key] = len(index_of)
+            message.prompts.add(token_ids=request.prompt_ids.tolist())
+        message.samples.add(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_index=index_of[key],
+        )
+    return message
+
+
+def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> GenerateCall:
+    """Reads a request and holds it against the replica's description.
+
+    Raises:
+      LimitExceeded: more samples or longer prompts than the replica admits.
+      ValueError: anything else it cannot sample; the message gives field, value and rule.
+    """
+    version = decode_version(message.version)
+    sampling = _decode_sampling(message.sampling, limits)
+    hidden_states = _decode_hidden_state_params(message.hidden_states, limits)
+    num_samples, num_prompts = len(message.samples), len(message.prompts)
+    if num_samples == 0:
+        raise ValueError("samples is empty; a call needs at least one.")
+    if num_samples > limits.max_prompts:
+        raise LimitExceeded(
+            f"{num_samples} samples; the replica takes {limits.max_prompts} a call."
+        )
+    if num_prompts > num_samples:
+        raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
+    for i, prompt in enumerate(message.prompts):
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise ValueError(f"prompts[{i}] is empty; it needs at least one token.")
+        if length > limits.max_prompt_tokens:
+            raise LimitExceeded(
+                f"prompts[{i}] has {length} tokens; the replica takes {limits.max_prompt_tokens}."
+            )
+    prompts = []
+    for i, prompt in enumerate(message.prompts):
+        ids = np.array(prompt.token_ids, np.int32)
+        _check_vocabulary(f"prompts[{i}]", ids, limits.vocab_size)
+        ids.setflags(write=False)  # the samples of a group share it
+        prompts.append(ids)
+    requests, seen = [], set()
+    for i, sample in enumerate(message.samples):
+        _check_name(f"samples[{i}].sample_id", sample.sample_id)
+        if sample.sample_id in seen:
+            raise ValueError(f"samples[{i}].sample_id={sample.sample_id!r} is not unique.")
+        seen.add(sample.sample_id)
+        if not 0 <= sample.prompt_index < num_prompts:
+            raise ValueError(
+                f"samples[{i}].prompt_index={sample.prompt_index} must be in [0, {num_prompts})."
+            )
+        if sample.sample_index < 0:
+            raise ValueError(
+                f"samples[{i}].sample_index={sample.sample_index} must not be below 0."
+            )
+        requests.append(
+            SampleRequest(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                sample_index=sample.sample_index,
+                prompt_ids=prompts[sample.prompt_index],
+                seed=sample.seed,
+            )
+        )
+    return GenerateCall(tuple(requests), sampling, hidden_states, version)
+
+
+def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
+    """The response, then its hidden states in chunks where they do not fit into one.
+
+    Prompt ids and replica id stay behind: the caller knows both.
+    """
+    response = pb.Response(
+        sample_id=rollout.sample_id,
+        group_id=rollout.group_id,
+        sample_index=rollout.sample_index,
+        token_ids=rollout.response_ids.tolist(),
+        logprobs=rollout.rollout_logprobs.astype("<f4", copy=False).tobytes(),
+        finish_reason=rollout.finish_reason,
+        versions=[
+            pb.VersionSpan(version=encode_version(span.version), start=span.start, end=span.end)
+            for span in rollout.versions
+        ],
+        layers=rollout.layers,
+        metrics=rollout.metrics,
+        generate_s=rollout.generate_s,
+    )
+    if rollout.rollout_raw_logprobs is not None:
+        response.raw_logprobs = rollout.rollout_raw_logprobs.astype("<f4", copy=False).tobytes()
+    states = rollout.hidden_states
+    if states is None:
+        yield pb.GenerateResponse(response=response)
+        return
+    response.hidden_states.dtype = states.dtype.name
+    response.hidden_states.shape.extend(states.shape)
+    data = as_bytes(states)
+    if len(data) <= CHUNK_BYTES:
+        response.hidden_states.data = data.tobytes()
+        yield pb.GenerateResponse(response=response)
+        return
+    yield pb.GenerateResponse(response=response)
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES].tobytes()
+        yield pb.GenerateResponse(
+            state_chunk=pb.StateChunk(sample_id=rollout.sample_id, data=chunk)
+        )
+
+
+class RolloutDecoder:
+    """Turns the messages of one Generate stream back into rollouts, and doubts each of them.
+
+    Args:
+      call: what was asked.
+      vocab_size: of the replica's model.
+      replica_id: noted in the rollouts.
+    """
+
+    def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
+        self._call = call
+        self._requests = {request.sample_id: request for request in call.requests}
+        self._vocab_size = vocab_size
+        self._replica_id = replica_id
+        self._version = encode_version(call.version)
+        self._open: Rollout | None = None  # waits for its state chunks
+        self._filled = 0
+        self.num_state_bytes = 0
+        self.num_token_bytes = 0  # everything but the hidden states
+
+    def feed(self, message: pb.GenerateResponse) -> Rollout | None:
+        """Returns the rollout this message completes, if it completes one.
+
+        Its arrays may be read-only views of the message.
+
+        Raises:
+          ValueError: the message does not fit the call, the rest of the stream, or itself.
+        """
+        kind = message.WhichOneof("payload")
+        if kind == "response":
+            return self._feed_response(message.response)
+        if kind == "state_chunk":
+            return self._feed_chunk(message.state_chunk)
+        raise ValueError("a message holds neither a response nor a state chunk.")
+
+    def finish(self) -> None:
+        """Raises ValueError where the stream ended inside a response."""
+        if self._open is not None:
+            raise ValueError(
+                f"sample {self._open.sample_id!r} ended after {self._filled} of "
+                f"{self._open.hidden_states.nbytes} bytes of hidden states."
+            )
+
+    def _feed_response(self, message: pb.Response) -> Rollout | None:
+        self.finish()  # the previous one must be whole
+        name = f"sample {message.sample_id!r}"
+        request = self._requests.get(message.sample_id)
+        if request is None:
+            raise ValueError(f"{name} was not asked for.")
+        if (message.group_id, message.sample_index) != (request.group_id, request.sample_index):
+            raise ValueError(
+                f"{name} came back as group {message.group_id}, index {message.sample_index}; "
+                f"it was asked for as {request.group_id}, {request.sample_index}."
+            )
+        if message.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"{name}: unknown finish reason {message.finish_reason!r}.")
+        num_tokens, max_tokens = len(message.token_ids), self._call.sampling.max_tokens
+        if num_tokens > max_tokens or (num_tokens == 0 and message.finish_reason != "aborted"):
+            raise ValueError(f"{name} has {num_tokens} tokens; 1 to {max_tokens} were asked for.")
+        ids = np.array(message.token_ids, np.int32)
+        _check_vocabulary(name, ids, self._vocab_size)
+        logprobs = _decode_logprobs(f"{name}: logprobs", message.logprobs, num_tokens)
+        raw_logprobs = None
+        if message.raw_logprobs:
+            raw_logprobs = _decode_logprobs(
+                f"{name}: raw_logprobs", message.raw_logprobs, num_tokens
+            )
+        self._check_versions(name, message.versions, num_tokens)
+        states = self._decode_states(name, message, num_tokens)
+        rollout = Rollout(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=ids,
+            rollout_logprobs=logprobs,
+            rollout_raw_logprobs=raw_logprobs,
+            finish_reason=message.finish_reason,
+            versions=tuple(
+                VersionSpan(self._call.version, s.start, s.end) for s in message.versions
+            ),
+            replica_id=self._replica_id,
+            hidden_states=states,
+            layers=tuple(message.layers),
+            metrics=dict(message.metrics),
+            generate_s=message.generate_s,
+        )
+        self.num_token_bytes += 4 * num_tokens * (2 if raw_logprobs is None else 3)
+        if states is not None and states.nbytes > 0 and not message.hidden_states.data:
+            self._open, self._filled = rollout, 0
+            return None
+        self.num_state_bytes += 0 if states is None else states.nbytes
+        return rollout
+
+    def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
+        rollout = self._open
+        if rollout is None or rollout.sample_id != message.sample_id:
+            raise ValueError(f"a state chunk of sample {message.sample_id!r} came out of turn.")
+        data = message.data
+        buffer = as_bytes(rollout.hidden_states)
+        end = self._filled + len(data)
+        if not 0 < len(data) <= CHUNK_BYTES or end > len(buffer):
+            raise ValueError(
+                f"sample {message.sample_id!r}: a chunk of {len(data)} bytes at {self._filled} of "
+                f"{len(buffer)}; chunks have 1 to {CHUNK_BYTES} bytes and end with the states."
+            )
+        buffer[self._filled : end] = np.frombuffer(data, np.uint8)
+        self._filled = end
+        if end < len(buffer):
+            return None
+        self._open = None
+        self.num_state_bytes += end
+        return rollout
+
+    def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
+        end = 0
+        for span in spans:
+            if span.version != self._version:
+                raise ValueError(
+                    f"{name} was sampled with weights {decode_version(span.version)}, "
+                    f"not with {self._call.version}."
+                )
+            if span.start != end or span.end <= span.start:
+                raise ValueError(f"{name}: version span [{span.start}, {span.end}) follows {end}.")
+            end = span.end
+        if end != num_tokens:
+            raise ValueError(f"{name}: version spans cover {end} of {num_tokens} tokens.")
+
+    def _decode_states(
+        self, name: str, message: pb.Response, num_tokens: int
+    ) -> Float[np.ndarray, "T L D"] | None:
+        """The states themselves where inlined, an array to fill where chunks follow."""
+        asked = self._call.hidden_states
+        if message.HasField("hidden_states") != bool(asked.layers):
+            sent = "sent" if message.HasField("hidden_states") else "missing"
+            raise ValueError(f"{name}: hidden states are {sent}; layers={list(asked.layers)}.")
+        if not asked.layers:
+            return None
+        array = message.hidden_states
+        shape = tuple(array.shape)
+        width = shape[-1] if shape else 0
+        if shape != (num_tokens, len(asked.layers), width) or not 0 < width <= MAX_HIDDEN_WIDTH:
+            raise ValueError(
+                f"{name}: hidden states of shape {list(shape)} for {num_tokens} tokens and "
+                f"{len(asked.layers)} layers."
+            )
+        if tuple(message.layers) != asked.layers or array.dtype != asked.dtype:
+            raise ValueError(
+                f"{name}: {array.dtype} states of layers {list(message.layers)}; asked for "
+                f"{asked.dtype} of {list(asked.layers)}."
+            )
+        dtype = STATE_DTYPES[array.dtype]
+        data = array.data
+        if not data:
+            return np.empty(shape, dtype)
+        if len(data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {len(data)} bytes of states for shape {list(shape)}.")
+        return np.frombuffer(data, dtype).reshape(shape)
+
+
+def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
+    """The array's bytes in C order; a view where the array is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+_WEIGHT_DTYPES = ", ".join(WEIGHT_DTYPES)
+
+
+def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> SamplingParams:
+    def check(field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"sampling.{field}={getattr(message, field)} must be {rule}.")
+
+    limit = limits.max_response_tokens
+    check("max_tokens", 1 <= message.max_tokens <= limit, f"in [1, {limit}]")
+    temperature = message.temperature
+    check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
+    check("top_p", 0 < message.top_p <= 1, "in (0, 1]")
+    check("top_k", 0 <= message.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
+    for field in ("eos_token_ids", "stop_token_ids"):
+        num_ids = len(getattr(message, field))
+        if num_ids > MAX_END_TOKENS:
+            raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
+        ids = np.array(getattr(message, field), np.int32)
+        _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        eos_token_ids=tuple(message.eos_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def _decode_hidden_state_params(
+    message: pb.HiddenStateParams, limits: ReplicaDescription
+) -> HiddenStateParams:
+    layers = tuple(message.layers)
+    if not layers:
+        return HiddenStateParams()
+    for layer in layers:
+        if layer not in limits.layers:
+            raise ValueError(
+                f"hidden_states.layers has {layer}; the replica has {list(limits.layers)}."
+            )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"hidden_states.layers={list(layers)} names a layer twice.")
+    if message.dtype not in STATE_DTYPES:
+        raise ValueError(
+            f"hidden_states.dtype={message.dtype!r} must be one of {', '.join(STATE_DTYPES)}."
+        )
+    return HiddenStateParams(layers, message.dtype)
+
+
+def _decode_logprobs(name: str, data: bytes, num_tokens: int) -> Float[np.ndarray, " T"]:
+    if len(data) != 4 * num_tokens:
+        raise ValueError(f"{name} has {len(data)} bytes for {num_tokens} tokens of 4.")
+    logprobs = np.frombuffer(data, "<f4")
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"{name} has values that are not finite.")
+    return logprobs
+
+
+def _check_vocabulary(name: str, ids: Int[np.ndarray, " T"], vocab_size: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise ValueError(f"{name} has token id {wrong}; ids must be in [0, {vocab_size}).")
+
+
+def _check_name(field: str, value: str) -> None:
+    if not 0 < len(value) <= MAX_NAME_LENGTH:
+        raise ValueError(f"{field} has {len(value)} characters; it needs 1 to {MAX_NAME_LENGTH}.")
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    more = f"{separator}and {len(items) - 5} more" if len(items) > 5 else ""
+    return separator.join(items[:5]) + more

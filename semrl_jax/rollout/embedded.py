@@ -1,0 +1,89 @@
+"""A replica inside the current process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from semrl_jax.rollout.auth import new_token
+from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.server import RolloutServer, serve
+
+
+class EmbeddedReplica:
+    """The same server as a replica's, on an event loop in one daemon thread.
+
+    It listens on a free loopback port with a random token, so the trainer talks to it as to any
+    other replica. `close` it, or use it in a `with`.
+
+    Args:
+      engine: does the work; closed with the replica.
+      token: None makes a random one.
+
+    Attributes:
+      address: host:port.
+      token: what the client must show.
+    """
+
+    def __init__(self, engine: Engine, *, token: str | None = None, replica_id: str = ""):
+        self.token = new_token() if token is None else token
+        self._loop = _acquire_loop()
+        try:
+            self._server: RolloutServer | None = self._run(
+                serve(engine, token=self.token, replica_id=replica_id)
+            )
+        except BaseException:
+            _release_loop()
+            raise
+        self.address = self._server.address
+
+    def close(self, grace_s: float = 1.0) -> None:
+        """Ends running calls after `grace_s`, closes the engine and joins the thread."""
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        try:
+            self._run(server.close(grace_s))
+        finally:
+            _release_loop()
+
+    def __enter__(self) -> EmbeddedReplica:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+# grpc.aio wants all servers of a process on one event loop: they share it, and the last one out
+# ends it.
+_lock = threading.Lock()
+_num_users = 0
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def _acquire_loop() -> asyncio.AbstractEventLoop:
+    global _loop, _num_users, _thread
+    with _lock:
+        if _num_users == 0:
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name="rollout-server", daemon=True)
+            _thread.start()
+        _num_users += 1
+        return _loop
+
+
+def _release_loop() -> None:
+    global _loop, _num_users, _thread
+    with _lock:
+        _num_users -= 1
+        if _num_users > 0:
+            return
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join()
+        _loop.run_until_complete(_loop.shutdown_asyncgens())
+        _loop.close()
+        _loop = _thread = None

@@ -1,0 +1,182 @@
+"""Binds a rollout service to an address: token, TLS, health, reflection and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pathlib
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout import codec
+from semrl_jax.rollout.auth import TokenInterceptor, is_loopback
+from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.proto import rollout_pb2, rollout_pb2_grpc
+from semrl_jax.rollout.service import RolloutService
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+KEEPALIVE_S = 20  # how often an idle connection is probed; the client's interval must not be less
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharer
+    ("grpc.max_receive_message_length", codec.MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", codec.MAX_RESPONSE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 1000 // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_S * 1000 // 2),
+)
+
+
+class RolloutServer:
+    """A service that listens. Made by `serve`; lives on one event loop."""
+
+    def __init__(self, engine: Engine, service: RolloutService, server, health_servicer, address):
+        self.address: str = address  # host:port
+        self._engine = engine
+        self._service = service
+        self._server = server
+        self._health = health_servicer
+
+    async def wait(self) -> None:
+        """Returns never; raises EngineDeadError once the engine has died."""
+        await self._service.dead.wait()
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+        raise EngineDeadError(f"the engine behind {self.address} is dead.")
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Refuses new calls, gives running ones `grace_s`, and closes the engine."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        self._engine.close()
+
+
+async def serve(
+    engine: Engine,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls_certificate: str = "",
+    tls_key: str = "",
+    replica_id: str = "",
+    max_calls: int = 64,
+) -> RolloutServer:
+    """Starts a server around an engine on the running event loop.
+
+    Args:
+      engine: what samples; the server closes it.
+      token: every call must carry it.
+      host: address to bind; any but loopback demands TLS.
+      port: 0 takes a free one.
+      tls_certificate, tls_key: PEM files, both or neither.
+      replica_id: "" makes one of the host's name, the port and a random part.
+      max_calls: calls served at once; more are refused.
+
+    Raises:
+      UserError: a token, address, port or file that cannot be served with.
+    """
+    interceptor = TokenInterceptor(token)
+    credentials = _credentials(host, tls_certificate, tls_key)
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    _check_port(host, port)
+    service = RolloutService(engine, replica_id=replica_id or _replica_id(port))
+    health_servicer = health.aio.HealthServicer()
+    server = grpc.aio.server(
+        interceptors=(interceptor,), options=_OPTIONS, maximum_concurrent_rpcs=max_calls
+    )
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    target = f"[{host}]" if ":" in host else host
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(f"{target}:{port}")
+        else:
+            bound = server.add_secure_port(f"{target}:{port}", credentials)
+    except RuntimeError as error:
+        raise UserError(f"cannot listen on {target}:{port}: {error}") from error
+    await server.start()
+    for name in ("", SERVICE_NAME):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return RolloutServer(engine, service, server, health_servicer, f"{target}:{bound}")
+
+
+def serve_until_signal(
+    engine: Engine, *, announce: Callable[[str], None] = print, grace_s: float = 5.0, **settings
+) -> None:
+    """Serves in this process until SIGTERM or SIGINT; `settings` are those of `serve`.
+
+    Raises:
+      UserError: as `serve`.
+      EngineDeadError: the engine died; a supervisor should start the process again.
+    """
+
+    async def run() -> None:
+        server = await serve(engine, **settings)
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        announce(f"rollout replica listens on {server.address}")
+        tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await server.close(grace_s)
+        for task in done:
+            task.result()
+
+    asyncio.run(run())
+
+
+def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCredentials | None:
+    if bool(tls_certificate) != bool(tls_key):
+        raise UserError(
+            f"tls_certificate={tls_certificate!r} and tls_key={tls_key!r} must be set together."
+        )
+    if not tls_certificate:
+        if is_loopback(host):
+            return None
+        raise UserError(
+            f"host={host!r} is not loopback and needs TLS: set tls_certificate and tls_key to PEM "
+            "files, or bind 127.0.0.1."
+        )
+    pems = []
+    for field, path in (("tls_key", tls_key), ("tls_certificate", tls_certificate)):
+        try:
+            pems.append(pathlib.Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
+    return grpc.ssl_server_credentials([tuple(pems)])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Binds and lets go: gRPC itself says neither why it failed nor on one line."""
+    if not 0 <= port < 65_536:
+        raise UserError(f"port={port} must be in [0, 65535]; 0 takes a free one.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}. "
+                "Choose another port, or 0 for any free one."
+            ) from error
+
+
+def _replica_id(port: int) -> str:
+    return f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"

@@ -1,0 +1,289 @@
+"""The rollout service: checks every request and keeps updates and generation apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import numpy as np
+
+from semrl_jax.rollout import codec
+from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.types import ReplicaDescription, TensorSpec, WeightVersion, manifest_digest
+
+_log = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """Ends a call with a status; the server goes on serving."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+def _checked(method):
+    """Demands a deadline, and turns what a method raises into one status line."""
+
+    @functools.wraps(method)
+    async def checked(self, request, context: grpc.aio.ServicerContext):
+        if context.time_remaining() is None:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the call has no deadline; every call needs one."
+            )
+        try:
+            return await method(self, request, context)
+        except _Refused as error:
+            await context.abort(error.code, str(error))
+        except EngineDeadError as error:
+            _log.error("the engine is dead: %s", error)
+            self.dead.set()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the engine is dead: {error}")
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            _log.exception("%s failed", method.__name__)
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+    return checked
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """Serves one engine; lives on one event loop.
+
+    A Generate call runs only on exactly the weights it names, and no weights change while one
+    runs: a commit closes the gate, waits for the running calls, and opens it again. The first
+    committed update decides which run the replica belongs to.
+
+    Args:
+      engine: does the work; the service closes nothing.
+      replica_id: unique name of this process.
+
+    Attributes:
+      dead: set once the engine has died.
+    """
+
+    def __init__(self, engine: Engine, *, replica_id: str):
+        self.dead = asyncio.Event()
+        self._engine = engine
+        self._replica_id = replica_id
+        self._limits = engine.describe()
+        self._version: WeightVersion | None = None
+        self._running: set[asyncio.Event] = set()  # one a Generate call, set when it has ended
+        self._gate = asyncio.Event()  # closed while weights are committed
+        self._gate.set()
+        self._paused = False
+        self._updating = False
+        self._commit_task: asyncio.Task | None = None
+        self._num_aborted = 0
+
+    @_checked
+    async def Describe(self, request, context) -> pb.DescribeResponse:
+        return codec.encode_description(self._description())
+
+    @_checked
+    async def Generate(self, request: pb.GenerateRequest, context) -> None:
+        try:
+            call = codec.decode_request(request, self._limits)
+        except codec.LimitExceeded as error:
+            raise _Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
+        except ValueError as error:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        async with self._admitted(call.version):
+            rollouts = self._engine.generate(*call)
+            async with contextlib.aclosing(rollouts):
+                async for rollout in rollouts:
+                    self._num_aborted += rollout.finish_reason == "aborted"
+                    for message in codec.encode_rollout(rollout):
+                        # Waits for a slow reader: at most one response is held for it.
+                        await context.write(message)
+
+    @_checked
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context
+    ) -> pb.UpdateWeightsResponse:
+        if self._updating:
+            raise _Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
+        self._updating = True
+        try:
+            version = await self._receive_weights(request_iterator)
+            self._gate.clear()
+            await _all_set(self._running)
+        except BaseException:
+            self._engine.abort_weight_update()
+            self._end_update()
+            raise
+        # A task of its own: once begun, a commit ends, even where the caller goes away.
+        self._commit_task = asyncio.create_task(self._commit(version))
+        await asyncio.shield(self._commit_task)
+        return pb.UpdateWeightsResponse(version=codec.encode_version(version))
+
+    @_checked
+    async def Pause(self, request, context) -> pb.PauseResponse:
+        if not self._paused:
+            self._paused = True
+            try:
+                await _all_set(self._running)
+                await self._engine.pause()
+            except BaseException:
+                self._paused = False
+                raise
+        return pb.PauseResponse(version=self._encoded_version())
+
+    @_checked
+    async def Resume(self, request, context) -> pb.ResumeResponse:
+        if self._paused:
+            await self._engine.resume()
+            self._paused = False
+        return pb.ResumeResponse(version=self._encoded_version())
+
+    @_checked
+    async def Abort(self, request, context) -> pb.AbortResponse:
+        running, before = tuple(self._running), self._num_aborted
+        if running:
+            await self._engine.abort()
+            await _all_set(running)
+        return pb.AbortResponse(
+            num_aborted=self._num_aborted - before, version=self._encoded_version()
+        )
+
+    def _description(self) -> ReplicaDescription:
+        return dataclasses.replace(
+            self._limits,
+            protocol_major=codec.PROTOCOL_MAJOR,
+            protocol_minor=codec.PROTOCOL_MINOR,
+            replica_id=self._replica_id,
+            version=self._version,
+        )
+
+    def _encoded_version(self) -> pb.WeightVersion | None:
+        return codec.encode_version(self._version) if self._version else None
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, version: WeightVersion) -> AsyncIterator[None]:
+        """Counts a Generate call as running once the replica serves `version`."""
+        while not self._gate.is_set():
+            await self._gate.wait()
+        if self._paused:
+            raise _Refused(grpc.StatusCode.UNAVAILABLE, "the replica is paused; resume it.")
+        if self._version != version:
+            raise _Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the replica serves weights {self._version}, not {version}; sync weights first.",
+            )
+        ended = asyncio.Event()
+        self._running.add(ended)
+        try:
+            yield
+        finally:
+            self._running.discard(ended)
+            ended.set()
+
+    async def _receive_weights(
+        self, messages: AsyncIterator[pb.UpdateWeightsRequest]
+    ) -> WeightVersion:
+        """Fills the engine's staging buffers; returns the version they hold."""
+        begin = await _next(messages, "begin")
+        for field in ("run_id", "attempt_id"):
+            if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
+                raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
+        if begin.step < 0:
+            raise _invalid(f"begin.step={begin.step} must be at least 0.")
+        if self._version is not None and begin.run_id != self._version.run_id:
+            raise _Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
+                f"{begin.run_id!r}. Restart the replica to hand it over.",
+            )
+        try:
+            specs = codec.decode_specs(begin.tensors, self._engine.expected_tensors())
+        except ValueError as error:
+            raise _invalid(str(error)) from error
+        buffers = self._engine.begin_weight_update(specs)
+        checksums = []
+        for index, spec in enumerate(specs):
+            checksums.append(await _receive_tensor(messages, index, spec, buffers[spec.name]))
+        commit = await _next(messages, "commit")
+        if len(commit.checksums) != len(specs):
+            raise _invalid(f"{len(commit.checksums)} checksums for {len(specs)} tensors.")
+        for spec, checksum, received in zip(specs, commit.checksums, checksums):
+            if not hmac.compare_digest(checksum, received):
+                raise _Refused(
+                    grpc.StatusCode.DATA_LOSS,
+                    f"tensor {spec.name!r} arrived with SHA-256 {received.hex()[:12]}, "
+                    f"not {checksum.hex()[:12]}.",
+                )
+        digest = manifest_digest(specs, checksums)
+        if commit.digest != digest:
+            raise _Refused(
+                grpc.StatusCode.DATA_LOSS,
+                f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
+            )
+        return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest)
+
+    async def _commit(self, version: WeightVersion) -> None:
+        try:
+            await self._engine.commit_weight_update(version)
+            self._version = version
+            _log.info("serves weights %s", version)
+        except BaseException:
+            self._engine.abort_weight_update()
+            raise
+        finally:
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._updating = False
+        self._gate.set()
+
+
+async def _receive_tensor(
+    messages: AsyncIterator[pb.UpdateWeightsRequest], index: int, spec: TensorSpec, buffer
+) -> bytes:
+    """Fills one staging buffer; returns the SHA-256 of what arrived."""
+    assert buffer.nbytes == spec.num_bytes
+    checksum, filled = hashlib.sha256(), 0
+    while filled < spec.num_bytes:
+        chunk = await _next(messages, "chunk", f"tensor {spec.name!r}")
+        data = chunk.data
+        end = filled + len(data)
+        if chunk.tensor_index != index or not 0 < len(data) <= codec.CHUNK_BYTES:
+            raise _invalid(
+                f"a chunk of {len(data)} bytes for tensor {chunk.tensor_index}; tensor {index} "
+                f"({spec.name!r}) is due in chunks of 1 to {codec.CHUNK_BYTES} bytes."
+            )
+        if end > spec.num_bytes:
+            raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
+        buffer[filled:end] = np.frombuffer(data, np.uint8)
+        checksum.update(data)
+        filled = end
+    return checksum.digest()
+
+
+async def _next(messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""):
+    """The next message's payload, which must be a begin, chunk or commit."""
+    try:
+        message = await anext(messages)
+    except StopAsyncIteration:
+        raise _invalid(f"the stream ended where a {kind} {what} was due.") from None
+    if message.WhichOneof("payload") != kind:
+        raise _invalid(f"a {message.WhichOneof('payload')} came where a {kind} {what} was due.")
+    return getattr(message, kind)
+
+
+async def _all_set(events: Iterable[asyncio.Event]) -> None:
+    for event in tuple(events):
+        await event.wait()
+
+
+def _invalid(message: str) -> _Refused:
+    return _Refused(grpc.StatusCode.INVALID_ARGUMENT, message)

@@ -1,0 +1,112 @@
+"""Replicas and clients of the rollout tests: real servers, real local channels, a fake engine."""
+
+import contextlib
+import types
+
+import grpc
+import numpy as np
+import pytest
+
+from semrl_jax.rollout.auth import token_metadata
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
+from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+
+TOKEN = "a-token-for-tests"
+FAKE = {"model_hash": "fake-model", "tokenizer_hash": "fake-tokenizer", "vocab_size": 101}
+
+
+def make_requests(num_groups=4, group_size=2, *, first_seed=0):
+    """Group g has the prompt [g + 1, 2]; seeds count up."""
+    return [
+        SampleRequest(
+            sample_id=f"{group}/{index}",
+            group_id=group,
+            sample_index=index,
+            prompt_ids=np.array([group + 1, 2], np.int32),
+            seed=first_seed + group * group_size + index,
+        )
+        for group in range(num_groups)
+        for index in range(group_size)
+    ]
+
+
+def make_arrays(value=1.0):
+    return [np.full(spec.shape, value + i, np.float32) for i, spec in enumerate(FAKE_SPECS)]
+
+
+def assert_complete(rollouts, requests, sampling, states=None, *, version, hidden_size=8):
+    """Every response once, each as the fake engine's closed form has it."""
+    assert sorted(r.sample_id for r in rollouts) == sorted(r.sample_id for r in requests)
+    by_id = {r.sample_id: r for r in rollouts}
+    for request in requests:
+        actual = by_id[request.sample_id]
+        expected = fake_rollout(
+            request,
+            sampling,
+            states or HiddenStateParams(),
+            version,
+            vocab_size=101,
+            hidden_size=hidden_size,
+        )
+        np.testing.assert_array_equal(actual.prompt_ids, request.prompt_ids)
+        np.testing.assert_array_equal(actual.response_ids, expected.response_ids)
+        np.testing.assert_array_equal(actual.rollout_logprobs, expected.rollout_logprobs)
+        np.testing.assert_array_equal(actual.rollout_raw_logprobs, expected.rollout_raw_logprobs)
+        assert actual.finish_reason == expected.finish_reason
+        assert actual.versions == expected.versions
+        assert actual.layers == expected.layers
+        if expected.hidden_states is None:
+            assert actual.hidden_states is None
+        else:
+            assert actual.hidden_states.dtype == expected.hidden_states.dtype
+            np.testing.assert_array_equal(
+                actual.hidden_states.astype(np.float32), expected.hidden_states.astype(np.float32)
+            )
+
+
+@pytest.fixture
+def world():
+    """Starts replicas and clients, and closes them all at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def replica(script=None, **settings):
+            engine = FakeEngine(script=script or FakeScript(), **settings)
+            embedded = EmbeddedReplica(engine, token=TOKEN)
+            stack.callback(embedded.close, 0.0)
+            embedded.engine = engine
+            return embedded
+
+        def client(*replicas, connect=True, **settings):
+            lines = []
+            settings = {
+                "run_id": "run",
+                "attempt_id": "attempt",
+                "connect_timeout_s": 10.0,
+                "sync_timeout_s": 10.0,
+                "generate_timeout_s": 20.0,
+                "stall_timeout_s": 5.0,
+                "progress": lines.append,
+            } | settings
+            addresses = [getattr(r, "address", r) for r in replicas]
+            made = stack.enter_context(RolloutClient(addresses, TOKEN, **settings))
+            made.lines = lines
+            if connect:
+                made.connect(**FAKE)
+            return made
+
+        def stub(replica, token=TOKEN):
+            channel = stack.enter_context(grpc.insecure_channel(replica.address))
+            return rollout_pb2_grpc.RolloutServiceStub(channel), {
+                "timeout": 10.0,
+                "metadata": token_metadata(token),
+            }
+
+        yield types.SimpleNamespace(replica=replica, client=client, stub=stub, stack=stack)
+
+
+@pytest.fixture
+def sampling():
+    return SamplingParams(max_tokens=16)

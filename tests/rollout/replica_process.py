@@ -1,0 +1,14 @@
+"""A fake replica in a process of its own, for tests that kill it. Reads the token from its input."""
+
+import json
+import sys
+
+from semrl_jax.rollout.engines.fake import FakeEngine, FakeScript
+from semrl_jax.rollout.server import serve_until_signal
+
+if __name__ == "__main__":
+    settings = json.loads(sys.stdin.readline())
+    engine = FakeEngine(script=FakeScript(**settings.pop("script", {})))
+    serve_until_signal(
+        engine, announce=lambda line: print(line.split()[-1], flush=True), grace_s=0.1, **settings
+    )
