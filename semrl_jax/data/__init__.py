@@ -1,0 +1,74 @@
+"""Prompt datasets, templates, tokenizers, padding, and the arithmetic quickstart task."""
+
+from semrl_jax.data.arithmetic import (
+    Problem,
+    demonstration_texts,
+    held_out_problems,
+    is_carry_free,
+    training_problems,
+    worked_response,
+)
+from semrl_jax.data.demonstrations import (
+    Demonstrations,
+    arithmetic_demonstrations,
+    demonstration_rows,
+)
+from semrl_jax.data.padding import (
+    PaddedTokens,
+    bucket_length,
+    pad_prompts,
+    pad_response_values,
+    pad_responses,
+    pad_rows,
+)
+from semrl_jax.data.prompts import (
+    Position,
+    PromptDataset,
+    PromptExample,
+    arithmetic_held_out_prompts,
+    arithmetic_prompts,
+    build_dataset,
+    load_prompts,
+    next_prompts,
+    prompt_order,
+)
+from semrl_jax.data.templates import TEMPLATES, apply_template
+from semrl_jax.data.tokenizer import (
+    character_tokenizer,
+    load_tokenizer,
+    save_character_tokenizer,
+    tokenizer_hash,
+)
+
+__all__ = [
+    "TEMPLATES",
+    "Demonstrations",
+    "PaddedTokens",
+    "Position",
+    "Problem",
+    "PromptDataset",
+    "PromptExample",
+    "apply_template",
+    "arithmetic_demonstrations",
+    "arithmetic_held_out_prompts",
+    "arithmetic_prompts",
+    "bucket_length",
+    "build_dataset",
+    "character_tokenizer",
+    "demonstration_rows",
+    "demonstration_texts",
+    "held_out_problems",
+    "is_carry_free",
+    "load_prompts",
+    "load_tokenizer",
+    "next_prompts",
+    "pad_prompts",
+    "pad_response_values",
+    "pad_responses",
+    "pad_rows",
+    "prompt_order",
+    "save_character_tokenizer",
+    "tokenizer_hash",
+    "training_problems",
+    "worked_response",
+]

@@ -1,0 +1,78 @@
+"""Demonstrations as arrays for supervised training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from semrl_jax.data import arithmetic
+from semrl_jax.data.padding import pad_rows
+from semrl_jax.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Demonstrations:
+    """Rows in the layout of `padding.pad_rows`.
+
+    Attributes:
+      token_ids, segment_ids, positions: int32, see `padding`.
+      loss_mask: True on response tokens, the end token included: the tokens to be predicted. The
+        logits that predict column t stand in column t - 1.
+    """
+
+    token_ids: Int[np.ndarray, "B S"]
+    segment_ids: Int[np.ndarray, "B S"]
+    positions: Int[np.ndarray, "B S"]
+    loss_mask: Bool[np.ndarray, "B S"]
+
+
+def demonstration_rows(
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    prompt_length: int,
+    response_length: int,
+) -> Demonstrations:
+    """Tokenises (prompt, response) pairs and ends each response with the end token.
+
+    Prompt and response are tokenised apart, as they are when the response is sampled; no special
+    tokens are added to either.
+
+    Args:
+      tokenizer: with end and padding tokens.
+      pairs: texts.
+      prompt_length, response_length: in tokens, the end token included.
+
+    Raises:
+      ValueError: if there is no pair, or a text is too long.
+    """
+    if not pairs:
+        raise ValueError("there are no demonstrations.")
+    texts = [text for pair in pairs for text in pair]
+    token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    rows = pad_rows(
+        [np.array(ids, np.int32) for ids in token_ids[::2]],
+        [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in token_ids[1::2]],
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_id=tokenizer.pad_token_id,
+    )
+    is_response = np.arange(prompt_length + response_length) >= prompt_length  # [S]
+    return Demonstrations(
+        rows.token_ids, rows.segment_ids, rows.positions, (rows.segment_ids == 1) & is_response
+    )
+
+
+def arithmetic_demonstrations(
+    tokenizer: Tokenizer, seed: int, size: int, *, forget_probability: float = 0.8
+) -> Demonstrations:
+    """The forgetful teacher's demonstrations; see `arithmetic.demonstration_texts`."""
+    return demonstration_rows(
+        tokenizer,
+        arithmetic.demonstration_texts(seed, size, forget_probability=forget_probability),
+        prompt_length=arithmetic.MAX_PROMPT_TOKENS,
+        response_length=arithmetic.MAX_RESPONSE_TOKENS,
+    )

@@ -1,0 +1,123 @@
+"""The character tokenizer on disk and in memory, and the fingerprint of tokenizers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax.data import load_tokenizer, save_character_tokenizer, tokenizer_hash
+from semrl_jax.data.tokenizer import CHARACTERS
+from semrl_jax.errors import UserError
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_character_tokenizer(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_symbols(tokenizer):
+    assert len(tokenizer) == tokenizer.vocab_size == 34
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 11]) == ["<pad>", "<eos>", "0", "9"]
+    assert tokenizer(CHARACTERS)["input_ids"] == list(range(2, 34))
+
+
+@given(text=st.text(CHARACTERS, max_size=80))
+def test_round_trip_is_exact(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)  # nothing added
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([0, 0, *ids, 1], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("model_type", [None, "qwen2", "qwen3", "llama"])
+def test_any_model_beside_it_leaves_it_as_it_is(tokenizer, directory, model_type):
+    """transformers picks its class by the model's config, and Qwen2's rebuilds the tokenizer."""
+    if model_type:
+        (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = transformers.AutoTokenizer.from_pretrained(directory)
+    text = "Q:380+882\nA: 38\n\n  \\boxed{12}"
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert len(loaded) == 34
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
+
+
+def test_config_names_a_class_older_versions_know(directory):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["eos_token"] == "<eos>" and config["pad_token"] == "<pad>"
+
+
+def test_hash_is_the_same_in_another_process(tokenizer, directory):
+    program = (
+        "import sys; from semrl_jax.data import load_tokenizer, tokenizer_hash\n"
+        "print(tokenizer_hash(load_tokenizer(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", program, str(directory)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert output.strip() == tokenizer_hash(tokenizer)
+
+
+def bpe(vocabulary=("a", "b", "ab", "ba"), merges=(("a", "b"),), **roles):
+    model = tokenizers.models.BPE({s: i for i, s in enumerate(vocabulary)}, list(merges))
+    backend = tokenizers.Tokenizer(model)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+def test_hash_tells_tokenizers_apart():
+    distinct = [
+        bpe(),
+        bpe(vocabulary=("b", "a", "ab", "ba")),
+        bpe(merges=()),
+        bpe(merges=[("b", "a")]),
+        bpe(eos_token="a"),
+        bpe(pad_token="a"),
+        bpe(eos_token="<new>"),
+    ]
+    assert len({tokenizer_hash(t) for t in distinct}) == len(distinct)
+    assert tokenizer_hash(bpe()) == tokenizer_hash(bpe())
+
+
+def test_hash_ignores_use(tokenizer):
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["1", "12"], padding=True, truncation=True, max_length=1)
+    assert tokenizer_hash(tokenizer) == before
+
+
+def test_what_cannot_be_loaded_is_the_users_error(tmp_path, directory):
+    with pytest.raises(UserError, match=r"'.*/absent' does not exist; give"):
+        load_tokenizer(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no tokenizer can be loaded from '.*/empty'") as caught:
+        load_tokenizer(tmp_path / "empty")
+    assert "\n" not in str(caught.value)
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("role", ["eos", "pad"])
+def test_missing_role_is_the_users_error(directory, role):
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config[f"{role}_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"has no {role} token; name one as '{role}_token'"):
+        load_tokenizer(directory)
+
+
+def test_importing_data_loads_neither_transformers_nor_jax():
+    program = (
+        "import sys, semrl_jax.data\n"
+        "bad = {'jax', 'transformers', 'torch', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
