@@ -1,0 +1,8 @@
+"""The commands: `python -m launch.<name>`."""
+
+import os
+
+# This runs before any command imports JAX or NumPy: BLAS threads beside XLA's have given wrong
+# products (jax#38056), and the pool of XLA uses the cores anyway.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")

@@ -6,10 +6,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from jax import Array
 
 FinishReason = Literal["eos", "stop", "length", "aborted"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("eos", "stop", "length", "aborted")
@@ -201,3 +204,30 @@ class ReplicaDescription:
 def config_hash(description: Mapping[str, Any]) -> str:
     """Hex SHA-256 of a JSON-able description, independent of key order."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+class RolloutBatch(NamedTuple):
+    """The rollouts of one step as padded arrays, rows in (group, sample) order; a pytree.
+
+    A row is [prompt, left-padded to P | response, right-padded to T], S = P + T columns.
+
+    Attributes:
+      token_ids: int32; the pad id where padded.
+      positions: int32; from 0 at the first prompt token, 0 where padded.
+      segment_ids: int32; 1 on tokens, 0 on padding.
+      response_mask: bool; from the first response token to the last, end token included.
+      rollout_logprobs: float32 nats as the engine reported; 0 where padded.
+      rewards: float32 verifier scores.
+    """
+
+    token_ids: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"]
+    response_mask: Bool[Array, "B T"]
+    rollout_logprobs: Float[Array, "B T"]
+    rewards: Float[Array, " B"]
+
+    @property
+    def response_ids(self) -> Int[Array, "B T"]:
+        """The response columns of `token_ids`."""
+        return self.token_ids[:, -self.response_mask.shape[1] :]

@@ -1,0 +1,47 @@
+"""Pure advantage estimators, policy losses and KL estimators."""
+
+from semrl_jax.algorithms.grpo import (
+    broadcast_to_tokens,
+    group_relative_advantages,
+    zero_variance_group_fraction,
+)
+from semrl_jax.algorithms.kl import (
+    KL_ESTIMATORS,
+    kl_estimate,
+    penalised_rewards,
+    update_kl_coefficient,
+)
+from semrl_jax.algorithms.losses import (
+    AGGREGATIONS,
+    clipped_policy_loss,
+    policy_loss,
+    token_entropy,
+    token_weights,
+    weighted_sum,
+)
+from semrl_jax.algorithms.ppo import (
+    explained_variance,
+    generalized_advantages,
+    value_loss,
+    whiten,
+)
+
+__all__ = [
+    "AGGREGATIONS",
+    "KL_ESTIMATORS",
+    "broadcast_to_tokens",
+    "clipped_policy_loss",
+    "explained_variance",
+    "generalized_advantages",
+    "group_relative_advantages",
+    "kl_estimate",
+    "penalised_rewards",
+    "policy_loss",
+    "token_entropy",
+    "token_weights",
+    "update_kl_coefficient",
+    "value_loss",
+    "weighted_sum",
+    "whiten",
+    "zero_variance_group_fraction",
+]

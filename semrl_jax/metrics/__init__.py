@@ -1,0 +1,31 @@
+"""Pure mathematics of one response: rank, rank dynamics, curvature, entropy."""
+
+from semrl_jax.metrics.batch import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.metrics.curvature import curvature
+from semrl_jax.metrics.dynamics import (
+    PrefixDynamics,
+    RankDynamics,
+    prefix_dynamics,
+    rank_dynamics,
+)
+from semrl_jax.metrics.entropy import response_entropy
+from semrl_jax.metrics.inputs import METHODS, METRICS, WINDOWS
+from semrl_jax.metrics.rank import effective_rank, log_effective_rank, traditional_rank
+
+__all__ = [
+    "METHODS",
+    "METRICS",
+    "WINDOWS",
+    "PrefixDynamics",
+    "RankDynamics",
+    "curvature",
+    "dataset_metrics",
+    "effective_rank",
+    "hidden_state_metrics",
+    "log_effective_rank",
+    "mean_hidden_state",
+    "prefix_dynamics",
+    "rank_dynamics",
+    "response_entropy",
+    "traditional_rank",
+]

@@ -16,7 +16,7 @@ from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoder, KVCache
 
 Params = dict[str, Any]
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
 REMAT_POLICIES = ("none", "full", "dots")
 
 

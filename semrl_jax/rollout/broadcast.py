@@ -89,11 +89,11 @@ class _Receiver:
         # gRPC reads the queue in a thread of its own, until it finds None.
         self._call = replica.update_weights(iter(self._queue.get, None), job.timeout_s)
 
-    def put(self, message: pb.UpdateWeightsRequest | None) -> None:
+    def put(self, message: pb.UpdateWeightsRequest) -> None:
         started = time.monotonic()
         while not self.error:
             if self._call.done():
-                self._fail()
+                self._fail("ended the update before its commit")
                 return
             try:
                 return self._queue.put(message, timeout=_POLL_S)
@@ -104,37 +104,43 @@ class _Receiver:
 
     def finish(self, version: WeightVersion, deadline: float) -> None:
         """Waits for the reply to the commit."""
-        started = time.monotonic()
-        self.put(None)
+        started = now = time.monotonic()
         while not self.error:
+            self._offer_end()
             try:
-                reply = self._call.result(timeout=self._job.progress_every_s)
+                reply = self._call.result(timeout=_POLL_S)
             except grpc.FutureTimeoutError:
-                now = time.monotonic()
-                self._job.progress(
-                    f"waiting for {self.replica.name} to commit weights {version} "
-                    f"({now - started:.0f} s; deadline in {deadline - now:.0f} s)"
-                )
+                if time.monotonic() - now > self._job.progress_every_s:
+                    now = time.monotonic()
+                    self._job.progress(
+                        f"waiting for {self.replica.name} to commit weights {version} "
+                        f"({now - started:.0f} s; deadline in {deadline - now:.0f} s)"
+                    )
             except grpc.RpcError:
-                self._fail()
+                self._fail("failed without a reason")
             else:
                 if codec.decode_version(reply.version) != version:
                     self.error = f"committed {codec.decode_version(reply.version)}, not {version}"
+                self._end()
                 return
 
     def cancel(self) -> None:
         self._call.cancel()
         self._end()
 
-    def _fail(self) -> None:
+    def _fail(self, reason: str) -> None:
         self._end()
         error = self._call.exception()
         if error is None:
-            self.error = "ended the update before its commit"
+            self.error = reason
             return
         if fatal := fatal_error(self.replica, error):
             raise fatal
         self.error = describe_error(error)
+
+    def _offer_end(self) -> None:
+        with contextlib.suppress(queue.Full):  # the next look finds room, or the call done
+            self._queue.put_nowait(None)
 
     def _end(self) -> None:
         """Lets gRPC's reading thread go once the call is done: nothing in the queue matters now."""

@@ -1,0 +1,6 @@
+"""Train state, jitted update, checkpoints and the loop."""
+
+from semrl_jax.training.config import validate
+from semrl_jax.training.loop import EXIT_PREEMPTED, train
+
+__all__ = ["EXIT_PREEMPTED", "train", "validate"]

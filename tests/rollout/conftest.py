@@ -1,6 +1,11 @@
 """Replicas and clients of the rollout tests: real servers, real local channels, a fake engine."""
 
 import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+import time
 import types
 
 import grpc
@@ -14,6 +19,7 @@ from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, f
 from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 
+REPLICA_PROCESS = pathlib.Path(__file__).with_name("replica_process.py")
 TOKEN = "a-token-for-tests"
 FAKE = {"model_hash": "fake-model", "tokenizer_hash": "fake-tokenizer", "vocab_size": 101}
 
@@ -65,6 +71,37 @@ def assert_complete(rollouts, requests, sampling, states=None, *, version, hidde
             np.testing.assert_array_equal(
                 actual.hidden_states.astype(np.float32), expected.hidden_states.astype(np.float32)
             )
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def start_process():
+    """Starts fake replicas in processes of their own; returns (process, address)."""
+    processes = []
+
+    def start(**settings):
+        process = subprocess.Popen(
+            [sys.executable, str(REPLICA_PROCESS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        process.stdin.write(json.dumps({"token": TOKEN} | settings) + "\n")
+        process.stdin.flush()
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from semrl_jax.types import (
     WeightVersion,
     manifest_digest,
 )
-from tests.rollout.conftest import TOKEN, make_arrays, make_requests
+from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
 from tests.rollout.test_codec import BAD_REQUESTS
 
 CODES = grpc.StatusCode
@@ -43,9 +43,7 @@ def update_messages(arrays=None, *, specs=FAKE_SPECS, run_id="run", step=0):
         data = array.tobytes()
         checksums.append(hashlib.sha256(data).digest())
         for start in range(0, len(data), codec.CHUNK_BYTES):
-            chunk = pb.TensorChunk(
-                tensor_index=index, data=data[start : start + codec.CHUNK_BYTES]
-            )
+            chunk = pb.TensorChunk(tensor_index=index, data=data[start : start + codec.CHUNK_BYTES])
             messages.append(pb.UpdateWeightsRequest(chunk=chunk))
     digest = manifest_digest(specs, checksums)
     commit = pb.CommitUpdate(checksums=checksums, digest=digest)
@@ -72,13 +70,6 @@ def refusal(call, *args, **options):
         if hasattr(reply, "__iter__"):
             list(reply)
     return caught.value.code(), caught.value.details()
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
 
 
 def test_responses_worked_by_hand(world):
@@ -131,7 +122,7 @@ OURS = CALLS[:6]
 
 def test_every_method_of_the_service_is_listed():
     service = pb.DESCRIPTOR.services_by_name["RolloutService"]
-    assert OURS == [method.name for method in service.methods]
+    assert [method.name for method in service.methods] == OURS
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,0 +1,142 @@
+"""Every setting once, with its default. Experiment files import this and change their subject.
+
+Units are suffixes; sections mirror the rooms. Defaults of the method are those of VERL's launcher
+(arXiv 2509.23808 and its repository) unless a comment says why not.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The default configuration; `semrl_jax.training.validate` says what may be combined."""
+    config = ml_collections.ConfigDict()
+    config.seed = 0  # everything random follows from it
+
+    config.model = ml_collections.ConfigDict()
+    config.model.path = ""  # Hugging Face directory; empty: random weights of the sizes below
+    config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
+    config.model.remat = "none"  # none, dots, full: what the backward pass recomputes
+    config.model.hidden_size = 128  # this and the rest: of a random model only
+    config.model.intermediate_size = 256
+    config.model.num_layers = 3
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 2
+    config.model.tie_embeddings = True
+
+    config.mesh = ml_collections.ConfigDict()  # sizes multiply to the device count; one may be -1
+    config.mesh.replica = 1
+    config.mesh.fsdp = -1
+    config.mesh.sequence = 1
+    config.mesh.tensor = 1
+
+    config.data = ml_collections.ConfigDict()
+    config.data.task = "arithmetic"  # the built-in generator of prompts with answers
+    config.data.num_prompts = 4096  # training prompts the generator makes
+    config.data.prompts_per_step = 48
+
+    config.rollout = ml_collections.ConfigDict()
+    config.rollout.addresses = ()  # host:port, repeat the flag; empty: embedded replica
+    config.rollout.token_file = ""  # token of given addresses; else $SEMRL_ROLLOUT_TOKEN
+    config.rollout.tls_ca_file = ""  # certificate authority of given addresses; empty: no TLS
+    config.rollout.group_size = 8  # responses per prompt
+    config.rollout.temperature = 1.0
+    config.rollout.top_p = 1.0
+    config.rollout.top_k = 0  # 0 keeps all
+    config.rollout.max_prompt_tokens = 512
+    config.rollout.max_response_tokens = 1536
+    config.rollout.stop_token_ids = ()  # beside the end-of-sequence token
+    config.rollout.weight_dtype = ""  # on the wire; empty: model.compute_dtype
+    config.rollout.max_staleness = 0  # steps the sampling weights may lag; only 0 is built
+    config.rollout.connect_timeout_s = 300.0  # for all replicas to answer
+    config.rollout.call_timeout_s = 7200.0  # one batch of responses or one sync, retries included
+    config.rollout.stall_timeout_s = 600.0  # silence of a replica, compilation included
+    config.rollout.jax_max_batch = 128  # JAX engine: responses decoded side by side
+    config.rollout.jax_chunk_tokens = 16  # JAX engine: tokens between two harvests
+
+    config.hidden_states = ml_collections.ConfigDict()
+    config.hidden_states.source = "rollout"  # rollout, policy or none
+    config.hidden_states.dtype = "bfloat16"  # on the wire
+    config.hidden_states.compare_every = 0  # steps between comparisons of both sources; 0 never
+
+    config.metrics = ml_collections.ConfigDict()
+    config.metrics.stride = 40  # tokens between two prefixes; ERA needs 3 strides
+    config.metrics.window = "exact"  # exact, release or later
+    config.metrics.method = "gram"  # gram or svd
+    config.metrics.names = ("effective_rank",)
+    config.metrics.placement = "trainer"  # only trainer is built
+    config.metrics.num_threads = 1
+
+    config.shaping = ml_collections.ConfigDict()
+    config.shaping.target = "advantage"  # advantage, reward, both or none
+    config.shaping.tokens = "all"  # all or last
+    config.shaping.mixing = "adaptive"  # adaptive, half or sum
+    config.shaping.scale = "fixed"  # fixed or performance
+    config.shaping.eta = 1.0
+    config.shaping.gain = 2.0
+    config.shaping.kappa = 2.0  # the bonus is at most |A| / kappa
+    config.shaping.indicators = (
+        "effective_rank_acceleration",
+        "effective_rank_velocity",
+        "effective_rank",
+    )
+    config.shaping.explore_weights = (0.0, 0.0, 1.0)
+    config.shaping.exploit_weights = (0.0, 1.0, 0.0)
+    config.shaping.guidance = "effective_rank_acceleration"
+    config.shaping.alpha = 0.3  # rate of the baselines
+    config.shaping.ema_init = "first_batch"  # or zero
+    config.shaping.ema_lag = 1  # or 2
+    config.shaping.invalid = "excluded"  # or zeros
+
+    config.algorithms = ml_collections.ConfigDict()
+    config.algorithms.advantage = ml_collections.ConfigDict()
+    config.algorithms.advantage.epsilon = 1e-6
+    config.algorithms.loss = ml_collections.ConfigDict()
+    config.algorithms.loss.clip_epsilon = 0.2
+    config.algorithms.loss.kl_coefficient = 0.001
+    config.algorithms.loss.entropy_coefficient = 0.001
+    config.algorithms.loss.kl_estimator = "low_var_kl"
+    config.algorithms.aggregation = "token_mean"  # or response_mean
+
+    config.rewards = ml_collections.ConfigDict()
+    config.rewards.mode = "independent"  # independent or mix
+    config.rewards.unboxed_penalty = -1.0  # wrong and unboxed, in independent mode
+    config.rewards.timeout_s = 10.0
+    config.rewards.num_workers = 2
+    config.rewards.shuffle = False  # permute rewards over the batch: a control that must not learn
+
+    config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
+    config.warm_start.num_steps = 0  # 0: none
+    config.warm_start.num_demonstrations = 20_000
+    config.warm_start.batch_size = 64
+    config.warm_start.micro_batch_size = 16
+    config.warm_start.learning_rate = 2e-3
+    config.warm_start.forget_probability = 0.8  # carries the teacher drops
+
+    config.training = ml_collections.ConfigDict()
+    config.training.num_steps = 160
+    config.training.responses_per_step = (  # derived: follows overrides of either factor
+        config.data.get_ref("prompts_per_step") * config.rollout.get_ref("group_size")
+    )
+    config.training.prompts_per_minibatch = 24
+    config.training.micro_batch_size = 8  # responses in one forward and backward pass
+    config.training.learning_rate = 5e-7
+    config.training.learning_rate_warmup_steps = 0  # optimiser steps
+    config.training.adam_b1 = 0.9
+    config.training.adam_b2 = 0.999
+    config.training.weight_decay = 0.01
+    config.training.max_grad_norm = 1.0
+    config.training.max_skipped_updates = 3  # non-finite updates in a row that stop the run
+    config.training.grace_s = 30.0  # time a SIGTERM leaves for the last checkpoint
+
+    config.evaluation = ml_collections.ConfigDict()
+    config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
+    config.evaluation.num_problems = 512
+
+    config.checkpoints = ml_collections.ConfigDict()
+    config.checkpoints.every_steps = 40
+    config.checkpoints.keep = 2
+
+    config.logging = ml_collections.ConfigDict()
+    config.logging.rollouts_every_steps = 10  # 0: never
+    config.logging.plot_every_steps = 10  # 0: only at the end
+    return config

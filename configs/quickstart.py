@@ -1,0 +1,34 @@
+"""A laptop run from nothing: a tiny policy learns to carry.
+
+A forgetful teacher shows worked column arithmetic with most carries dropped; the warm start
+learns that, so greedy accuracy starts near the 32 % of problems without a carry. GRPO with VERL
+shaping sees only the final answer and restores the carry.
+
+    python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+Hardware: 2 CPU cores, about 1 GiB. Expected: under 5 minutes,
+`eval/arithmetic/greedy_accuracy` from about 0.32 to above 0.85.
+"""
+
+from configs import default
+
+
+def get_config():
+    """The default with the sizes of the quickstart."""
+    config = default.get_config()
+    config.data.prompts_per_step = 16
+    config.rollout.max_prompt_tokens = 16
+    config.rollout.max_response_tokens = 56
+    config.rollout.jax_chunk_tokens = 14
+    config.metrics.stride = 4  # responses hold about 52 tokens: K = 12 or 13 windows
+    config.warm_start.num_steps = 700
+    config.training.num_steps = 60
+    config.training.prompts_per_minibatch = 16  # one update a step
+    config.training.micro_batch_size = 16
+    config.training.learning_rate = 1e-4
+    config.training.learning_rate_warmup_steps = 5
+    config.training.adam_b2 = 0.95
+    config.training.weight_decay = 0.0
+    config.rewards.mode = "mix"  # all answers are boxed; 1 and 0 are easy to read
+    config.checkpoints.every_steps = 20
+    return config

@@ -1,0 +1,32 @@
+"""Trains a policy; resumes if the directory holds the run.
+
+    python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+Any field of the config can be overridden: --config.training.num_steps=10. One process a host.
+Exit codes: 0 done, 2 wrong setting (one line says which), 75 ended by a signal, checkpoint saved.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from launch import cli
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "experiment file, as configs/quickstart.py"
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
+
+
+def main() -> int:
+    from semrl_jax.errors import UserError
+    from semrl_jax.training import train
+
+    if CONFIG.value is None or WORKDIR.value is None:
+        raise UserError("--config and --workdir are needed; see --help.")
+    config = CONFIG.value
+    config.lock()
+    return train(config, WORKDIR.value)
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

@@ -1,0 +1,183 @@
+"""Metrics of a batch of responses, and of the set of their mean states."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from semrl_jax.metrics.curvature import mean_angle, turning_angles
+from semrl_jax.metrics.dynamics import PrefixDynamics, spectral_series, split_windows, summarise
+from semrl_jax.metrics.entropy import response_entropy_of
+from semrl_jax.metrics.inputs import (
+    METHODS,
+    METRICS,
+    SPECTRAL_METRICS,
+    WINDOWS,
+    AnyArray,
+    check_choice,
+    check_states,
+    check_stride,
+    compact,
+)
+from semrl_jax.metrics.rank import effective_rank_of, log_effective_rank_of, traditional_rank_of
+
+_OF_SPECTRUM = {
+    "effective_rank": effective_rank_of,
+    "log_effective_rank": log_effective_rank_of,
+    "traditional_rank": traditional_rank_of,
+    "response_entropy": response_entropy_of,
+}
+_MIN_TOKENS = dict.fromkeys(SPECTRAL_METRICS, 2) | {"curvature": 3}
+
+
+@functools.partial(jax.jit, static_argnames=("stride", "window", "names", "method"))
+def hidden_state_metrics(
+    hidden_states: Float[AnyArray, "B T D"],
+    response_mask: Bool[AnyArray, "B T"],
+    *,
+    stride: int,
+    window: str = "exact",
+    names: Sequence[str] = METRICS,
+    method: str = "gram",
+) -> dict[str, Shaped[Array, " B"]]:
+    """Measures every response of a batch: value, velocity and acceleration of each metric.
+
+    A response gives the same numbers alone and in any batch: responses are taken one by one.
+    Spectral metrics share one decomposition a window.
+
+    Args:
+      hidden_states: any real float dtype, one layer, computed in float32; row t gave response token
+        t. Rows outside the mask may hold anything, NaN too.
+      response_mask: True on tokens that count; holes are allowed.
+      stride: tokens between two prefixes, at least 1.
+      window: "exact", "release" or "later", see `rank_dynamics`.
+      names: which of METRICS to compute, a tuple.
+      method: "gram": eigenvalues of Gram matrices, relative error 1e-3 in ER where no true singular
+        value lies below 1e-3 of the largest; values below 7e-4 of it count as zero. "svd": 1e-5.
+        Asking for traditional_rank makes it "svd", whose spectrum then serves all.
+
+    Returns:
+      For each name the float32 arrays `<name>`, `<name>_velocity`, `<name>_acceleration`, and the
+      bool ones `<name>_valid`, `<name>_velocity_valid`, `<name>_acceleration_valid`. What is not
+      valid is 0.0: the value below two tokens (curvature: three), velocity below two windows,
+      acceleration below three, all of a response with a valid row that is not finite.
+
+    Raises:
+      ValueError: for a wrong rank, shape, dtype, stride, window, name or method.
+    """
+    check_states(hidden_states, response_mask, batched=True)
+    check_stride(stride)
+    check_choice("window", window, WINDOWS)
+    check_choice("method", method, METHODS)
+    if isinstance(names, str):
+        raise ValueError(f"names={names!r} must be a tuple of metric names, such as ({names!r},).")
+    for name in names:
+        check_choice("names", name, METRICS)
+    measure = functools.partial(
+        _measure, stride=stride, window=window, names=tuple(names), method=method
+    )
+    if hidden_states.shape[0] == 1:  # the loop over responses is not free
+        return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
+    return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
+
+
+def mean_hidden_state(
+    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
+) -> Float[Array, " D"]:
+    """Averages the valid rows in float32; zeros if there is none."""
+    check_states(hidden_states, response_mask)
+    mask = jnp.asarray(response_mask)[:, None]
+    total = jnp.sum(jnp.where(mask, jnp.asarray(hidden_states).astype(jnp.float32), 0.0), axis=0)
+    return total / jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
+
+
+def dataset_metrics(
+    mean_states: Float[AnyArray, "B D"],
+    *,
+    stride: int,
+    window: str = "exact",
+    row_mask: Bool[AnyArray, " B"] | None = None,
+    names: Sequence[str] = METRICS,
+    method: str = "svd",
+) -> dict[str, Shaped[Array, ""]]:
+    """Measures the mean states of a set of responses as if they were one response.
+
+    For observation only, never for the loss.
+
+    Args:
+      mean_states: float32 rows of `mean_hidden_state`, grouped by prompt in dataset order, which
+        the cumulative metrics depend on.
+      stride: responses between two prefixes, at least 1.
+      window: as in `rank_dynamics`.
+      row_mask: responses that count, those with at least one token; None counts all.
+      names, method: as in `hidden_state_metrics`.
+
+    Returns:
+      `global/<name>` over all rows, `cumulative/<name>_velocity` and
+      `cumulative/<name>_acceleration` over growing prefixes, float32 scalars, each with a bool
+      `..._valid` beside it.
+
+    Raises:
+      ValueError: as `hidden_state_metrics`.
+    """
+    if jnp.ndim(mean_states) != 2:
+        raise ValueError(f"mean_states has shape {jnp.shape(mean_states)}; it must be [B, D].")
+    mask = jnp.ones(mean_states.shape[:1], bool) if row_mask is None else jnp.asarray(row_mask)
+    measured = hidden_state_metrics(
+        jnp.asarray(mean_states)[None],
+        mask[None],
+        stride=stride,
+        window=window,
+        names=names,
+        method=method,
+    )
+    orders = {f"{name}{order}" for name in names for order in ("_velocity", "_acceleration")}
+    result = {}
+    for key, value in measured.items():
+        cumulative = key.removesuffix("_valid") in orders
+        result[f"{'cumulative' if cumulative else 'global'}/{key}"] = value[0]
+    return result
+
+
+def _measure(
+    response: tuple[Float[Array, "T D"], Bool[Array, " T"]],
+    *,
+    stride: int,
+    window: str,
+    names: tuple[str, ...],
+    method: str,
+) -> dict[str, Shaped[Array, ""]]:
+    """All asked metrics of one response."""
+    rows = compact(*response)
+    windows = split_windows(rows, stride, window)
+    dynamics: dict[str, PrefixDynamics] = {}
+    spectral = [name for name in names if name in _OF_SPECTRUM]
+    if spectral:
+        # A true decomposition once is cheaper than two, and rank cannot do without.
+        chosen = "svd" if "traditional_rank" in spectral else method
+        functions = tuple(_OF_SPECTRUM[name] for name in spectral)
+        series = spectral_series(rows, windows, functions, chosen)
+        dynamics = {name: summarise(*pair, windows) for name, pair in zip(spectral, series)}
+    if "curvature" in names:
+        value = mean_angle(*turning_angles(rows), rows.num_tokens)
+        angles = turning_angles(windows.rows)
+        sizes = jnp.asarray(windows.sizes, jnp.int32)
+        series = jax.vmap(lambda size: mean_angle(*angles, size))(sizes)
+        dynamics["curvature"] = summarise(value, series, windows)
+    result = {}
+    for name in names:
+        measured = dynamics[name]
+        fields = {
+            "": (measured.value, rows.num_tokens >= _MIN_TOKENS[name]),
+            "_velocity": (measured.velocity, measured.num_windows >= 2),
+            "_acceleration": (measured.acceleration, measured.num_windows >= 3),
+        }
+        for order, (value, valid) in fields.items():
+            valid = valid & rows.finite
+            result[f"{name}{order}"] = jnp.where(valid, value, 0.0)
+            result[f"{name}{order}_valid"] = valid
+    return result

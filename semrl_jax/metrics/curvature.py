@@ -1,0 +1,68 @@
+"""Curvature: how sharply the path of hidden states turns from token to token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.metrics.inputs import AnyArray, Rows, compact
+
+MIN_STEP = 1e-6  # steps no longer than this have no direction
+
+
+def curvature(
+    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
+) -> Float[Array, ""]:
+    """Computes the mean angle between successive steps of the hidden states.
+
+    v_t = z_(t+1) - z_t without those of norm <= 1e-6; the mean over t of arccos cos(v_t, v_(t+1))
+
+    Args:
+      hidden_states: any real float dtype, not centred; rows outside the mask may hold anything.
+      response_mask: True on tokens that count; a step leads from one valid row to the next.
+
+    Returns:
+      Float32 radians in [0, pi]; 0.0 if fewer than two steps remain or a valid row is not finite.
+
+    Raises:
+      ValueError: for a wrong rank, shape or dtype.
+
+    Source: the reference implementation, which works in bfloat16 and loses the pairs at every
+    256th step; neither is copied.
+    """
+    rows = compact(hidden_states, response_mask)
+    angles, kept = turning_angles(rows)
+    return jnp.where(rows.finite, mean_angle(angles, kept, rows.num_tokens), 0.0)
+
+
+def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
+    """Angle at each step to the last step before it that has a direction, and whether it exists.
+
+    Entry t is of the step from row t to row t + 1, N = max(T - 1, 0).
+    """
+    states, num_tokens = rows.states, rows.num_tokens
+    steps = states[1:] - states[:-1]  # [N, D]
+    num_steps = steps.shape[0]
+    if min(steps.shape) == 0:
+        return jnp.zeros(num_steps), jnp.zeros(num_steps, bool)
+    position = jnp.arange(num_steps)
+    norms = jnp.sqrt(jnp.sum(steps * steps, axis=1))
+    directed = (norms > MIN_STEP / rows.scale) & (norms > 0) & (position < num_tokens - 1)
+    units = steps / jnp.where(directed, norms, 1.0)[:, None]
+    last = jax.lax.cummax(jnp.where(directed, position, -1))
+    before = jnp.concatenate([jnp.full(1, -1, last.dtype), last[:-1]])
+    previous = units[jnp.maximum(before, 0)]
+    # Half-angle form of arccos(cos): the arccosine itself loses half the digits near 0 and pi.
+    difference = jnp.sqrt(jnp.sum((units - previous) ** 2, axis=1))
+    total = jnp.sqrt(jnp.sum((units + previous) ** 2, axis=1))
+    return 2.0 * jnp.arctan2(difference, total), directed & (before >= 0)
+
+
+def mean_angle(
+    angles: Float[Array, " N"], kept: Bool[Array, " N"], num_rows: Int[Array, ""]
+) -> Float[Array, ""]:
+    """Curvature of the first `num_rows` rows: the angles of the steps between them."""
+    kept = kept & (jnp.arange(angles.shape[0]) < num_rows - 1)
+    count = jnp.sum(kept, dtype=jnp.float32)
+    return jnp.sum(jnp.where(kept, angles, 0.0)) / jnp.maximum(count, 1.0)

@@ -1,0 +1,229 @@
+"""First and second order of a metric over growing prefixes of one response.
+
+With m_j the metric of the j-th prefix and delta_j = m_j - mean_{i<j} m_i,
+
+  velocity = mean_{j>=2} delta_j,    acceleration = mean_{j>=3} (delta_j - delta_(j-1))
+                                                  = (delta_K - delta_2) / (K - 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.metrics.inputs import (
+    METHODS,
+    WINDOWS,
+    AnyArray,
+    Rows,
+    anchor,
+    check_choice,
+    check_stride,
+    compact,
+)
+from semrl_jax.metrics.rank import effective_rank_of
+from semrl_jax.metrics.spectrum import PrefixSpectra
+
+RELEASE_TOKENS = 512
+MAX_UNROLLED_WINDOWS = 16  # more are padded to this many sizes, which bounds the compile time
+
+
+class PrefixDynamics(NamedTuple):
+    """A metric of one response and its two orders; all float32 scalars but the int32 count.
+
+    Attributes:
+      value: the metric of all valid rows.
+      velocity: first order; 0.0 with fewer than two windows.
+      acceleration: second order; 0.0 with fewer than three windows.
+      num_windows: K, int32; velocity is valid from 2 on, acceleration from 3 on. 0 if a valid row
+        is not finite.
+    """
+
+    value: Float[Array, ""]
+    velocity: Float[Array, ""]
+    acceleration: Float[Array, ""]
+    num_windows: Int[Array, ""]
+
+
+class RankDynamics(NamedTuple):
+    """Effective rank (ER) and its two orders (ERV, ERA), as in `PrefixDynamics`."""
+
+    effective_rank: Float[Array, ""]
+    effective_rank_velocity: Float[Array, ""]
+    effective_rank_acceleration: Float[Array, ""]
+    num_windows: Int[Array, ""]
+
+
+class Windows(NamedTuple):
+    """The prefixes of one response.
+
+    Attributes:
+      rows: the rows they are prefixes of: all, or the last 512 valid ones.
+      sizes: static lengths, ascending; those a response is too short for come last.
+      num_windows: int32, how many sizes this response has.
+      whole_last: whether the value of the whole response follows as one more point.
+    """
+
+    rows: Rows
+    sizes: tuple[int, ...]
+    num_windows: Int[Array, ""]
+    whole_last: bool
+
+
+def rank_dynamics(
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    stride: int,
+    window: str = "exact",
+    method: str = "svd",
+) -> RankDynamics:
+    """Computes the effective rank of a response, its velocity and its acceleration.
+
+    Args:
+      hidden_states: any real float dtype, computed in float32; rows outside the mask may hold
+        anything, NaN too.
+      response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
+      stride: tokens between two prefixes, at least 1; ERA needs three strides of tokens.
+      window: "exact": prefixes of exactly j * stride tokens of the whole response. "release": of
+        the last 512 valid tokens, t + 1 tokens at t = stride, 2 stride, ... below their number,
+        none if that is below 2 stride. "later": as "release" without the 512, and the value of the
+        whole response as one last point.
+      method: as in `effective_rank`.
+
+    Returns:
+      Float32 scalars; an order is 0.0 below its number of windows (see `PrefixDynamics`).
+
+    Raises:
+      ValueError: for a wrong rank, shape, dtype, stride, window or method.
+
+    Source: arXiv:2509.23808. The paper's own window rule could not be read: "exact" is ours,
+    "release" is what the reference implementation does, "later" what its later revisions do.
+    """
+    check_choice("method", method, METHODS)
+    rows = compact(hidden_states, response_mask)
+    windows = split_windows(rows, stride, window)
+    ((value, series),) = spectral_series(rows, windows, (effective_rank_of,), method)
+    return RankDynamics(*summarise(value, series, windows))
+
+
+def prefix_dynamics(
+    metric: Callable[[Float[Array, "T D"], Bool[Array, " T"]], Float[Array, ""]],
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    stride: int,
+    window: str = "exact",
+) -> PrefixDynamics:
+    """Computes first and second order of any metric of (hidden_states, response_mask).
+
+    Evaluates the metric anew on every prefix, one after the other; `rank_dynamics` and
+    `hidden_state_metrics` share the work between prefixes. Arguments, errors and windows as in
+    `rank_dynamics`. A response with a valid row that is not finite gives zeros.
+    """
+    rows = compact(hidden_states, response_mask)
+    windows = split_windows(rows, stride, window)
+
+    def of_first(rows: Rows, num_rows: Int[Array, ""]) -> Float[Array, ""]:
+        valid = jnp.arange(rows.states.shape[0]) < num_rows
+        return jnp.asarray(metric(rows.states * rows.scale, valid), jnp.float32)
+
+    value = jnp.where(rows.finite, of_first(rows, rows.num_tokens), 0.0)
+    sizes = jnp.asarray(windows.sizes, jnp.int32)
+    series = jax.lax.map(lambda size: of_first(windows.rows, size), sizes)
+    return summarise(value, series, windows)
+
+
+def split_windows(rows: Rows, stride: int, window: str) -> Windows:
+    """Fixes the prefixes of a response; see `rank_dynamics` for the rules."""
+    check_choice("window", window, WINDOWS)
+    stride = check_stride(stride)
+    num_rows = rows.states.shape[0]
+    num_tokens = jnp.where(rows.finite, rows.num_tokens, 0)
+    if window == "exact":
+        sizes = tuple(range(stride, num_rows + 1, stride))
+        return Windows(rows, sizes, num_tokens // stride, False)
+    if window == "release" and num_rows > RELEASE_TOKENS:
+        start = jnp.maximum(rows.num_tokens - RELEASE_TOKENS, 0)
+        last = jax.lax.dynamic_slice_in_dim(rows.states, start, RELEASE_TOKENS)
+        rows = rows._replace(states=last, num_tokens=jnp.minimum(rows.num_tokens, RELEASE_TOKENS))
+        num_tokens = jnp.minimum(num_tokens, RELEASE_TOKENS)
+    sizes = tuple(range(stride + 1, rows.states.shape[0] + 1, stride))
+    num_windows = jnp.where(num_tokens >= 2 * stride, (num_tokens - 1) // stride, 0)
+    return Windows(rows, sizes, num_windows, window == "later")
+
+
+def summarise(
+    value: Float[Array, ""], series: Float[Array, " K"], windows: Windows
+) -> PrefixDynamics:
+    """First and second order of the valid head of a series."""
+    num_windows = windows.num_windows
+    if windows.whole_last:
+        series = jnp.append(series, 0.0)
+        series = jnp.where(jnp.arange(series.shape[0]) == num_windows, value, series)
+        num_windows = jnp.where(num_windows > 0, num_windows + 1, 0)
+    zero = jnp.float32(0)
+    if series.shape[0] < 2:
+        return PrefixDynamics(value, zero, zero, num_windows)
+    index = jnp.arange(1, series.shape[0])
+    earlier = jnp.cumsum(series)[:-1] / index.astype(jnp.float32)
+    delta = series[1:] - earlier  # entry i is delta_(i + 2)
+    count = num_windows - 1
+    total = jnp.sum(jnp.where(index <= count, delta, 0.0))
+    velocity = jnp.where(count >= 1, total / jnp.maximum(count, 1).astype(jnp.float32), zero)
+    rise = delta[jnp.clip(count - 1, 0, delta.shape[0] - 1)] - delta[0]
+    acceleration = jnp.where(count >= 2, rise / jnp.maximum(count - 1, 1).astype(jnp.float32), zero)
+    return PrefixDynamics(value, velocity, acceleration, num_windows)
+
+
+def spectral_series(
+    rows: Rows, windows: Windows, metrics: tuple[Callable, ...], method: str
+) -> tuple[tuple[Float[Array, ""], Float[Array, " K"]], ...]:
+    """Value of the whole response and of every window, for functions of the spectrum.
+
+    One decomposition a window serves all metrics; windows beyond the response cost nothing.
+    """
+    num_rows, width = rows.states.shape
+    if min(num_rows, width) == 0:
+        empty = (jnp.float32(0), jnp.zeros(len(windows.sizes)))
+        return (empty,) * len(metrics)
+    first = windows.sizes[0] if windows.sizes else num_rows
+    spectra = PrefixSpectra(anchor(windows.rows, first), method)
+
+    def measure(
+        spectra: PrefixSpectra, size: int, num_tokens: Int[Array, ""], active: Bool[Array, ""]
+    ) -> Float[Array, " M"]:
+        sigma = spectra(size, num_tokens, active & (num_tokens >= 2))
+        values = [metric(sigma, rows.scale, num_tokens, width) for metric in metrics]
+        return jnp.where(active, jnp.stack(values), 0.0)
+
+    same_rows = windows.rows.states.shape == rows.states.shape
+    whole = spectra if same_rows else PrefixSpectra(anchor(rows, rows.num_tokens), method)
+    values = measure(whole, num_rows, rows.num_tokens, rows.finite)  # [M]
+    series = []
+    for start, stop in _chunks(len(windows.sizes)):
+        sizes = windows.sizes[start:stop]
+
+        def one(index_and_size: tuple[Array, Array], size: int = sizes[-1]) -> Float[Array, " M"]:
+            index, num_tokens = index_and_size
+            return measure(spectra, size, num_tokens, index < windows.num_windows)
+
+        chunk = jnp.arange(start, stop), jnp.asarray(sizes, jnp.int32)
+        if len(sizes) == 1:
+            series.append(one((chunk[0][0], chunk[1][0]))[None])
+        else:
+            series.append(jax.lax.map(one, chunk))
+    table = jnp.concatenate(series) if series else jnp.zeros((0, len(metrics)))  # [K, M]
+    return tuple((values[i], table[:, i]) for i in range(len(metrics)))
+
+
+def _chunks(num_windows: int) -> list[tuple[int, int]]:
+    """Splits the windows into at most MAX_UNROLLED_WINDOWS runs of nearly equal length."""
+    count = min(num_windows, MAX_UNROLLED_WINDOWS)
+    edges = [num_windows * i // count for i in range(count + 1)] if count else []
+    return list(itertools.pairwise(edges))

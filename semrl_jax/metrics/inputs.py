@@ -1,0 +1,127 @@
+"""What every metric does first: check its arguments, put the valid rows in front, fix the scale."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+AnyArray = jax.Array | np.ndarray
+
+METRICS = (
+    "effective_rank",
+    "log_effective_rank",
+    "traditional_rank",
+    "response_entropy",
+    "curvature",
+)
+SPECTRAL_METRICS = METRICS[:4]
+METHODS = ("gram", "svd")
+WINDOWS = ("exact", "release", "later")
+
+
+class Rows(NamedTuple):
+    """The valid rows of one response, in order, zero rows after them.
+
+    Attributes:
+      states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
+      num_tokens: int32, how many rows are valid.
+      scale: float32 power of two, the size of the largest entry: squares neither overflow nor
+        vanish, and the division rounds nothing.
+      finite: whether every valid row was finite.
+    """
+
+    states: Float[Array, "T D"]
+    num_tokens: Int[Array, ""]
+    scale: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+
+def check_states(hidden_states: Any, response_mask: Any, *, batched: bool = False) -> None:
+    """Raises ValueError for a wrong rank, dtype or shape; static, so it costs a trace only."""
+    axes = "[B, T, D]" if batched else "[T, D]"
+    shape, dtype = np.shape(hidden_states), jnp.result_type(hidden_states)
+    if len(shape) != len(axes.split(",")):
+        way_out = (
+            "a batch: add an axis to one response" if batched else "one response: use jax.vmap"
+        )
+        raise ValueError(
+            f"hidden_states has shape {shape}; it must be {axes}, one layer of {way_out}."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"hidden_states has dtype {dtype}; it must be real floating point.")
+    mask_shape, mask_dtype = np.shape(response_mask), jnp.result_type(response_mask)
+    if mask_shape != shape[:-1]:
+        raise ValueError(
+            f"response_mask has shape {mask_shape}; it must be {shape[:-1]}, the leading axes of "
+            f"hidden_states {shape}."
+        )
+    if mask_dtype != jnp.bool_:
+        raise ValueError(
+            f"response_mask has dtype {mask_dtype}; it must be bool, True on tokens that count "
+            "(integer masks: response_mask != 0)."
+        )
+
+
+def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{field}={value!r} is unknown; it must be one of {', '.join(choices)}.")
+
+
+def check_stride(stride: Any) -> int:
+    """Returns the stride as an int; ValueError unless it is a whole number from 1 on."""
+    try:
+        value = operator.index(stride)
+    except TypeError:
+        value = 0
+    if value < 1 or isinstance(stride, bool):
+        raise ValueError(f"stride={stride!r} must be an integer of at least 1 token.")
+    return value
+
+
+def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:
+    """Puts the rows under the mask first, in order; masked-out rows may hold anything."""
+    check_states(hidden_states, response_mask)
+    mask = jnp.asarray(response_mask)
+    num_tokens = jnp.sum(mask, dtype=jnp.int32)
+    if min(hidden_states.shape) == 0:
+        states = jnp.zeros(hidden_states.shape, jnp.float32)
+        return Rows(states, num_tokens, jnp.float32(1), jnp.bool_(True))
+    order = jnp.argsort(~mask, stable=True)
+    valid = (jnp.arange(mask.shape[0]) < num_tokens)[:, None]
+    states = jnp.where(valid, jnp.asarray(hidden_states)[order].astype(jnp.float32), 0.0)
+    finite = jnp.all(jnp.isfinite(states))
+    # LAPACK may never return from NaN: nothing past this line can see one.
+    states = jnp.where(finite, states, 0.0)
+    scale = _power_of_two_below(jnp.max(jnp.abs(states)))
+    return Rows(states / scale, num_tokens, scale, finite)
+
+
+def anchor(rows: Rows, num_rows: Int[Array, ""] | int) -> Float[Array, "T D"]:
+    """Subtracts the mean of the first `num_rows` valid rows, so that later centring loses nothing.
+
+    Taking the first row away before the mean keeps equal rows exactly zero and spares a huge common
+    offset. Every prefix of at least num_rows rows contains those the mean is of, so what is left of
+    its offset is bounded by its own scatter.
+    """
+    states, num_tokens = rows.states, rows.num_tokens
+    if states.shape[0] == 0:
+        return states
+    position = jnp.arange(states.shape[0])[:, None]
+    shifted = jnp.where(position < num_tokens, states - states[:1], 0.0)
+    count = jnp.minimum(jnp.asarray(num_rows), num_tokens)
+    total = jnp.sum(jnp.where(position < count, shifted, 0.0), axis=0, keepdims=True)
+    mean = total / jnp.maximum(count, 1).astype(jnp.float32)  # [1, D]
+    return jnp.where(position < num_tokens, shifted - mean, 0.0)
+
+
+def _power_of_two_below(x: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest power of two not above x, by its exponent bits; 1.0 for zero and subnormals."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    return jnp.where(bits > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)

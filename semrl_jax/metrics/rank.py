@@ -1,0 +1,101 @@
+"""Effective and traditional rank of one response (METHOD: zeroth-order metrics)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.metrics.inputs import METHODS, AnyArray, anchor, check_choice, compact
+from semrl_jax.metrics.spectrum import PrefixSpectra
+
+EPSILON = 1e-8  # in units of the hidden states, as the reference implementation has it
+
+
+def effective_rank(
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    method: str = "svd",
+) -> Float[Array, ""]:
+    """Computes the effective number of directions the hidden states of a response span.
+
+    p_k = sigma_k / (sum sigma + 1e-8),  ER = exp(-sum p_k log(p_k + 1e-8))
+
+    sigma are the singular values of the mean-centred valid rows.
+
+    Args:
+      hidden_states: any real float dtype, computed in float32; row t gave response token t. Rows
+        outside the mask may hold anything, NaN too.
+      response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
+      method: "svd" (relative error 1e-5) or "gram" (eigenvalues of the smaller Gram matrix;
+        1e-3 where no true value lies below 1e-3 of the largest).
+
+    Returns:
+      Float32 in [1, min(T - 1, D)] for T valid tokens; 1.0 if all rows are equal; 0.0 if T < 2 or a
+      valid row is not finite.
+
+    Raises:
+      ValueError: for a wrong rank, shape, dtype or method.
+
+    Source: Roy and Vetterli 2007; arXiv:2509.23808 for hidden states of a response.
+    """
+    return _whole_response(effective_rank_of, hidden_states, response_mask, method)
+
+
+def log_effective_rank(
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    method: str = "svd",
+) -> Float[Array, ""]:
+    """Computes log ER in nats; arguments, errors and zeros as in `effective_rank`."""
+    return _whole_response(log_effective_rank_of, hidden_states, response_mask, method)
+
+
+def traditional_rank(
+    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]
+) -> Float[Array, ""]:
+    """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
+
+    Always from a singular value decomposition: the noise of Gram eigenvalues lies above this
+    threshold. Arguments, errors and zeros as in `effective_rank`; 0.0 also if all rows are equal.
+    """
+    return _whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
+
+
+def log_effective_rank_of(
+    sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
+) -> Float[Array, ""]:
+    """Entropy of the normalised spectrum, in nats; sigma in units of `scale`."""
+    p = sigma / (jnp.sum(sigma) + EPSILON / scale)
+    return jnp.where(num_rows >= 2, -jnp.sum(p * jnp.log(p + EPSILON)), 0.0)
+
+
+def effective_rank_of(
+    sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
+) -> Float[Array, ""]:
+    """Exponential of the above."""
+    exponent = log_effective_rank_of(sigma, scale, num_rows, width)
+    return jnp.where(num_rows >= 2, jnp.exp(exponent), 0.0)
+
+
+def traditional_rank_of(
+    sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
+) -> Float[Array, ""]:
+    """Singular values above the float32 noise of a matrix of this size."""
+    relative = jnp.maximum(num_rows, width).astype(jnp.float32) * jnp.finfo(jnp.float32).eps
+    threshold = jnp.max(sigma, initial=0.0) * relative
+    return jnp.where(num_rows >= 2, jnp.sum(sigma > threshold, dtype=jnp.float32), 0.0)
+
+
+def _whole_response(metric, hidden_states, response_mask, method) -> Float[Array, ""]:
+    """Applies a function of the spectrum to all valid rows."""
+    check_choice("method", method, METHODS)
+    rows = compact(hidden_states, response_mask)
+    num_rows, width = rows.states.shape
+    if min(num_rows, width) == 0:
+        return jnp.float32(0)
+    active = rows.finite & (rows.num_tokens >= 2)
+    spectra = PrefixSpectra(anchor(rows, rows.num_tokens), method)
+    value = metric(spectra(num_rows, rows.num_tokens, active), rows.scale, rows.num_tokens, width)
+    return jnp.where(rows.finite, value, 0.0)

@@ -1,0 +1,99 @@
+"""From rewards and metrics to the advantages trained on: estimator and shaping under one jit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
+from semrl_jax.training.scoring import ScoredRollout
+
+SHUFFLE = 2  # stream of the seed; see run.py for the others
+
+# Which fields of config.shaping each function takes.
+SIGNAL_FIELDS = (
+    "mixing", "scale", "ema_init", "invalid", "eta", "gain", "indicators", "explore_weights",
+    "exploit_weights", "guidance",
+)  # fmt: skip
+ADVANTAGE_FIELDS = ("target", "tokens", "kappa", *SIGNAL_FIELDS)
+BASELINE_FIELDS = (
+    "alpha", "ema_init", "ema_lag", "invalid", "mixing", "indicators", "explore_weights",
+    "exploit_weights", "guidance",
+)  # fmt: skip
+
+Metrics = Mapping[str, np.ndarray]
+Options = tuple[tuple[str, Any], ...]
+
+
+def group_rewards(
+    scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
+) -> Float[np.ndarray, "P G"]:
+    """Float32 scores, one row a group; permuted over the batch under `rewards.shuffle`."""
+    scores = np.array([item.verdict.score for item in scored], np.float32)
+    if config.rewards.shuffle:
+        scores = np.random.default_rng((config.seed, SHUFFLE, step)).permutation(scores)
+    return scores.reshape(-1, config.rollout.group_size)
+
+
+def shaped_advantages(
+    rewards: Float[np.ndarray, "P G"],
+    metrics: Metrics,
+    response_mask: Bool[Array, "B T"],
+    state: ShapingState,
+    config: ml_collections.ConfigDict,
+) -> tuple[Float[Array, "B T"], dict[str, float]]:
+    """Group-relative advantages with the bonus, and the report of the shaping."""
+    shaped, report = _shaped_advantages(
+        rewards,
+        metrics,
+        response_mask,
+        state,
+        estimator=tuple(config.algorithms.advantage.items()),
+        signal=_options(config, SIGNAL_FIELDS),
+        shaping=_options(config, ADVANTAGE_FIELDS),
+    )
+    return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
+
+
+def next_baselines(
+    state: ShapingState,
+    metrics: Metrics,
+    rewards: Float[np.ndarray, "P G"],
+    config: ml_collections.ConfigDict,
+) -> ShapingState:
+    """The baselines of the next step; unchanged where nothing is measured."""
+    if not metrics:
+        return state
+    return _next_baselines(state, metrics, rewards, options=_options(config, BASELINE_FIELDS))
+
+
+@functools.partial(jax.jit, static_argnames=("estimator", "signal", "shaping"))
+def _shaped_advantages(
+    rewards, metrics, response_mask, state, *, estimator: Options, signal: Options, shaping: Options
+):
+    if metrics and dict(shaping)["target"] in ("reward", "both"):
+        rewards = rewards + reward_bonus(metrics, state, **dict(signal)).reshape(rewards.shape)
+    advantages = group_relative_advantages(rewards, **dict(estimator)).reshape(-1)
+    return shape_advantages(
+        broadcast_to_tokens(advantages, response_mask),
+        metrics,
+        response_mask,
+        state,
+        **dict(shaping),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _next_baselines(state, metrics, rewards, *, options: Options):
+    return update_shaping_state(state, metrics, mean_reward=rewards.mean(), **dict(options))
+
+
+def _options(config: ml_collections.ConfigDict, fields: Sequence[str]) -> Options:
+    return tuple((field, config.shaping[field]) for field in fields)

@@ -1,0 +1,53 @@
+"""From ragged rollouts to the padded arrays of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from semrl_jax import data
+from semrl_jax.types import Rollout, RolloutBatch
+
+MIN_BUCKET = 16
+
+
+def bucket(length: int, limit: int) -> int:
+    """The smallest power of two >= `length`, at most `limit`: few shapes, few compilations."""
+    size = MIN_BUCKET
+    while size < length:
+        size *= 2
+    return min(size, limit)
+
+
+def pad_batch(
+    rollouts: Sequence[Rollout],
+    rewards: Float[np.ndarray, " B"],
+    *,
+    pad_token_id: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> RolloutBatch:
+    """Rows [prompt, left-padded | response, right-padded] of NumPy arrays, in the given order."""
+    prompts = [rollout.prompt_ids for rollout in rollouts]
+    responses = [rollout.response_ids for rollout in rollouts]
+    prompt_length = bucket(max(map(len, prompts)), max_prompt_tokens)
+    response_length = bucket(max(map(len, responses)), max_response_tokens)
+    rows = data.pad_rows(
+        prompts,
+        responses,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_id=pad_token_id,
+    )
+    return RolloutBatch(
+        token_ids=rows.token_ids,
+        positions=rows.positions,
+        segment_ids=rows.segment_ids,
+        response_mask=rows.segment_ids[:, prompt_length:] == 1,
+        rollout_logprobs=data.pad_response_values(
+            [rollout.rollout_logprobs for rollout in rollouts], response_length
+        ),
+        rewards=np.asarray(rewards, np.float32),
+    )

@@ -1,0 +1,144 @@
+"""Checks a whole configuration once, before anything is started or written."""
+
+from __future__ import annotations
+
+import ml_collections
+
+from semrl_jax.errors import UserError
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError naming field, value, rule and way out for the first contradiction."""
+    positive = (
+        "data.prompts_per_step", "data.num_prompts", "rollout.max_prompt_tokens",
+        "rollout.max_response_tokens", "rollout.connect_timeout_s",
+        "rollout.call_timeout_s", "rollout.stall_timeout_s",
+        "rollout.jax_max_batch", "rollout.jax_chunk_tokens", "metrics.stride",
+        "metrics.num_threads", "rewards.timeout_s", "rewards.num_workers",
+        "training.prompts_per_minibatch", "training.micro_batch_size", "training.learning_rate",
+        "training.max_grad_norm", "training.max_skipped_updates", "training.grace_s",
+        "evaluation.num_problems", "checkpoints.every_steps", "checkpoints.keep",
+        "warm_start.batch_size", "warm_start.micro_batch_size", "warm_start.learning_rate",
+        "warm_start.num_demonstrations",
+    )  # fmt: skip
+    for field in positive:
+        value = _get(config, field)
+        if not value > 0:
+            raise UserError(f"{field}={value} must be above 0.")
+    not_negative = (
+        "seed", "training.num_steps", "training.weight_decay", "rollout.temperature",
+        "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
+        "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
+        "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
+    )  # fmt: skip
+    for field in not_negative:
+        value = _get(config, field)
+        if not value >= 0:
+            raise UserError(f"{field}={value} must be at least 0.")
+    choices = {
+        "data.task": ("arithmetic",),
+        "hidden_states.source": ("rollout", "policy", "none"),
+        "hidden_states.dtype": ("bfloat16", "float32"),
+        "rollout.weight_dtype": ("", "float32", "bfloat16"),
+        "algorithms.aggregation": ("token_mean", "response_mean"),
+        "rewards.mode": ("independent", "mix"),
+    }
+    for field, allowed in choices.items():
+        value = _get(config, field)
+        if value not in allowed:
+            raise UserError(f"{field}={value!r} must be one of {allowed}.")
+    _check_sizes(config)
+    _check_method(config)
+    _check_not_built(config)
+
+
+def _check_sizes(config: ml_collections.ConfigDict) -> None:
+    data, rollout, training = config.data, config.rollout, config.training
+    if rollout.group_size < 2:
+        raise UserError(
+            f"rollout.group_size={rollout.group_size} must be at least 2: the advantage compares "
+            "the responses of a group."
+        )
+    product = data.prompts_per_step * rollout.group_size
+    if training.responses_per_step != product:
+        raise UserError(
+            f"training.responses_per_step={training.responses_per_step} is derived and must be "
+            f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
+        )
+    if data.num_prompts < data.prompts_per_step:
+        raise UserError(
+            f"data.num_prompts={data.num_prompts} must be at least "
+            f"data.prompts_per_step={data.prompts_per_step}."
+        )
+    if data.prompts_per_step % training.prompts_per_minibatch:
+        raise UserError(
+            f"training.prompts_per_minibatch={training.prompts_per_minibatch} must divide "
+            f"data.prompts_per_step={data.prompts_per_step}."
+        )
+    minibatch = training.prompts_per_minibatch * rollout.group_size
+    if minibatch % training.micro_batch_size:
+        raise UserError(
+            f"training.micro_batch_size={training.micro_batch_size} must divide the {minibatch} "
+            "responses of a mini-batch (training.prompts_per_minibatch * rollout.group_size)."
+        )
+    warm_start = config.warm_start
+    if warm_start.batch_size % warm_start.micro_batch_size:
+        raise UserError(
+            f"warm_start.micro_batch_size={warm_start.micro_batch_size} must divide "
+            f"warm_start.batch_size={warm_start.batch_size}."
+        )
+    if not 0 < rollout.top_p <= 1:
+        raise UserError(f"rollout.top_p={rollout.top_p} must be in (0, 1].")
+    if rollout.temperature == 0:
+        raise UserError(
+            "rollout.temperature=0 samples the same response in every slot of a group, which "
+            "leaves no advantage; set it above 0."
+        )
+    if not 0 <= warm_start.forget_probability <= 1:
+        raise UserError(
+            f"warm_start.forget_probability={warm_start.forget_probability} must be in [0, 1]."
+        )
+
+
+def _check_method(config: ml_collections.ConfigDict) -> None:
+    shaping, metrics = config.shaping, config.metrics
+    if shaping.target == "none":
+        return
+    if config.hidden_states.source == "none":
+        raise UserError(
+            f"hidden_states.source='none' leaves nothing to shape with, but shaping.target="
+            f"{shaping.target!r}; set shaping.target='none' or another source."
+        )
+    measured = {
+        name + order for name in metrics.names for order in ("", "_velocity", "_acceleration")
+    }
+    for indicator in (*shaping.indicators, shaping.guidance):
+        if indicator not in measured:
+            raise UserError(
+                f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
+                "measure; add its metric there."
+            )
+    if 3 * metrics.stride > config.rollout.max_response_tokens:
+        raise UserError(
+            f"metrics.stride={metrics.stride} leaves under 3 prefixes in "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}, so no response "
+            "would have an acceleration; set a stride of at most a third of the limit."
+        )
+
+
+def _check_not_built(config: ml_collections.ConfigDict) -> None:
+    if config.rollout.max_staleness != 0:
+        raise UserError(
+            f"rollout.max_staleness={config.rollout.max_staleness} is not built yet: "
+            "sampling ahead of the update is refused rather than ignored; set it to 0."
+        )
+    if config.metrics.placement != "trainer":
+        raise UserError(
+            f"metrics.placement={config.metrics.placement!r} is not built yet; set it to 'trainer'."
+        )
+
+
+def _get(config: ml_collections.ConfigDict, field: str):
+    for part in field.split("."):
+        config = config[part]
+    return config

@@ -1,0 +1,192 @@
+"""The train loop: `run_steps` is the algorithm, one room's verb a line; `train` is its frame."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import ml_collections
+
+from semrl_jax import data
+from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
+from semrl_jax.training.clock import Clock
+from semrl_jax.training.config import validate
+from semrl_jax.training.console import Bar, Reporter, summary_line
+from semrl_jax.training.report import write_report
+from semrl_jax.training.run import Run, open_run
+from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.training.signals import Preempted, StopRequest
+from semrl_jax.training.state import DataPosition, TrainState
+from semrl_jax.training.statistics import batch_scalars, metric_arrays, mismatch_scalars
+from semrl_jax.training.workdir import open_workdir
+from semrl_jax.training.writer import MetricWriter, remove_rollouts, write_rollouts
+
+EXIT_PREEMPTED = 75
+
+
+def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> Iterator[TrainState]:
+    """GRPO with VERL shaping; yields the state after every step.
+
+    Row s of the log belongs to the weights that step s samples with: its evaluation comes before
+    its update, and the last row holds the evaluation of the trained weights alone.
+    """
+    config = run.config
+    for step in range(int(state.step), config.training.num_steps):
+        clock = Clock()
+        with clock("sync_weights"):
+            version = run.sync_weights(state.params, step)
+        evaluation = run.evaluate(state.params, version, step, clock, bar)
+        prompts, position = data.next_prompts(
+            run.prompts, config.seed, state.position, config.data.prompts_per_step
+        )
+        scored = run.sample(prompts, state.params, version, step, clock, bar)
+        rewards = group_rewards(scored, config, step)
+        batch = run.to_device(scored, rewards)
+        with clock("old_logprobs"):
+            old_logprobs, states = run.logprobs(
+                state.params, batch, with_states=run.needs_policy_states(step)
+            )
+        with clock("ref_logprobs"):
+            ref_logprobs, _ = run.logprobs(run.reference, batch)
+        mismatch = mismatch_scalars(scored, batch, old_logprobs, states)
+        with clock("metrics"):
+            scored = run.measured(scored, states)
+            metrics = metric_arrays(scored)
+        with clock("advantages"):
+            shaped, report = shaped_advantages(
+                rewards, metrics, batch.response_mask, state.shaping, config
+            )
+            shaping = next_baselines(state.shaping, metrics, rewards, config)
+        run.stop.check()  # the last moment at which the state before this step still exists
+        with clock("update"):
+            state, losses = run.update(state, batch, old_logprobs, ref_logprobs, shaped)
+        state = state._replace(
+            shaping=shaping, position=DataPosition(*position), step=state.step + 1
+        )
+        statistics = batch_scalars(scored, rewards)
+        record_step(
+            run,
+            writer,
+            bar,
+            step,
+            clock,
+            scored,
+            statistics | mismatch | report | losses,
+            evaluation,
+        )
+        yield state
+    bar.status("last evaluation")
+    clock = Clock()
+    step = config.training.num_steps
+    if run.evaluates(step):
+        version = run.sync_weights(state.params, step)
+        evaluation = run.evaluate(state.params, version, step, clock, bar)
+        writer.write(step, evaluation | clock.scalars())
+        run.reporter.line(evaluation_line(step, evaluation))
+
+
+def train(config: ml_collections.ConfigDict, workdir: str) -> int:
+    """Trains, or resumes what the directory holds.
+
+    Returns:
+      0 when done, 75 when a signal ended the run after a checkpoint.
+
+    Raises:
+      UserError: for a wrong setting, directory, address or token, before anything is trained.
+      RuntimeError: if the updates stay non-finite, or no replica can sample.
+    """
+    validate(config)
+    reporter = Reporter()
+    stop = StopRequest()
+    directory = open_workdir(workdir, config)
+    try:
+        with stop.installed(), open_run(config, directory, reporter, stop) as run:
+            return _train(run)
+    except Preempted as preempted:  # before the first step: nothing to save yet
+        reporter.line(f"{preempted}: stopped before training began; the same command starts again")
+        return EXIT_PREEMPTED
+    finally:
+        directory.close()
+
+
+def _train(run: Run) -> int:
+    config, directory, reporter = run.config, run.workdir, run.reporter
+    state = run.initial_state()
+    restored = run.checkpoints.restore(state)
+    if restored is not None:
+        state = restored
+        reporter.line(f"resumed {directory.path} at step {int(state.step)}")
+    for change in directory.changed:
+        reporter.line(f"setting changed since the run began: {change}")
+    first_step = int(state.step)
+    remove_rollouts(directory.rollouts, first_step)
+    writer = MetricWriter(directory.path, first_step)
+    num_steps = config.training.num_steps
+    try:
+        with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
+            for finished in run_steps(run, state, writer, bar):
+                state = finished
+                step = int(state.step)
+                if step % config.checkpoints.every_steps == 0 or step == num_steps:
+                    run.checkpoints.save(state)
+                every = config.logging.plot_every_steps
+                if every and step % every == 0:
+                    write_report(directory.path)
+    except Preempted as preempted:
+        started = time.monotonic()
+        reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
+        run.checkpoints.save(state)
+        run.checkpoints.wait()
+        reporter.line(
+            f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command resumes"
+        )
+        return EXIT_PREEMPTED
+    finally:
+        writer.close()
+    run.checkpoints.wait()
+    write_report(directory.path)
+    reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
+    return 0
+
+
+def record_step(
+    run: Run,
+    writer: MetricWriter,
+    bar: Bar,
+    step: int,
+    clock: Clock,
+    scored: list[ScoredRollout],
+    scalars: dict[str, float],
+    evaluation: dict[str, float],
+) -> None:
+    """Writes the row, the sampled responses where due, and what a person sees."""
+    num_steps = run.config.training.num_steps
+    every = run.config.logging.rollouts_every_steps
+    if every and step % every == 0:
+        with clock("write_rollouts"):
+            write_rollouts(run.workdir.rollouts, step, scored, run.decode)
+    num_tokens = sum(len(item.rollout.response_ids) for item in scored)
+    trained_s = sum(clock.seconds(phase) for phase in ("old_logprobs", "ref_logprobs", "update"))
+    scalars |= {
+        "rollout/tokens_per_s": num_tokens / clock.seconds("sample"),
+        "rollout/staleness": 0.0,
+        "policy/tokens_per_s": num_tokens / trained_s,
+        "response/num_tokens": float(num_tokens),
+    }
+    scalars |= run.counters() | clock.scalars() | evaluation
+    writer.write(step, scalars)
+    bar.advance()
+    left_s = (num_steps - step - 1) * scalars["time/step_s"]
+    if evaluation:
+        run.reporter.line(evaluation_line(step, evaluation))
+    run.reporter.line(summary_line(step + 1, num_steps, scalars, left_s))
+
+
+def evaluation_line(step: int, scalars: dict[str, float]) -> str:
+    """One line for an evaluation."""
+    parts = [
+        f"{key.removeprefix('eval/')} {value:.3f}"
+        for key, value in scalars.items()
+        if key.endswith(("greedy_accuracy", "boxed_fraction", "finished_fraction"))
+    ]
+    return f"eval {step:>5}  " + "  ".join(parts)

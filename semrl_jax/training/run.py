@@ -1,0 +1,489 @@
+"""One attempt at a run: its resources, and the verbs of the train loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation import greedy_scalars
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.batch import pad_batch
+from semrl_jax.training.checkpoints import Checkpoints
+from semrl_jax.training.clock import Clock
+from semrl_jax.training.console import Bar, Reporter
+from semrl_jax.training.policy_setup import starting_policy
+from semrl_jax.training.scoring import Measurer, ScoredRollout, score_and_measure
+from semrl_jax.training.signals import StopRequest
+from semrl_jax.training.state import TrainState, init_state, make_optimizer
+from semrl_jax.training.update import batch_logprobs, update_policy
+from semrl_jax.training.workdir import Workdir
+from semrl_jax.types import (
+    HiddenStateParams,
+    Rollout,
+    RolloutBatch,
+    SampleRequest,
+    SamplingParams,
+    WeightVersion,
+)
+
+TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"
+TRAINING, EVALUATION = 0, 1  # streams of the seed; advantages.py has the next
+
+
+@dataclasses.dataclass
+class Run:
+    """What the loop works with. `open_run` makes it."""
+
+    config: ml_collections.ConfigDict
+    workdir: Workdir
+    reporter: Reporter
+    stop: StopRequest
+    mesh: Mesh
+    policy: models.Policy
+    start_params: models.Params  # on the host; where training starts, and the KL reference
+    reference: models.Params
+    optimizer: optax.GradientTransformation
+    tokenizer: Any
+    prompts: data.PromptDataset
+    problems: Sequence[data.PromptExample]
+    client: RolloutClient
+    verifier: VerifierPool
+    measurer: Measurer | None
+    checkpoints: Checkpoints
+    device_lock: threading.Lock
+
+    def sync_weights(self, params: models.Params, step: int) -> WeightVersion:
+        """Streams the policy to every replica; later calls sample with exactly this version."""
+        config = self.policy.config
+        dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
+
+        def read() -> Iterator[np.ndarray]:
+            return (array for _, array in models.iterate_hf_tensors(params, config, dtype))
+
+        return self.client.sync_weights(models.tensor_specs(config, dtype), read, step=step)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the held-out problems are due with the weights of this step."""
+        every = self.config.evaluation.every_steps
+        return bool(every) and (step % every == 0 or step == self.config.training.num_steps)
+
+    def evaluate(
+        self, params: models.Params, version: WeightVersion, step: int, clock: Clock, bar: Bar
+    ) -> dict[str, float]:
+        """Greedy accuracy on the held-out problems, in a call of its own; {} where not due."""
+        if not self.evaluates(step):
+            return {}
+        requests = [
+            SampleRequest(
+                sample_id=f"eval/{step}/{index}/0",
+                group_id=index,
+                sample_index=0,
+                prompt_ids=problem.prompt_ids,
+                seed=stream_seed(self.config.seed, EVALUATION, step, index, 0),
+            )
+            for index, problem in enumerate(self.problems)
+        ]
+        with clock("evaluate"):
+            scored = self._sample(
+                requests,
+                {index: problem.answer for index, problem in enumerate(self.problems)},
+                (params, version, step),
+                temperature=0.0,
+                arrived=counter(bar, "evaluate", len(requests)),
+            )
+        return greedy_scalars(
+            self.config.data.task, [s.rollout for s in scored], [s.verdict for s in scored]
+        )
+
+    def sample(
+        self,
+        examples: Sequence[data.PromptExample],
+        params: models.Params,
+        version: WeightVersion,
+        step: int,
+        clock: Clock,
+        bar: Bar,
+    ) -> list[ScoredRollout]:
+        """G responses a prompt, scored and measured as they arrive, in (group, sample) order."""
+        group_size = self.config.rollout.group_size
+        groups = [step * len(examples) + draw for draw in range(len(examples))]
+        requests = [
+            SampleRequest(
+                sample_id=f"train/{step}/{draw}/{sample}",
+                group_id=groups[draw],
+                sample_index=sample,
+                prompt_ids=example.prompt_ids,
+                seed=stream_seed(self.config.seed, TRAINING, step, draw, sample),
+            )
+            for draw, example in enumerate(examples)
+            for sample in range(group_size)
+        ]
+        rollout = self.config.rollout
+        source = self.config.hidden_states.source
+        with clock("sample"):
+            return self._sample(
+                requests,
+                dict(zip(groups, (example.answer for example in examples))),
+                (params, version, step),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                states=source == "rollout" or self.compares(step),
+                measurer=self.measurer if source == "rollout" else None,
+                keep_states=self.compares(step),
+                clock=clock,
+                arrived=counter(bar, "sample", len(requests)),
+            )
+
+    def to_device(
+        self, scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
+    ) -> RolloutBatch:
+        """Pads to a bucket and lays the rows over the data axes of the mesh."""
+        config = self.config.rollout
+        batch = pad_batch(
+            [item.rollout for item in scored],
+            rewards.reshape(-1),
+            pad_token_id=self.tokenizer.pad_token_id,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_response_tokens=config.max_response_tokens,
+        )
+        return jax.device_put(batch, models.batch_sharding(self.mesh))
+
+    def logprobs(
+        self, params: models.Params, batch: RolloutBatch, *, with_states: bool = False
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T D"] | None]:
+        """Log-probabilities of the responses under `params`, and their hidden states if asked."""
+        with self.device_lock:
+            return jax.block_until_ready(
+                batch_logprobs(
+                    params,
+                    batch,
+                    policy=self.policy,
+                    temperature=self.config.rollout.temperature,
+                    micro_batch_size=self.config.training.micro_batch_size,
+                    with_states=with_states,
+                )
+            )
+
+    def measured(
+        self, scored: list[ScoredRollout], states: Float[Array, "B T D"] | None
+    ) -> list[ScoredRollout]:
+        """With metrics of the training model's own states where `hidden_states.source` says so."""
+        if self.config.hidden_states.source != "policy":
+            return scored
+        rows = np.asarray(states)
+        pending = [
+            self.measurer.submit(rows[index, : len(item.rollout.response_ids)])
+            for index, item in enumerate(scored)
+        ]
+        return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
+
+    def update(
+        self,
+        state: TrainState,
+        batch: RolloutBatch,
+        old_logprobs: Float[Array, "B T"],
+        ref_logprobs: Float[Array, "B T"],
+        advantages: Float[Array, "B T"],
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimiser step a mini-batch of prompts; scalars are means over them.
+
+        The parameters and optimiser state of `state` are donated.
+
+        Raises:
+          RuntimeError: after `training.max_skipped_updates` non-finite updates in a row; the batch
+            is saved in the run directory.
+        """
+        config = self.config
+        size = config.training.prompts_per_minibatch * config.rollout.group_size
+        params, opt_state, skipped = state.params, state.optimizer, int(state.skipped_in_row)
+        history = []
+        for start in range(0, len(old_logprobs), size):
+            arrays = (batch, old_logprobs, ref_logprobs, advantages)
+            minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
+            with self.device_lock:
+                params, opt_state, scalars = jax.block_until_ready(
+                    update_policy(
+                        params,
+                        opt_state,
+                        *minibatch,
+                        policy=self.policy,
+                        optimizer=self.optimizer,
+                        temperature=config.rollout.temperature,
+                        micro_batch_size=config.training.micro_batch_size,
+                        aggregation=config.algorithms.aggregation,
+                        loss_options=tuple(sorted(config.algorithms.loss.items())),
+                    )
+                )
+            history.append({name: float(value) for name, value in scalars.items()})
+            skipped = skipped + 1 if history[-1]["policy/update_skipped"] else 0
+            if skipped >= config.training.max_skipped_updates:
+                file = save_arrays(self.workdir.path / "nonfinite_batch.npz", minibatch)
+                raise RuntimeError(
+                    f"the loss or gradient of {skipped} updates in a row was not finite; the last "
+                    f"mini-batch is in {file}. Lower training.learning_rate, or resume from an "
+                    "earlier checkpoint."
+                )
+        means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
+        return (
+            state._replace(
+                params=params,
+                optimizer=opt_state,
+                skipped_in_row=jax.device_put(np.int32(skipped), models.replicated(self.mesh)),
+            ),
+            means,
+        )
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """Text of a response; special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def initial_state(self) -> TrainState:
+        """The state before the first update."""
+        shaping = self.config.shaping
+        return init_state(
+            self.start_params,
+            self.optimizer,
+            init_shaping_state(shaping.indicators, guidance=shaping.guidance),
+            self.mesh,
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Events since the start of this attempt, and bytes on the wire."""
+        counts = {f"rollout/{name}": value for name, value in self.client.counters.items()}
+        counts |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
+        return {name: float(value) for name, value in counts.items()}
+
+    def needs_policy_states(self, step: int) -> bool:
+        """Whether the pass that computes `old_logprobs` should keep its hidden states."""
+        return self.config.hidden_states.source == "policy" or self.compares(step)
+
+    def compares(self, step: int) -> bool:
+        """Whether this step takes hidden states from both sources and logs their mismatch."""
+        every = self.config.hidden_states.compare_every
+        return bool(every) and step % every == 0
+
+    def _sample(
+        self,
+        requests: Sequence[SampleRequest],
+        references: Mapping[int, str],
+        weights: tuple[models.Params, WeightVersion, int],
+        *,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        states: bool = False,
+        measurer: Measurer | None = None,
+        keep_states: bool = False,
+        clock: Clock | None = None,
+        arrived: Callable[[Rollout], None],
+    ) -> list[ScoredRollout]:
+        params, version, step = weights
+        sampling = SamplingParams(
+            max_tokens=self.config.rollout.max_response_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            eos_token_ids=(self.tokenizer.eos_token_id,),
+            stop_token_ids=tuple(self.config.rollout.stop_token_ids),
+        )
+        rollouts = self.client.generate(
+            requests,
+            sampling,
+            HiddenStateParams((-1,) if states else (), self.config.hidden_states.dtype),
+            version=version,
+            # A replica that restarted holds no weights; the same ones give the same version.
+            resync=lambda: self.sync_weights(params, step),
+        )
+        with self.stop.interruptible(), contextlib.closing(rollouts):
+            return score_and_measure(
+                clock.iterate("generate", rollouts) if clock else rollouts,
+                decode=self.decode,
+                references=references,
+                verifier=self.verifier,
+                measurer=measurer,
+                keep_states=keep_states,
+                arrived=arrived,
+            )
+
+
+def counter(bar: Bar, what: str, total: int) -> Callable[[Rollout], None]:
+    """Shows on the bar how many responses have arrived."""
+    count = itertools.count(1)
+    return lambda _rollout: bar.status(f"{what} {next(count)}/{total}")
+
+
+def save_arrays(file: pathlib.Path, tree: Any) -> pathlib.Path:
+    """Saves the arrays of a pytree under their path names, for a look at what went wrong."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    np.savez(file, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
+    return file
+
+
+@contextlib.contextmanager
+def open_run(
+    config: ml_collections.ConfigDict, workdir: Workdir, reporter: Reporter, stop: StopRequest
+) -> Iterator[Run]:
+    """Builds everything a run needs and takes it down again, whatever ends the block."""
+    mesh = models.make_mesh(config.mesh.to_dict())
+    rows = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if config.training.micro_batch_size % rows:
+        raise UserError(
+            f"training.micro_batch_size={config.training.micro_batch_size} must be a multiple of "
+            f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
+        )
+    with contextlib.ExitStack() as stack:
+        # First: its workers import while the model is made.
+        verifier = stack.enter_context(
+            VerifierPool(
+                num_workers=config.rewards.num_workers,
+                timeout_s=config.rewards.timeout_s,
+                mode=config.rewards.mode,
+                unboxed_penalty=config.rewards.unboxed_penalty,
+            )
+        )
+        with stop.interruptible():
+            start = starting_policy(config, workdir.warm_start, reporter)
+        tokenizer = start.tokenizer
+        prompts = data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
+        problems = data.arithmetic_held_out_prompts(tokenizer, config.evaluation.num_problems)
+        device_lock = threading.Lock()
+        client = stack.enter_context(
+            open_client(config, start.policy, tokenizer, workdir, device_lock, reporter)
+        )
+        measurer = None
+        if config.hidden_states.source != "none":
+            measurer = stack.enter_context(
+                Measurer(
+                    max_tokens=config.rollout.max_response_tokens,
+                    num_threads=config.metrics.num_threads,
+                    stride=config.metrics.stride,
+                    window=config.metrics.window,
+                    method=config.metrics.method,
+                    names=tuple(config.metrics.names),
+                )
+            )
+        checkpoints = stack.enter_context(
+            contextlib.closing(
+                Checkpoints(workdir.checkpoints, keep=config.checkpoints.keep, warn=reporter.line)
+            )
+        )
+        training = config.training
+        yield Run(
+            config=config,
+            workdir=workdir,
+            reporter=reporter,
+            stop=stop,
+            mesh=mesh,
+            policy=start.policy,
+            start_params=start.params,
+            reference=jax.device_put(start.params, models.parameter_shardings(start.params, mesh)),
+            optimizer=make_optimizer(
+                learning_rate=training.learning_rate,
+                learning_rate_warmup_steps=training.learning_rate_warmup_steps,
+                adam_b1=training.adam_b1,
+                adam_b2=training.adam_b2,
+                weight_decay=training.weight_decay,
+                max_grad_norm=training.max_grad_norm,
+            ),
+            tokenizer=tokenizer,
+            prompts=prompts,
+            problems=problems.examples,
+            client=client,
+            verifier=verifier,
+            measurer=measurer,
+            checkpoints=checkpoints,
+            device_lock=device_lock,
+        )
+
+
+@contextlib.contextmanager
+def open_client(
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer,
+    workdir: Workdir,
+    device_lock: threading.Lock,
+    reporter: Reporter,
+) -> Iterator[RolloutClient]:
+    """A client of the given addresses, or of a JAX replica embedded in this process."""
+    rollout = config.rollout
+    with contextlib.ExitStack() as stack:
+        addresses, token = tuple(rollout.addresses), ""
+        if addresses:
+            token = read_token(rollout.token_file)
+        else:
+            engine = JaxEngine(
+                policy,
+                tokenizer_hash=data.tokenizer_hash(tokenizer),
+                max_batch=rollout.jax_max_batch,
+                chunk=rollout.jax_chunk_tokens,
+                max_prompt_tokens=rollout.max_prompt_tokens,
+                max_response_tokens=rollout.max_response_tokens,
+                device_lock=device_lock,
+            )
+            replica = stack.enter_context(contextlib.closing(EmbeddedReplica(engine)))
+            addresses, token = (replica.address,), replica.token
+        client = stack.enter_context(
+            RolloutClient(
+                addresses,
+                token,
+                run_id=workdir.run_id,
+                attempt_id=workdir.attempt_id,
+                connect_timeout_s=rollout.connect_timeout_s,
+                sync_timeout_s=rollout.call_timeout_s,
+                generate_timeout_s=rollout.call_timeout_s,
+                stall_timeout_s=rollout.stall_timeout_s,
+                tls_ca=rollout.tls_ca_file,
+                progress=reporter.line,
+            )
+        )
+        client.connect(
+            model_hash=policy.config.hash,
+            tokenizer_hash=data.tokenizer_hash(tokenizer),
+            vocab_size=policy.config.vocab_size,
+        )
+        yield client
+
+
+def read_token(token_file: str) -> str:
+    """The replicas' token from a file or $SEMRL_ROLLOUT_TOKEN; never from a command line."""
+    if token_file:
+        try:
+            token = pathlib.Path(token_file).read_text().strip()
+        except OSError as error:
+            raise UserError(
+                f"rollout.token_file={token_file} cannot be read: {error.strerror}."
+            ) from None
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise UserError(
+            "the replicas' token is empty: name a file by rollout.token_file or set "
+            f"${TOKEN_VARIABLE}."
+        )
+    return token
+
+
+def stream_seed(*path: int) -> int:
+    """An unsigned 64-bit seed that follows from (seed, stream, step, prompt, sample)."""
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0])

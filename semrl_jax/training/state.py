@@ -1,0 +1,83 @@
+"""The train state: plain nested dicts of arrays with stable names, and the optimiser."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from semrl_jax.models import Params, parameter_shardings, replicated
+from semrl_jax.shaping import ShapingState
+
+
+class DataPosition(NamedTuple):
+    """Where the next unread prompt is; a pure function of the seed orders each epoch."""
+
+    epoch: int
+    cursor: int  # prompts of this epoch already consumed
+
+
+class TrainState(NamedTuple):
+    """Everything a resumed run needs; a pytree that checkpoints see by name.
+
+    Attributes:
+      params: float32 policy parameters.
+      optimizer: Optax state.
+      shaping: the baselines of the indicators.
+      step: int32, updates of the loop done so far.
+      skipped_in_row: int32, updates skipped since the last good one.
+      position: after the last consumed batch of prompts.
+    """
+
+    params: Params
+    optimizer: Any
+    shaping: ShapingState
+    step: Int[Array, ""]
+    skipped_in_row: Int[Array, ""]
+    position: DataPosition
+
+
+def make_optimizer(
+    *,
+    learning_rate: float,
+    learning_rate_warmup_steps: int,
+    adam_b1: float,
+    adam_b2: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW at a constant rate after a linear warm-up."""
+
+    def rate(count):
+        # (count + 1): the first update already moves.
+        warmed = (count + 1) / max(learning_rate_warmup_steps, 1)
+        return learning_rate * jnp.minimum(warmed, 1.0)
+
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay),
+    )
+
+
+def init_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    shaping: ShapingState,
+    mesh: Mesh,
+) -> TrainState:
+    """State before the first update, laid out over the mesh."""
+    shardings = parameter_shardings(params, mesh)
+    params = jax.device_put(params, shardings)
+    return TrainState(
+        params=params,
+        # Moments take the parameters' sharding from the compiler; scalars are replicated.
+        optimizer=jax.jit(optimizer.init)(params),
+        shaping=jax.device_put(shaping, replicated(mesh)),
+        step=jax.device_put(jnp.int32(0), replicated(mesh)),
+        skipped_in_row=jax.device_put(jnp.int32(0), replicated(mesh)),
+        position=DataPosition(0, 0),
+    )

@@ -1,0 +1,116 @@
+"""Scalars of one batch of rollouts, on the host; the log keys of rewards, lengths and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.types import RolloutBatch
+
+
+def batch_scalars(
+    scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
+) -> dict[str, float]:
+    """What was sampled and how it scored.
+
+    Args:
+      scored: B = P * G responses in (group, sample) order.
+      rewards: float32 rewards as trained on, one row a group.
+
+    Returns:
+      `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
+      Means by correctness are left out where no response is of that kind; invalid metrics stay out
+      of every mean and are counted in `metrics/<name>/valid_fraction`.
+    """
+    correct = np.array([item.verdict.correct for item in scored])
+    lengths = np.array([len(item.rollout.response_ids) for item in scored], float)
+    spread = rewards.std(axis=1)
+    scalars = {
+        "reward/mean": rewards.mean(),
+        "reward/max": rewards.max(),
+        "reward/min": rewards.min(),
+        "reward/correct": correct.mean(),
+        "reward/num_correct": correct.sum(),
+        "reward/num_incorrect": (~correct).sum(),
+        "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),
+        "reward/group_std": spread.mean(),
+        "reward/zero_variance_group_fraction": np.mean(spread == 0),
+        "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
+        "prompt/length/mean": np.mean([len(item.rollout.prompt_ids) for item in scored]),
+    }
+    scalars |= _by_correctness("response/length", lengths, correct, np.ones_like(correct))
+    reasons = [item.rollout.finish_reason for item in scored]
+    for reason in ("eos", "stop", "length"):
+        scalars[f"response/{reason}_fraction"] = np.mean([found == reason for found in reasons])
+    metrics = scored[0].rollout.metrics
+    for name in metrics:
+        if name.endswith("_valid"):
+            continue
+        values = np.array([item.rollout.metrics[name] for item in scored])
+        valid = np.array([item.rollout.metrics[f"{name}_valid"] for item in scored], bool)
+        scalars |= _by_correctness(f"metrics/{name}", values, correct, valid)
+        scalars[f"metrics/{name}/valid_fraction"] = valid.mean()
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
+    """The metrics of all responses as [B] arrays: float32 values, bool validity."""
+    return {
+        name: np.array(
+            [item.rollout.metrics[name] for item in scored],
+            bool if name.endswith("_valid") else np.float32,
+        )
+        for name in scored[0].rollout.metrics
+    }
+
+
+def mismatch_scalars(
+    scored: Sequence[ScoredRollout],
+    batch: RolloutBatch,
+    old_logprobs: Float[Array, "B T"],
+    states: Float[Array, "B T D"] | None,
+) -> dict[str, float]:
+    """How far the rollout engine is from the training model on the same tokens.
+
+    Returns:
+      `rollout/logprob_mismatch/{mean,max}`, nats; and where both sources of hidden states are at
+      hand `rollout/hidden_state_mismatch/{mean,max}`, the length of a row's difference over the
+      length of the row.
+    """
+    mask = np.asarray(batch.response_mask)
+    difference = np.abs(np.asarray(old_logprobs) - np.asarray(batch.rollout_logprobs))[mask]
+    scalars = {
+        "rollout/logprob_mismatch/mean": float(difference.mean()),
+        "rollout/logprob_mismatch/max": float(difference.max()),
+    }
+    if states is not None and scored[0].rollout.hidden_states is not None:
+        ours = np.asarray(states, np.float32)[mask]
+        theirs = np.concatenate([item.rollout.hidden_states[:, 0] for item in scored])
+        length = np.linalg.norm(ours, axis=1)
+        relative = np.linalg.norm(ours - theirs.astype(np.float32), axis=1) / length
+        scalars["rollout/hidden_state_mismatch/mean"] = float(relative.mean())
+        scalars["rollout/hidden_state_mismatch/max"] = float(relative.max())
+    return scalars
+
+
+def _by_correctness(
+    prefix: str,
+    values: Float[np.ndarray, " B"],
+    correct: Bool[np.ndarray, " B"],
+    valid: Bool[np.ndarray, " B"],
+) -> dict[str, float]:
+    if not valid.any():
+        return {}
+    kept = values[valid]
+    found = {
+        f"{prefix}/mean": kept.mean(),
+        f"{prefix}/max": kept.max(),
+        f"{prefix}/min": kept.min(),
+    }
+    for kind, mask in (("correct", correct & valid), ("incorrect", ~correct & valid)):
+        if mask.any():
+            found[f"{prefix}/{kind}"] = values[mask].mean()
+    return found

@@ -1,0 +1,169 @@
+"""The directory of one run: who owns it, what it was started with, what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import pathlib
+import secrets
+import subprocess
+from typing import Any
+
+import ml_collections
+
+from semrl_jax.errors import UserError
+
+# A resumed run may change these; anything else would make it another run.
+MAY_DIFFER = (
+    "training.num_steps",
+    "training.grace_s",
+    "rollout.addresses",
+    "rollout.token_file",
+    "rollout.tls_ca_file",
+    "rollout.connect_timeout_s",
+    "rollout.call_timeout_s",
+    "rollout.stall_timeout_s",
+    "evaluation.",
+    "checkpoints.",
+    "logging.",
+)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """An owned run directory.
+
+    Attributes:
+      path: the directory.
+      run_id: fixed when the directory was made.
+      attempt_id: fresh for every start.
+      resumed: whether an earlier attempt made the directory.
+      changed: settings that differ from the first attempt's, as "field: old -> new".
+    """
+
+    path: pathlib.Path
+    run_id: str
+    attempt_id: str
+    resumed: bool
+    changed: tuple[str, ...]
+    lock: Any
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.path / "checkpoints"
+
+    @property
+    def warm_start(self) -> pathlib.Path:
+        return self.path / "warm_start"
+
+    @property
+    def rollouts(self) -> pathlib.Path:
+        return self.path / "rollouts"
+
+    @property
+    def metrics_file(self) -> pathlib.Path:
+        return self.path / "metrics.jsonl"
+
+    def close(self) -> None:
+        """Lets another process have the directory."""
+        self.lock.close()
+
+
+def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
+    """Makes or reopens a run directory and locks it for this process.
+
+    Raises:
+      UserError: if it cannot be written, belongs to something else, to a run with another config,
+        or to a run that is going on.
+    """
+    directory = pathlib.Path(path).absolute()
+    config_file = directory / "config.json"
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"workdir={path} is a file; name a directory.")
+        contents = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
+        if contents - {".lock"} and "config.json" not in contents:
+            raise UserError(
+                f"workdir={path} is not empty and holds no run (config.json is missing); name a "
+                "new directory."
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115 - held for the life of the run
+    except OSError as error:
+        raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise UserError(
+            f"workdir={path} belongs to a run that is going on; stop it or name another directory."
+        ) from None
+    settings = _jsonable(config.to_dict())
+    if config_file.exists():
+        try:
+            record = json.loads(config_file.read_text())
+            run_id, recorded = record["run_id"], record["config"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{config_file} is not the record of a run; name another workdir."
+            ) from None
+        changed = _compare(path, recorded, settings)
+    else:
+        run_id, changed = secrets.token_hex(8), ()
+        record = {"run_id": run_id, "config": settings, "versions": versions()}
+        staging = config_file.with_suffix(".writing")
+        staging.write_text(json.dumps(record, indent=2) + "\n")
+        staging.rename(config_file)
+    return Workdir(
+        path=directory,
+        run_id=run_id,
+        attempt_id=secrets.token_hex(8),
+        resumed="config.json" in contents,
+        changed=changed,
+        lock=lock,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Package versions and the git revision of the code, "" outside a checkout."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found | {"git": revision.stdout.strip()}
+
+
+def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
+    old, new = _flatten(recorded), _flatten(settings)
+    changed = []
+    for field in sorted(old.keys() | new.keys()):
+        if old.get(field) == new.get(field):
+            continue
+        line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
+        if not field.startswith(MAY_DIFFER):
+            raise UserError(
+                f"workdir={path} holds a run with another config ({line}); restore the setting or "
+                "name a new directory."
+            )
+        changed.append(line)
+    return tuple(changed)
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _jsonable(tree: Any) -> Any:
+    return json.loads(json.dumps(tree))  # tuples become lists, as in the recorded file

@@ -1,0 +1,150 @@
+"""All metrics of a batch in one call, and the metrics of a set of responses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import metrics
+from tests.oracles import metrics as oracle
+
+STRIDE = 5
+
+
+@pytest.fixture(scope="module")
+def batch():
+    states = np.random.default_rng(0).normal(size=(6, 24, 10)).astype(np.float32)
+    states[1] *= 7.0
+    mask = np.arange(24) < np.array([24, 17, 10, 4, 1, 0])[:, None]
+    mask[1, ::4] = False
+    states[~mask] = np.nan
+    return states, mask
+
+
+def check(measured, states, mask, window, rtol, atol, names=metrics.METRICS):
+    assert set(measured) == {
+        f"{name}{order}{valid}"
+        for name in names
+        for order in ("", "_velocity", "_acceleration")
+        for valid in ("", "_valid")
+    }
+    for i, row_mask in enumerate(mask):
+        rows = states[i][row_mask]
+        for name in names:
+            values = oracle.series(oracle.METRICS[name], rows, STRIDE, window)
+            velocity, acceleration = oracle.orders(values)
+            value = oracle.METRICS[name](rows)
+            enough = len(rows) >= (3 if name == "curvature" else 2)
+            for order, expected in {
+                "": value if enough else None,
+                "_velocity": velocity,
+                "_acceleration": acceleration,
+            }.items():
+                key = f"{name}{order}"
+                assert measured[f"{key}_valid"][i] == (expected is not None), (key, i)
+                np.testing.assert_allclose(
+                    measured[key][i], expected or 0.0, rtol=rtol, atol=atol, err_msg=f"{key} {i}"
+                )
+
+
+@pytest.mark.parametrize("window", metrics.WINDOWS)
+def test_all_metrics_match_float64(batch, window):
+    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, window=window)
+    # All five need a true decomposition, so 1e-5 of values up to 10, and differences of those.
+    check(measured, *batch, window, rtol=2e-5, atol=5e-5)
+
+
+def test_gram_metrics_match_float64(batch):
+    names = ("effective_rank", "response_entropy")
+    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, names=names)
+    check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
+
+
+def test_a_response_is_the_same_alone_and_in_any_batch(batch):
+    states, mask = batch
+    together = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
+    for i in range(len(states)):
+        alone = metrics.hidden_state_metrics(states[i : i + 1], mask[i : i + 1], stride=STRIDE)
+        for key in together:
+            # 1e-6, not bits: the compiler fuses the loop body otherwise than the straight program.
+            np.testing.assert_allclose(together[key][i], alone[key][0], rtol=1e-5, atol=2e-6)
+    reverse = metrics.hidden_state_metrics(states[::-1], mask[::-1], stride=STRIDE)
+    for key in together:
+        np.testing.assert_array_equal(together[key], reverse[key][::-1])
+
+
+def test_a_longer_bucket_changes_nothing(batch):
+    states, mask = batch
+    padded = np.pad(states, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)
+    padded_mask = np.pad(mask, ((0, 0), (0, 9)))
+    short = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
+    long = metrics.hidden_state_metrics(padded, padded_mask, stride=STRIDE)
+    for key in short:
+        np.testing.assert_allclose(short[key], long[key], rtol=1e-5, atol=2e-5, err_msg=key)
+
+
+def test_a_broken_response_harms_only_itself(batch):
+    states, mask = batch
+    broken = states.copy()
+    broken[0, 3, 3] = np.inf
+    clean = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
+    measured = metrics.hidden_state_metrics(broken, mask, stride=STRIDE)
+    for key in clean:
+        assert measured[key][0] == 0, key  # values 0.0, valid False
+        np.testing.assert_array_equal(measured[key][1:], clean[key][1:])
+
+
+def test_lengths_do_not_retrace(batch):
+    states, mask = batch
+    function = metrics.hidden_state_metrics
+    function(states, mask, stride=STRIDE)
+    before = jax.jit(lambda *a: function(*a, stride=STRIDE))  # one trace inside the caller's jit
+    before(states, mask)
+    size = before._cache_size()
+    before(states, mask & (np.arange(24) < 12))
+    assert before._cache_size() == size == 1
+
+
+def test_an_empty_batch_and_empty_responses_are_allowed():
+    for shape in ((0, 8, 4), (1, 0, 4), (2, 0, 4)):
+        measured = metrics.hidden_state_metrics(
+            np.zeros(shape, np.float32), np.zeros(shape[:2], bool), stride=2
+        )
+        for key, value in measured.items():
+            assert value.shape == shape[:1]
+            assert not value.any(), key
+
+
+def test_dataset_metrics_treat_mean_states_as_one_response(batch):
+    states, mask = batch
+    means = jax.vmap(metrics.mean_hidden_state)(states, mask)
+    for i in range(6):
+        rows = states[i][mask[i]]
+        expected = rows.mean(axis=0, dtype=np.float64) if len(rows) else np.zeros(10)
+        # 1e-6 of entries near 1: one float32 sum.
+        np.testing.assert_allclose(means[i], expected, rtol=1e-5, atol=1e-6)
+    measured = metrics.dataset_metrics(means, stride=1, row_mask=mask.any(axis=1))
+    rows = np.asarray(means)[:5]
+    values = oracle.series(oracle.effective_rank, rows, 1, "exact")
+    velocity, acceleration = oracle.orders(values)
+    np.testing.assert_allclose(
+        [
+            measured["global/effective_rank"],
+            measured["cumulative/effective_rank_velocity"],
+            measured["cumulative/effective_rank_acceleration"],
+        ],
+        [oracle.effective_rank(rows), velocity, acceleration],
+        rtol=1e-4,  # differences of values near 3
+    )
+    assert measured["global/effective_rank_valid"]
+    assert measured["cumulative/effective_rank_acceleration_valid"]
+    assert measured["global/curvature"] == pytest.approx(oracle.curvature(rows), rel=1e-5)
+
+
+def test_every_array_is_float32_or_bool(batch):
+    states, mask = batch
+    measured = metrics.hidden_state_metrics(
+        jnp.asarray(states[:1], jnp.bfloat16), mask[:1], stride=STRIDE
+    )
+    for key, value in measured.items():
+        assert value.dtype == (bool if key.endswith("_valid") else np.float32)

@@ -1,0 +1,147 @@
+"""Velocity and acceleration over growing prefixes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax import metrics
+from semrl_jax.metrics.dynamics import Windows, _chunks, summarise
+from semrl_jax.metrics.inputs import compact
+from tests.oracles import metrics as oracle
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+def dynamics(window="exact", stride=4, method="svd"):
+    return _dynamics(window, stride, method)
+
+
+@functools.cache
+def _dynamics(window, stride, method):
+    return jax.jit(
+        functools.partial(metrics.rank_dynamics, window=window, stride=stride, method=method)
+    )
+
+
+def orders_of(values):
+    """First and second order of a series, all of it valid."""
+    rows = compact(jnp.zeros((1, 1)), jnp.ones(1, bool))
+    windows = Windows(rows, (), jnp.int32(len(values)), False)
+    result = jax.jit(lambda series: summarise(jnp.float32(0), series, windows)[1:3])
+    return [float(x) for x in result(np.asarray(values, np.float32))]
+
+
+def expect(rows, stride, window):
+    values = oracle.series(oracle.effective_rank, rows, stride, window)
+    velocity, acceleration = oracle.orders(values)
+    return oracle.effective_rank(rows), velocity or 0.0, acceleration or 0.0, len(values)
+
+
+def test_orders_of_a_short_series_by_hand():
+    # m = 1, 3, 8: deltas 3 - 1 = 2 and 8 - 2 = 6; mean 4, rise 4.
+    np.testing.assert_allclose(orders_of([1, 3, 8]), [4.0, 4.0], rtol=1e-6)
+
+
+def test_orders_grow_as_derived():
+    j = np.arange(1, 2001)
+    for p in (1.0, 0.5):  # m = c j^p: ERV ~ c K^p p / (p + 1)^2, ERA ~ c K^(p - 1) p / (p + 1)
+        velocity, acceleration = orders_of(3.0 * j**p)
+        # 2e-2: the finite K of an asymptotic law; float32 adds 1e-4.
+        np.testing.assert_allclose(velocity, 3.0 * 2000**p * p / (p + 1) ** 2, rtol=2e-2)
+        np.testing.assert_allclose(acceleration, 3.0 * 2000 ** (p - 1) * p / (p + 1), rtol=4e-2)
+    velocity, acceleration = orders_of(3.0 * np.log(j))
+    np.testing.assert_allclose(velocity, 3.0, rtol=2e-2)  # bounded by c
+    assert abs(acceleration) < 3e-3  # of order 1 / K
+
+
+@pytest.mark.parametrize("window", metrics.WINDOWS)
+@pytest.mark.parametrize("method", metrics.METHODS)
+@given(seed=seeds, num_tokens=st.integers(0, 26), holes=st.booleans())
+def test_rank_dynamics_match_float64(window, method, seed, num_tokens, holes):
+    rng = np.random.default_rng(seed)
+    states = np.full((26, 16), np.nan, np.float32)
+    where = np.sort(rng.permutation(26)[:num_tokens]) if holes else np.arange(num_tokens)
+    states[where] = rng.normal(size=(num_tokens, 16)) + rng.normal(size=16) * 30
+    mask = np.isin(np.arange(26), where)
+    actual = dynamics(window, method=method)(states, mask)
+    # svd: 1e-5 of ER of at most 13, over up to 6 windows. gram: 1e-3, as documented.
+    tolerance = 2e-5 if method == "svd" else 1e-3
+    expected = expect(states[where], 4, window)
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [511, 513, 560, 600])
+def test_release_looks_at_the_last_512_tokens(num_tokens):
+    states = np.random.default_rng(0).normal(size=(600, 6)).astype(np.float32)
+    states *= np.linspace(0.1, 3, 600, dtype=np.float32)[:, None] ** np.arange(6)
+    actual = dynamics("release", stride=80)(states, np.arange(600) < num_tokens)
+    expected = expect(states[:num_tokens], 80, "release")
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-4)
+    assert actual.num_windows == 6
+
+
+@pytest.mark.parametrize("method", metrics.METHODS)
+def test_more_windows_than_are_unrolled(method):
+    states = np.random.default_rng(0).normal(size=(40, 10)).astype(np.float32)
+    for num_tokens in (40, 33):
+        actual = dynamics(stride=1, method=method)(states, np.arange(40) < num_tokens)
+        expected = expect(states[:num_tokens], 1, "exact")
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+        assert actual.num_windows == num_tokens
+
+
+@given(num_windows=st.integers(0, 100))
+def test_every_window_is_in_one_chunk(num_windows):
+    chunks = _chunks(num_windows)
+    assert [i for start, stop in chunks for i in range(start, stop)] == list(range(num_windows))
+    assert len(chunks) <= 16
+
+
+@pytest.mark.parametrize("window", metrics.WINDOWS)
+@pytest.mark.parametrize("name", metrics.METRICS)
+def test_prefix_dynamics_of_any_metric_match_float64(name, window):
+    states = np.random.default_rng(3).normal(size=(26, 16)).astype(np.float32)
+    measure = jax.jit(
+        functools.partial(metrics.prefix_dynamics, getattr(metrics, name), stride=4, window=window)
+    )
+    for num_tokens in (26, 24, 11, 7):
+        rows = states[:num_tokens]
+        values = oracle.series(oracle.METRICS[name], rows, 4, window)
+        velocity, acceleration = oracle.orders(values)
+        expected = oracle.METRICS[name](rows), velocity or 0, acceleration or 0, len(values)
+        actual = measure(states, np.arange(26) < num_tokens)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_outlier_row_does_not_swallow_the_prefixes_before_it():
+    states = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
+    states[20] *= 1e4  # float32 centring on the mean of all would lose four digits
+    expected = expect(states, 4, "exact")
+    actual = dynamics()(states, np.ones(24, bool))
+    np.testing.assert_allclose(actual[1:3], expected[1:3], rtol=1e-4)
+    gram = dynamics(method="gram")(states, np.ones(24, bool))
+    # The whole response is one direction 1e4 long: the others lie below the floor of `gram`.
+    np.testing.assert_allclose(gram[1:3], expected[1:3], rtol=5e-2)
+
+
+def test_a_broken_valid_row_gives_zeros_and_no_window():
+    states = np.random.default_rng(0).normal(size=(26, 16)).astype(np.float32)
+    states[25, 0] = np.nan
+    assert all(x == 0 for x in dynamics()(states, np.ones(26, bool)))
+
+
+def test_vmap_and_vmap_of_vmap_agree_with_one_response():
+    states = np.random.default_rng(0).normal(size=(2, 3, 26, 16)).astype(np.float32)
+    mask = np.arange(26) < np.array([[26, 9, 0], [1, 12, 20]])[..., None]
+    one = functools.partial(metrics.rank_dynamics, stride=4)
+    batched = jax.jit(jax.vmap(jax.vmap(one)))(states, mask)
+    for index in np.ndindex(2, 3):
+        alone = dynamics()(states[index], mask[index])
+        for a, b in zip(batched, alone):
+            # Products round otherwise in a batch; 1e-5 is the accuracy of either.
+            np.testing.assert_allclose(a[index], b, rtol=1e-5, atol=2e-5)

@@ -1,0 +1,98 @@
+"""What needs a process of its own: a deadline, and errors without the annotation checks."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+FOUR_THREADS = """
+import concurrent.futures, functools
+import jax, numpy as np
+from semrl_jax import metrics
+
+states = np.random.default_rng(0).normal(size=(4, 48, 32)).astype(np.float32)
+mask = np.ones((4, 48), bool)
+programs = [
+    jax.jit(jax.vmap(functools.partial(metrics.rank_dynamics, stride=4, method=method)))
+    for method in ("gram", "svd")
+]
+def work(i):
+    return [float(jax.block_until_ready(programs[i % 2](states, mask))[0].sum()) for _ in range(20)]
+for program in programs:
+    assert program(states, mask).num_windows.tolist() == [12] * 4
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    results = list(pool.map(work, range(4)))
+assert all(len(set(result)) == 1 for result in results), results
+print("returned")
+"""
+
+REFUSALS = """
+import jax, jax.numpy as jnp, numpy as np
+from semrl_jax import metrics
+
+states, mask = np.ones((8, 4), np.float32), np.ones(8, bool)
+def batch(states=states[None], mask=mask[None], stride=2, **kwargs):
+    return metrics.hidden_state_metrics(states, mask, stride=stride, **kwargs)
+def rank(states=states, mask=mask, **kwargs):
+    return jax.jit(lambda s, m: metrics.effective_rank(s, m, **kwargs))(states, mask)
+def dynamics(stride=2, **kwargs):
+    return metrics.rank_dynamics(states, mask, stride=stride, **kwargs)
+cases = [
+    (lambda: rank(states[0], mask[:4]), "hidden_states has shape (4,)"),
+    (lambda: rank(states[None]), "hidden_states has shape (1, 8, 4)"),
+    (lambda: rank(np.ones((8, 4), np.int32)), "hidden_states has dtype int32"),
+    (lambda: rank(mask=mask[:7]), "response_mask has shape (7,)"),
+    (lambda: rank(mask=mask.astype(np.int32)), "response_mask has dtype int32"),
+    (lambda: rank(method="qr"), "method='qr'"),
+    (lambda: metrics.curvature(states, mask[:7]), "response_mask has shape (7,)"),
+    (lambda: metrics.response_entropy(states, mask, method="qr"), "method='qr'"),
+    (lambda: metrics.traditional_rank(states, mask * 1.0), "response_mask has dtype float"),
+    (lambda: dynamics(stride=0), "stride=0"),
+    (lambda: dynamics(stride=2.5), "stride=2.5"),
+    (lambda: dynamics(window="all"), "window='all'"),
+    (lambda: dynamics(method="qr"), "method='qr'"),
+    (lambda: metrics.prefix_dynamics(metrics.curvature, states, mask, stride=-1), "stride=-1"),
+    (lambda: batch(states), "hidden_states has shape (8, 4)"),
+    (lambda: batch(np.ones((1, 8, 4), int)), "hidden_states has dtype int"),
+    (lambda: batch(mask=mask), "response_mask has shape (8,)"),
+    (lambda: batch(stride=0), "stride=0"),
+    (lambda: batch(window="all"), "window='all'"),
+    (lambda: batch(method="qr"), "method='qr'"),
+    (lambda: batch(names=("rank",)), "names='rank'"),
+    (lambda: batch(names="curvature"), "names='curvature'"),
+    (lambda: metrics.dataset_metrics(states[0], stride=1), "mean_states has shape (4,)"),
+]
+for call, message in cases:
+    try:
+        call()
+    except ValueError as error:
+        assert message in str(error), (message, str(error))
+    else:
+        raise AssertionError("not refused: " + message)
+print("refused", len(cases))
+"""
+
+
+def run(program, timeout_s):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_twelve_windows_under_vmap_return_to_four_threads():
+    # Batched eigen-solvers on CPU wait inside the pool that runs them and never return.
+    result = run(FOUR_THREADS, timeout_s=60)
+    assert result.stdout == "returned\n", result.stderr
+
+
+def test_mistakes_are_refused_while_tracing():
+    result = run(REFUSALS, timeout_s=60)
+    assert result.stdout.startswith("refused"), result.stderr

@@ -1,0 +1,93 @@
+"""Small random models in transformers and here."""
+
+import dataclasses
+import os
+import typing
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from semrl_jax import models
+
+
+@dataclasses.dataclass
+class Pair:
+    """The same random weights in transformers and in ours."""
+
+    torch_model: typing.Any
+    policy: models.Policy
+    params: dict
+    directory: str
+
+
+def make_pair(directory, **overrides) -> Pair:
+    """Saves a random float32 Qwen2 by transformers and loads it by ours."""
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        rope_theta=10_000.0,
+    )
+    config = transformers.Qwen2Config(**(sizes | overrides))
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms off their neutral values
+            parameter.normal_(mean=0.0 if parameter.dim() > 1 else 0.6, std=0.2)
+    model.save_pretrained(directory)
+    architecture = models.load_config(directory)
+    params = jax.device_put(models.load_params(directory, architecture))
+    return Pair(model, models.Policy(architecture), params, directory)
+
+
+@pytest.fixture(scope="session", params=["tied", "untied"])
+def pair(request, tmp_path_factory) -> Pair:
+    return make_pair(
+        tmp_path_factory.mktemp(request.param), tie_word_embeddings=request.param == "tied"
+    )
+
+
+@dataclasses.dataclass
+class Padded:
+    """Ragged sequences in one padded array; `valid` marks tokens."""
+
+    token_ids: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+
+    @property
+    def valid(self) -> np.ndarray:
+        return np.asarray(self.segment_ids) > 0
+
+    def torch_arguments(self) -> dict[str, torch.Tensor]:
+        """What the transformers model takes."""
+        return {
+            "input_ids": torch.tensor(np.asarray(self.token_ids)),
+            "attention_mask": torch.tensor(np.asarray(self.segment_ids)),
+            "position_ids": torch.tensor(np.asarray(self.positions)),
+        }
+
+
+@pytest.fixture
+def padded() -> Padded:
+    """Rows of [left padding | tokens | right padding]."""
+    random = np.random.default_rng(0)
+    token_ids = random.integers(2, 97, (4, 24)).astype(np.int32)
+    segment_ids = np.zeros((4, 24), np.int32)
+    positions = np.zeros((4, 24), np.int32)
+    for row, (start, end) in enumerate([(0, 24), (5, 24), (0, 9), (7, 16)]):
+        segment_ids[row, start:end] = 1
+        positions[row, start:end] = np.arange(end - start)
+    return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
