@@ -1,4 +1,4 @@
-"""A fake replica in a process of its own, for tests that kill it. Reads the token from its input."""
+"""A fake replica in a process of its own, for tests that kill it; settings come on its input."""
 
 import json
 import sys

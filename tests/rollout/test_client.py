@@ -211,7 +211,7 @@ def test_weights_of_another_model_are_refused(world):
 def test_second_run_is_refused_and_a_resumed_one_is_not(world):
     replica = world.replica()
     version = sync(world.client(replica), step=9)
-    with pytest.raises(UserError, match="belongs to run 'run'.*'intruder'"):
+    with pytest.raises(UserError, match=r"belongs to run 'run'.*'intruder'"):
         sync(world.client(replica, run_id="intruder"))
     resumed = world.client(replica, attempt_id="second")
     assert resumed.describe()[0].version == version
@@ -414,7 +414,7 @@ def test_restarted_replica_is_refused_until_synced(world, start_process, resyncs
         received += rollouts
         assert_complete(received, requests, sampling, version=version)
     else:
-        with pytest.raises(RuntimeError, match="serves weights None.*sync weights first"):
+        with pytest.raises(RuntimeError, match=r"serves weights None.*sync weights first"):
             received += rollouts
         assert sync(client) == version
         again = list(client.generate(requests, sampling, version=version))

@@ -79,7 +79,7 @@ def test_other_addresses_demand_tls(host):
 
 
 def test_address_of_another_machine(certificate):
-    with pytest.raises(UserError, match="cannot listen on 192.0.2.1:0: Cannot assign"):
+    with pytest.raises(UserError, match=r"cannot listen on 192.0.2.1:0: Cannot assign"):
         run_on_a_loop(serve_and_close(host="192.0.2.1", **certificate))
 
 
@@ -158,7 +158,7 @@ def test_tls_demands_the_right_authority(world, start_process, certificate, tmp_
 
 
 def test_token_never_leaves_the_machine_in_the_clear(world):
-    with pytest.raises(UserError, match="not loopback.*tls_ca"):
+    with pytest.raises(UserError, match=r"not loopback.*tls_ca"):
         world.client("192.0.2.1:1234", connect=False)
     with pytest.raises(UserError, match="tls_ca='/nowhere' cannot be read"):
         world.client("192.0.2.1:1234", connect=False, tls_ca="/nowhere")
