@@ -54,7 +54,6 @@ def save_character_tokenizer(path: str | os.PathLike[str]) -> None:
     config = json.loads(config_path.read_text())
     # The name that older transformers, in the replica's environment, know as well.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config["unk_token"] = None
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
