@@ -89,8 +89,8 @@ def test_gram_reads_a_low_rank_through_its_noise(shape):
     states = (rng.normal(size=(shape[0], 10)) @ rng.normal(size=(10, shape[1]))).astype(np.float32)
     mask = np.ones(shape[0], bool)
     expected = oracle.effective_rank(states)
-    # 5e-2 is the promise where true values vanish; without a noise floor this reads 5 % more.
-    np.testing.assert_allclose(GRAM_RANK(states, mask), expected, rtol=1e-2)
+    # Promised is 5e-2. Without a noise floor this reads 1.4 % more, and 5 % at 500 x 896.
+    np.testing.assert_allclose(GRAM_RANK(states, mask), expected, rtol=1e-3)
     np.testing.assert_allclose(JITTED["effective_rank"](states, mask), expected, rtol=1e-5)
     assert JITTED["traditional_rank"](states, mask) == 10.0
 
