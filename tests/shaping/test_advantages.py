@@ -1,0 +1,305 @@
+"""The bonus and its options."""
+
+import functools
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax import shaping
+from tests.oracles import shaping as oracle
+
+ERA, ERV, ER = shaping.INDICATORS
+BASELINES = (0.5, 4.0, 20.0)
+MASK = np.arange(5) < np.array([5, 3, 1, 4])[:, None]
+
+
+def state_with(baselines=BASELINES, reward_ema=0.0):
+    num = len(baselines)
+    return shaping.ShapingState(
+        baseline=jnp.asarray(baselines, jnp.float32),
+        baseline_set=jnp.ones(num, bool),
+        pending=jnp.zeros(num),
+        pending_set=jnp.zeros(num, bool),
+        reward_ema=jnp.float32(reward_ema),
+        num_updates=jnp.int32(1),
+    )
+
+
+def metrics_of(rows, valid=None):
+    """Metrics from rows of (ERA, ERV, ER), one a response."""
+    columns = np.asarray(rows, np.float32).T
+    valid = np.ones_like(columns, bool) if valid is None else np.asarray(valid).T
+    result = dict(zip(shaping.INDICATORS, columns))
+    return result | {f"{k}_valid": v for k, v in zip(shaping.INDICATORS, valid)}
+
+
+METRICS = metrics_of([(1.0, 5, 30), (0.2, 6, 18), (-0.5, 3, 21), (0.6, 4.1, 22)])
+
+
+def shape(advantages, metrics, mask, state, **options):
+    advantages = jnp.asarray(advantages, jnp.float32)
+    return _jitted(tuple(options.items()))(advantages, metrics, jnp.asarray(mask), state)
+
+
+@functools.cache
+def _jitted(options):
+    return jax.jit(functools.partial(shaping.shape_advantages, **dict(options)))
+
+
+def test_bonus_by_hand():
+    # ERA at its baseline: beta = 1/2. ER twice its baseline: tanh(1) = 0.76159; ERV at its own: 0.
+    # Phi = 0.76159 / 2 = 0.38080; |A| / kappa = 0.1, 0.5, 0 takes the place of it where smaller.
+    metrics = metrics_of([(0.5, 4.0, 40.0)])
+    actual, report = shape([[-0.2, 1.0, 0.0]], metrics, np.ones((1, 3), bool), state_with())
+    np.testing.assert_allclose(actual, [[-0.1, 1.380797, 0.0]], rtol=1e-6)
+    expected = {
+        "shaping/active": 1.0,
+        "shaping/valid_fraction/mean": 1.0,
+        "shaping/beta/mean": 0.5,
+        "shaping/phi/mean": 0.380797,
+        "shaping/bonus/mean": 0.480797 / 3,
+        "shaping/clipped_fraction/mean": 2 / 3,
+        "shaping/bonus_to_advantage/mean": 0.480797 / 1.2,
+        "shaping/scale": 1.0,
+        f"shaping/weight/{ERA}/mean": 0.0,
+        f"shaping/weight/{ERV}/mean": 0.5,
+        f"shaping/weight/{ER}/mean": 0.5,
+        f"shaping/deviation/{ERA}/mean": 0.0,
+        f"shaping/deviation/{ERV}/mean": 0.0,
+        f"shaping/deviation/{ER}/mean": 1.0,
+        f"shaping/baseline/{ERA}": 0.5,
+        f"shaping/baseline/{ERV}": 4.0,
+        f"shaping/baseline/{ER}": 20.0,
+    }
+    for key, value in expected.items():
+        np.testing.assert_allclose(report[key], value, rtol=1e-5, err_msg=key)
+
+
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    tokens=st.sampled_from(["all", "last"]),
+    mixing=st.sampled_from(["adaptive", "half", "sum"]),
+)
+def test_shaping_matches_float64_loops(seed, tokens, mixing):
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(4, 3)) * 5 + BASELINES
+    rows = rows.astype(np.float32)
+    valid = rng.random((4, 3)) < 0.8
+    rows[~valid] = np.nan
+    advantages = rng.normal(size=(4, 5)).astype(np.float32)
+    advantages[~MASK] = np.nan
+    actual, report = shape(
+        advantages, metrics_of(rows, valid), MASK, state_with(), tokens=tokens, mixing=mixing
+    )
+    used = [True, True, True] if mixing == "adaptive" else [False, True, True]
+    phis = [
+        oracle.signal(np.nan_to_num(row), BASELINES, (0, 0, 1), (0, 1, 0), 0, mixing=mixing)
+        if all(np.asarray(v)[used])
+        else None
+        for row, v in zip(rows, valid)
+    ]
+    expected = oracle.shaped(advantages, MASK, phis, 2.0, tokens)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)  # a dozen float32 roundings
+    known = [phi for phi in phis if phi is not None]
+    np.testing.assert_allclose(
+        report["shaping/phi/mean"], np.mean(known) if known else 0.0, rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(report["shaping/valid_fraction/mean"], len(known) / 4)
+    bonus = np.where(MASK, expected - advantages, 0.0)
+    np.testing.assert_allclose(
+        report["shaping/bonus/mean"], bonus.sum() / MASK.sum(), rtol=1e-4, atol=1e-6
+    )
+
+
+@given(seed=st.integers(0, 2**31 - 1), kappa=st.sampled_from([1.0078125, 1.5, 2, 10.0]))
+def test_no_bonus_is_negative_or_turns_a_sign(seed, kappa):
+    rng = np.random.default_rng(seed)
+    advantages = (rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
+    advantages[0] = 0.0
+    metrics = metrics_of(rng.normal(size=(4, 3)) * 1e3)
+    state = state_with()
+    actual, _ = shape(advantages, metrics, MASK, state, kappa=kappa)
+    assert np.all(np.asarray(actual)[~MASK] == 0.0)
+    assert np.all((np.asarray(actual) - advantages)[MASK] >= 0.0)
+    assert np.all((np.sign(actual) == np.sign(advantages))[MASK])
+
+
+def test_targets_send_the_signal_where_they_say():
+    advantages = np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
+    plain = np.where(MASK, advantages, 0.0)
+    state = state_with()
+    by_target = {
+        target: shape(advantages, METRICS, MASK, state, target=target)
+        for target in ("advantage", "reward", "both", "none")
+    }
+    for target in ("reward", "none"):
+        np.testing.assert_array_equal(by_target[target][0], plain)
+        assert by_target[target][1]["shaping/bonus/mean"] == 0.0
+    np.testing.assert_array_equal(by_target["both"][0], by_target["advantage"][0])
+    assert np.any(np.asarray(by_target["both"][0]) > plain)
+    phi = shaping.reward_bonus(METRICS, state)
+    expected = [
+        oracle.signal(row, BASELINES, (0, 0, 1), (0, 1, 0), 0)
+        for row in zip(*(METRICS[name] for name in shaping.INDICATORS))
+    ]
+    np.testing.assert_allclose(phi, expected, rtol=1e-5)
+    assert min(expected) < 0  # signed: a response below its baselines loses reward
+    for target in ("reward", "both"):
+        assert by_target[target][1]["shaping/phi/mean"] == pytest.approx(np.mean(expected))
+
+
+def test_none_needs_no_metrics():
+    advantages = np.ones((4, 5), np.float32)
+    actual, report = shape(advantages, {}, MASK, shaping.init_shaping_state(), target="none")
+    np.testing.assert_array_equal(actual, MASK.astype(np.float32))
+    assert report == {"shaping/active": 0.0}
+
+
+@pytest.mark.parametrize("reward_ema, factor", [(-1.0, 1.0), (0.0, 0.5), (1.0, 0.0)])
+def test_performance_scale_fades_as_rewards_rise(reward_ema, factor):
+    state = state_with(reward_ema=reward_ema)
+    full = shaping.reward_bonus(METRICS, state)
+    scaled = shaping.reward_bonus(METRICS, state, scale="performance", eta=3.0)
+    np.testing.assert_allclose(scaled, 3.0 * factor * np.asarray(full), rtol=1e-6)
+
+
+def test_invalid_responses_get_nothing_unless_zeros_are_asked_for():
+    rows = [(1.0, 5, 30), (0.0, 0.0, 30)]
+    valid = [(True, True, True), (False, False, True)]
+    metrics, state = metrics_of(rows, valid), state_with((-0.5, 4.0, 20.0))
+    np.testing.assert_array_equal(np.asarray(shaping.reward_bonus(metrics, state)) != 0, [1, 0])
+    phi = shaping.reward_bonus(metrics, state, invalid="zeros")
+    expected = oracle.signal((0, 0, 30), (-0.5, 4.0, 20.0), (0, 0, 1), (0, 1, 0), 0)
+    np.testing.assert_allclose(phi[1], expected, rtol=1e-5)
+
+
+def test_only_used_orders_decide_on_validity():
+    valid = [(False, True, True), (True, False, True), (True, True, False), (True, True, True)]
+    metrics, state = metrics_of(np.full((4, 3), 50.0), valid), state_with()
+    for options, expected in (
+        ({}, [0, 0, 0, 1]),
+        ({"mixing": "half"}, [1, 0, 0, 1]),  # looks at no guidance
+        ({"exploit_weights": (0.0, 0.0, 0.5)}, [0, 1, 0, 1]),
+        ({"guidance": ER, "exploit_weights": (0.0, 0.0, 0.5)}, [1, 1, 0, 1]),
+    ):
+        phi = shaping.reward_bonus(metrics, state, **options)
+        np.testing.assert_array_equal(np.asarray(phi) != 0, expected, err_msg=str(options))
+
+
+def test_foreign_guidance_has_a_baseline_of_its_own():
+    names = (ERV, ER)
+    options = {
+        "indicators": names,
+        "explore_weights": (0.0, 1.0),
+        "exploit_weights": (1.0, 0.0),
+        "guidance": "curvature",
+    }
+    assert shaping.init_shaping_state(names, guidance="curvature").baseline.shape == (3,)
+    metrics = METRICS | {"curvature": np.array([1.2, 1.5, 1.8, 0.9], np.float32)}
+    actual = shaping.reward_bonus(metrics, state_with((4.0, 20.0, 1.4)), **options)
+    expected = [
+        oracle.signal(row, (4.0, 20.0, 1.4), (0, 1), (1, 0), 2)
+        for row in zip(metrics[ERV], metrics[ER], metrics["curvature"])
+    ]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_deviations_are_clipped_at_five():
+    # Exploit weight on ERA itself: Phi = (1 - beta) tanh(5), beta = sigmoid(0.1 * 5).
+    metrics = metrics_of([(1e6, 4.0, 20.0)])
+    _, report = shape(np.ones((1, 1)), metrics, np.ones((1, 1), bool), state_with(), gain=0.1)
+    assert report[f"shaping/deviation/{ERA}/mean"] == 5.0
+    np.testing.assert_allclose(report["shaping/beta/mean"], 1 / (1 + np.exp(-0.5)), rtol=1e-6)
+
+
+def test_correlations_are_those_of_valid_responses():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(8, 3)).astype(np.float32)
+    valid = np.ones((8, 3), bool)
+    valid[2, 0] = valid[5, 1] = False
+    rows[~valid] = np.nan
+    _, report = shape(np.ones((8, 2)), metrics_of(rows, valid), np.ones((8, 2), bool), state_with())
+    for column, name in enumerate((ERA, ERV)):
+        both = valid[:, column]
+        expected = np.corrcoef(rows[both, column], rows[both, 2])[0, 1]
+        np.testing.assert_allclose(report[f"metrics/correlation/{name}"], expected, rtol=1e-5)
+    _, report = shape(np.ones((1, 2)), metrics_of(rows[:1]), np.ones((1, 2), bool), state_with())
+    assert report[f"metrics/correlation/{ERV}"] == 0.0
+
+
+def test_nothing_has_a_gradient():
+    def total(advantages, metrics, state):
+        return shaping.shape_advantages(advantages, metrics, jnp.asarray(MASK), state)[0].sum()
+
+    values = {k: jnp.asarray(v) for k, v in METRICS.items() if not k.endswith("_valid")}
+    gradients = jax.grad(total, argnums=(0, 1))(jnp.ones((4, 5)), values, state_with())
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_empty_rows_and_batches_stay_finite():
+    for mask in (np.zeros((4, 5), bool), np.zeros((0, 5), bool)):
+        metrics = {k: v[: len(mask)] for k, v in METRICS.items()}
+        actual, report = shape(np.full(mask.shape, np.nan), metrics, mask, state_with())
+        assert not np.any(actual)
+        assert all(np.isfinite(value) for value in report.values())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kappa": 1.0}, "kappa=1.0"),
+        ({"kappa": float("nan")}, "kappa=nan"),
+        ({"eta": -1.0}, "eta=-1.0"),
+        ({"gain": float("inf")}, "gain=inf"),
+        ({"explore_weights": (0.0, 1.0)}, "has 2 weights"),
+        ({"exploit_weights": (0.0, float("nan"), 1.0)}, "exploit_weights"),
+        ({"explore_weights": (0.0,) * 3, "exploit_weights": (0.0,) * 3}, "all zero"),
+        ({"indicators": (ER, ER, ERV)}, "each once"),
+        ({"indicators": (ERA, ERV, "rank")}, "'rank'"),
+        ({"guidance": "rank"}, "'rank'"),
+        ({"guidance": "curvature"}, "state holds 3 baselines"),
+        *(({field: "odd"}, f"{field}='odd'") for field in ("target", "tokens", "mixing", "scale")),
+        *(({field: "odd"}, f"{field}='odd'") for field in ("ema_init", "invalid")),
+    ],
+)
+def test_mistakes_are_refused(options, message):
+    with pytest.raises(ValueError) as error:
+        shape(np.ones((4, 5)), METRICS, MASK, state_with(), **options)
+    assert message in str(error.value)
+
+
+def test_wrong_shapes_and_missing_metrics_are_refused():
+    with pytest.raises(ValueError, match="metrics has no"):
+        shape(np.ones((4, 5)), {ER: METRICS[ER]}, MASK, state_with())
+    unchecked = inspect.unwrap(shaping.shape_advantages)  # the annotations would refuse it first
+    with pytest.raises(ValueError, match="metrics hold 4 responses, advantages 3"):
+        unchecked(np.ones((3, 5)), METRICS, MASK[:3], state_with())
+    with pytest.raises(ValueError, match="response_mask"):
+        unchecked(np.ones((4, 5)), METRICS, MASK[:, :3], state_with())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"alpha": 0.0}, "alpha=0.0"), ({"alpha": 1.5}, "alpha=1.5"), ({"ema_lag": 3}, "ema_lag=3")],
+)
+def test_mistakes_in_the_baseline_options_are_refused(options, message):
+    for call in (
+        lambda: shaping.validate_shaping(**options),
+        lambda: shaping.update_shaping_state(shaping.init_shaping_state(), METRICS, **options),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert message in str(error.value)
+
+
+def test_every_combination_of_options_is_accepted():
+    from semrl_jax.shaping.options import CHOICES
+
+    for values in itertools.product(*CHOICES.values()):
+        shaping.validate_shaping(**dict(zip(CHOICES, values)))

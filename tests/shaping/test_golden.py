@@ -1,0 +1,44 @@
+"""The clipped bonus as the reference implementation applies it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import shaping
+
+
+@pytest.mark.parametrize("tokens", ["all", "last"])
+def test_bonus_matches_the_recorded_one(golden, tokens):
+    data = np.load(golden / "rl_losses.npz")
+    mask = data["mask"].astype(bool)
+    aux = data["aux"].astype(np.float64)
+    # One indicator of weight 1 in both modes makes Phi = eta tanh(d); a baseline of 1 and the
+    # metric 1 + artanh(aux / eta) give any Phi below eta.
+    eta = 2 * float(np.abs(aux).max())
+    values = (1 + np.arctanh(aux / eta)).astype(np.float32)
+    state = shaping.init_shaping_state(("effective_rank",), guidance="effective_rank")
+    state = shaping.update_shaping_state(
+        state,
+        {"effective_rank": np.ones(1, np.float32)},
+        indicators=("effective_rank",),
+        explore_weights=(1.0,),
+        exploit_weights=(1.0,),
+        guidance="effective_rank",
+    )
+    actual, _ = shaping.shape_advantages(
+        jnp.asarray(data["grpo_advantages"]),
+        {"effective_rank": values},
+        jnp.asarray(mask),
+        state,
+        tokens=tokens,
+        eta=eta,
+        kappa=2.0,
+        indicators=("effective_rank",),
+        explore_weights=(1.0,),
+        exploit_weights=(1.0,),
+        guidance="effective_rank",
+    )
+    name = "all_tokens" if tokens == "all" else "last_token"
+    # 1e-6: the hyperbolic tangent and its inverse, in float32.
+    expected = np.where(mask, data[f"shaped_{name}_kappa2"], 0.0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
