@@ -1,0 +1,64 @@
+"""Float64 loops of the advantage estimators and losses."""
+
+import math
+
+import numpy as np
+
+
+def group_relative(rewards, epsilon=1e-6):
+    result = np.zeros(np.shape(rewards))
+    for p, group in enumerate(np.asarray(rewards, np.float64)):
+        mean = sum(group) / len(group)
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
+        result[p] = [(r - mean) / (std + epsilon) for r in group]
+    return result
+
+
+def generalized(rewards, values, mask, gamma, lam):
+    advantages, returns = np.zeros(np.shape(rewards)), np.zeros(np.shape(rewards))
+    for i in range(len(rewards)):
+        next_value = next_advantage = 0.0
+        for t in reversed(range(len(rewards[i]))):
+            if not mask[i][t]:
+                continue
+            delta = float(rewards[i][t]) + gamma * next_value - float(values[i][t])
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = float(values[i][t])
+            advantages[i, t] = next_advantage
+            returns[i, t] = next_advantage + next_value
+    return advantages, returns
+
+
+def whiten(values, mask, epsilon=1e-8):
+    valid = np.asarray(values, np.float64)[mask]
+    result = np.zeros(np.shape(values))
+    if len(valid):
+        variance = valid.var(ddof=1) if len(valid) > 1 else 0.0
+        result[mask] = (valid - valid.mean()) / math.sqrt(variance + epsilon)
+    return result
+
+
+def kl(x, estimator):
+    return {
+        "kl": x,
+        "abs": abs(x),
+        "mse": x * x / 2,
+        "low_var_kl": min(max(math.exp(min(-x, 700.0)) + x - 1, -10.0), 10.0),
+    }[estimator]
+
+
+def policy_loss(logprobs, entropy, old, ref, advantages, weights, *, eps, c_kl, c_ent, estimator):
+    """Loss, clip fraction, approximate KL, entropy and KL."""
+    pg = clipped_share = approx_kl = mean_entropy = mean_kl = 0.0
+    for i, t in zip(*np.nonzero(weights)):
+        weight, advantage = float(weights[i, t]), float(advantages[i, t])
+        ratio = math.exp(float(logprobs[i, t]) - float(old[i, t]))
+        plain = -advantage * ratio
+        clipped = -advantage * min(max(ratio, 1 - eps), 1 + eps)
+        pg += weight * max(plain, clipped)
+        clipped_share += weight * (clipped > plain)
+        approx_kl += weight * (float(old[i, t]) - float(logprobs[i, t]))
+        mean_entropy += weight * float(entropy[i, t])
+        mean_kl += weight * kl(float(logprobs[i, t]) - float(ref[i, t]), estimator)
+    loss = pg - c_ent * mean_entropy + c_kl * mean_kl
+    return loss, clipped_share, approx_kl, mean_entropy, mean_kl
