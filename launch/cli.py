@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from semrl_jax.errors import UserError
 
@@ -20,7 +23,7 @@ def run(main: Callable[[], int], usage: str) -> None:
       main: the command; returns an exit code.
       usage: printed above the flags by --help.
     """
-    program = f"python -m {usage.split()[2]}"
+    program = f"python -m {sys.modules['__main__'].__spec__.name}"
     try:
         rest = _parse(usage)
         if rest:
@@ -36,17 +39,43 @@ def run(main: Callable[[], int], usage: str) -> None:
     sys.exit(code)
 
 
+def required(flag: flags.FlagHolder[Any]) -> Any:
+    """The flag's value; UserError where it was not given."""
+    if flag.value is None:
+        raise UserError(f"--{flag.name} is needed; see --help.")
+    return flag.value
+
+
+def locked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
+    """The config with its overrides; no field can be added from here on."""
+    try:
+        return required(flag).lock()
+    except OSError as error:  # ml_collections tells of a failed load at the first use
+        raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
+
+
 def _parse(usage: str) -> list[str]:
     flags.DEFINE_bool("help", False, "print this help", allow_hide_cpp=True, short_name="h")
     try:
         rest = flags.FLAGS(sys.argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        raise UserError(f"unknown flag --{error.flagname}; see --help for the fields.") from None
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        # ml_collections raises these for a field or a value that does not fit.
-        raise UserError(f"{error}") from None
+        raise UserError(f"--{error.flagname} is unknown; see --help.") from None
+    except (AttributeError, KeyError) as error:
+        # ml_collections looks an override's path up in the config.
+        name = re.sub(r"\W*(\w+).*", r"\1", str(error.args[0]), flags=re.DOTALL)
+        raise UserError(
+            f"the config has no field {name!r} where a flag sets it; see configs/default.py."
+        ) from None
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
     if flags.FLAGS.help:
         print(usage)
         print(flags.FLAGS.module_help(sys.modules["__main__"]))
         sys.exit(0)
     return rest
+
+
+def _first_reason(error: Exception) -> str:
+    """The reason ml_collections buries in a list of attempts."""
+    reasons = re.findall(r"^\s+(\[Errno.*|.*Error.*)$", str(error), re.MULTILINE)
+    return reasons[0] if reasons else str(error)

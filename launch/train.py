@@ -18,14 +18,10 @@ WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if mi
 
 
 def main() -> int:
-    from semrl_jax.errors import UserError
-    from semrl_jax.training import train
+    config, workdir = cli.locked_config(CONFIG), cli.required(WORKDIR)
+    from semrl_jax.training import train  # after the flags, so that --help needs no JAX
 
-    if CONFIG.value is None or WORKDIR.value is None:
-        raise UserError("--config and --workdir are needed; see --help.")
-    config = CONFIG.value
-    config.lock()
-    return train(config, WORKDIR.value)
+    return train(config, workdir)
 
 
 if __name__ == "__main__":

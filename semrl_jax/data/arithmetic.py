@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_COLUMNS = 3
-NUM_HELD_OUT = 256
+NUM_HELD_OUT = 512
 MAX_PROMPT_TOKENS = 12
 MAX_RESPONSE_TOKENS = 53  # the end token included
 
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def held_out_problems() -> list[Problem]:
-    """The 256 distinct problems of the test set; no other function here returns one of them."""
+    """The 512 distinct problems of the test set; no other function here returns one of them."""
     return _sample(_HELD_OUT_SEED, _HELD_OUT_STREAM, NUM_HELD_OUT, exclude=(), distinct=True)
 
 

@@ -146,7 +146,7 @@ def arithmetic_prompts(tokenizer: Tokenizer, seed: int, size: int) -> PromptData
 def arithmetic_held_out_prompts(
     tokenizer: Tokenizer, size: int = arithmetic.NUM_HELD_OUT
 ) -> PromptDataset:
-    """The first `size` of the 256 test prompts of the quickstart task; training has none."""
+    """The first `size` of the 512 test prompts of the quickstart task; training has none."""
     return _arithmetic_dataset(tokenizer, arithmetic.held_out_problems()[:size])
 
 

@@ -3,7 +3,7 @@
 from semrl_jax.models.config import DecoderConfig, config_from_hf, config_to_hf
 from semrl_jax.models.decoder import Decoder, KVCache
 from semrl_jax.models.directory import load_config, load_params, save_directory
-from semrl_jax.models.policy import Params, Policy
+from semrl_jax.models.policy import DTYPES, REMAT_POLICIES, Params, Policy
 from semrl_jax.models.sharding import (
     AXES,
     DATA_AXES,
@@ -17,6 +17,8 @@ from semrl_jax.models.weights import iterate_hf_tensors, params_from_hf, tensor_
 __all__ = [
     "AXES",
     "DATA_AXES",
+    "DTYPES",
+    "REMAT_POLICIES",
     "Decoder",
     "DecoderConfig",
     "KVCache",

@@ -85,11 +85,11 @@ class _Receiver:
         self.replica = replica
         self.error = ""
         self._job = job
-        self._queue: queue.Queue[pb.UpdateWeightsRequest | None] = queue.Queue(_QUEUED_CHUNKS)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         # gRPC reads the queue in a thread of its own, until it finds None.
         self._call = replica.update_weights(iter(self._queue.get, None), job.timeout_s)
 
-    def put(self, message: pb.UpdateWeightsRequest) -> None:
+    def put(self, message: bytes) -> None:
         started = time.monotonic()
         while not self.error:
             if self._call.done():
@@ -164,15 +164,18 @@ def _send_tensor(
     checksum = hashlib.sha256()
     for start in range(0, len(data), codec.CHUNK_BYTES):
         chunk = data[start : start + codec.CHUNK_BYTES]
-        message = pb.TensorChunk(tensor_index=index, data=chunk.tobytes())
-        _put_all(receivers, pb.UpdateWeightsRequest(chunk=message))
+        message = pb.UpdateWeightsRequest()
+        message.chunk.tensor_index = index
+        message.chunk.data = chunk.tobytes()
+        _put_all(receivers, message)
         checksum.update(chunk)
     return checksum.digest()
 
 
 def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -> None:
+    data = message.SerializeToString()  # once for all
     for receiver in receivers:
-        receiver.put(message)
+        receiver.put(data)
 
 
 def _exactly(specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray]):

@@ -210,40 +210,39 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
 
     Prompt ids and replica id stay behind: the caller knows both.
     """
-    response = pb.Response(
-        sample_id=rollout.sample_id,
-        group_id=rollout.group_id,
-        sample_index=rollout.sample_index,
-        token_ids=rollout.response_ids.tolist(),
-        logprobs=rollout.rollout_logprobs.astype("<f4", copy=False).tobytes(),
-        finish_reason=rollout.finish_reason,
-        versions=[
-            pb.VersionSpan(version=encode_version(span.version), start=span.start, end=span.end)
-            for span in rollout.versions
-        ],
-        layers=rollout.layers,
-        metrics=rollout.metrics,
-        generate_s=rollout.generate_s,
-    )
+    # Fields are set in place: a message given to another's constructor is copied.
+    message = pb.GenerateResponse()
+    response = message.response
+    response.sample_id = rollout.sample_id
+    response.group_id = rollout.group_id
+    response.sample_index = rollout.sample_index
+    response.token_ids.extend(rollout.response_ids.tolist())
+    response.logprobs = rollout.rollout_logprobs.astype("<f4", copy=False).tobytes()
     if rollout.rollout_raw_logprobs is not None:
         response.raw_logprobs = rollout.rollout_raw_logprobs.astype("<f4", copy=False).tobytes()
+    response.finish_reason = rollout.finish_reason
+    for span in rollout.versions:
+        response.versions.add(version=encode_version(span.version), start=span.start, end=span.end)
+    response.layers.extend(rollout.layers)
+    response.metrics.update(rollout.metrics)
+    response.generate_s = rollout.generate_s
     states = rollout.hidden_states
     if states is None:
-        yield pb.GenerateResponse(response=response)
+        yield message
         return
     response.hidden_states.dtype = states.dtype.name
     response.hidden_states.shape.extend(states.shape)
     data = as_bytes(states)
     if len(data) <= CHUNK_BYTES:
         response.hidden_states.data = data.tobytes()
-        yield pb.GenerateResponse(response=response)
+        yield message
         return
-    yield pb.GenerateResponse(response=response)
+    yield message
     for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES].tobytes()
-        yield pb.GenerateResponse(
-            state_chunk=pb.StateChunk(sample_id=rollout.sample_id, data=chunk)
-        )
+        message = pb.GenerateResponse()
+        message.state_chunk.sample_id = rollout.sample_id
+        message.state_chunk.data = data[start : start + CHUNK_BYTES].tobytes()
+        yield message
 
 
 class RolloutDecoder:

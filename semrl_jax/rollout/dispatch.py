@@ -241,7 +241,7 @@ class _Stream:
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
         self._counters: collections.Counter = counters
-        self._waiting_since: float | None = time.monotonic()
+        self._waiting_since = time.monotonic()
         self._decoder = RolloutDecoder(
             call,
             vocab_size=replica.description.vocab_size,
@@ -254,9 +254,8 @@ class _Stream:
         self._thread.start()
 
     def silent_s(self, now: float) -> float:
-        """For how long the replica owes a message; 0 while the consumer is the slow one."""
-        since = self._waiting_since
-        return 0.0 if since is None else now - since
+        """For how long the replica has owed a message."""
+        return now - self._waiting_since
 
     def cancel(self) -> None:
         self._messages.cancel()
@@ -270,8 +269,7 @@ class _Stream:
             for message in self._messages:
                 rollout = decoder.feed(message)
                 if rollout is not None:
-                    self._waiting_since = None
-                    self._put(rollout)
+                    self._put(rollout)  # a slow consumer is no stall: it does not look meanwhile
                 self._waiting_since = time.monotonic()
             decoder.finish()
             self._put(None)

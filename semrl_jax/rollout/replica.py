@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import grpc
 
@@ -24,6 +25,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _MAX_BACKOFF_S = 30.0
 
 
@@ -57,6 +59,11 @@ class Replica:
                 "clear; set tls_ca to the PEM file of the replica's certificate authority."
             )
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        # Takes serialised messages: one update goes to several replicas.
+        self._update_weights = self._channel.stream_unary(
+            f"/{_SERVICE}/UpdateWeights",
+            response_deserializer=pb.UpdateWeightsResponse.FromString,
+        )
 
     @property
     def name(self) -> str:
@@ -80,8 +87,9 @@ class Replica:
         """The stream of replies; iterate and `cancel` it."""
         return self._call(self._stub.Generate, request, timeout_s)
 
-    def update_weights(self, messages, timeout_s: float) -> grpc.Future:
-        return self._call(self._stub.UpdateWeights.future, messages, timeout_s)
+    def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
+        """Begins to send serialised UpdateWeightsRequest messages."""
+        return self._call(self._update_weights.future, messages, timeout_s)
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
         """Leaves the replica alone for a while that doubles with every failure in a row."""

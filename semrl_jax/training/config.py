@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ml_collections
 
+from semrl_jax.algorithms import KL_ESTIMATORS
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import METHODS, METRICS, WINDOWS
+from semrl_jax.models import DTYPES, REMAT_POLICIES
+from semrl_jax.shaping import validate_shaping
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -20,6 +24,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "evaluation.num_problems", "checkpoints.every_steps", "checkpoints.keep",
         "warm_start.batch_size", "warm_start.micro_batch_size", "warm_start.learning_rate",
         "warm_start.num_demonstrations",
+        "model.hidden_size",
+        "model.intermediate_size",
+        "model.num_layers",
+        "model.num_heads",
+        "model.num_kv_heads",
     )  # fmt: skip
     for field in positive:
         value = _get(config, field)
@@ -42,11 +51,28 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "rollout.weight_dtype": ("", "float32", "bfloat16"),
         "algorithms.aggregation": ("token_mean", "response_mean"),
         "rewards.mode": ("independent", "mix"),
+        "model.compute_dtype": tuple(DTYPES),
+        "model.remat": REMAT_POLICIES,
+        "metrics.window": WINDOWS,
+        "metrics.method": METHODS,
+        "algorithms.loss.kl_estimator": KL_ESTIMATORS,
     }
     for field, allowed in choices.items():
         value = _get(config, field)
         if value not in allowed:
             raise UserError(f"{field}={value!r} must be one of {allowed}.")
+    for name in config.metrics.names:
+        if name not in METRICS:
+            raise UserError(f"metrics.names has {name!r}; it may have {tuple(METRICS)}.")
+    if not 0 < config.algorithms.loss.clip_epsilon < 1:
+        raise UserError(
+            f"algorithms.loss.clip_epsilon={config.algorithms.loss.clip_epsilon} must be in (0, 1)."
+        )
+    if config.model.path == "" and config.model.hidden_size % config.model.num_heads:
+        raise UserError(
+            f"model.num_heads={config.model.num_heads} must divide "
+            f"model.hidden_size={config.model.hidden_size}."
+        )
     _check_sizes(config)
     _check_method(config)
     _check_not_built(config)
@@ -102,6 +128,10 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
 
 def _check_method(config: ml_collections.ConfigDict) -> None:
     shaping, metrics = config.shaping, config.metrics
+    try:
+        validate_shaping(**shaping)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if shaping.target == "none":
         return
     if config.hidden_states.source == "none":

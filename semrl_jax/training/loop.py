@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from semrl_jax import data
+from semrl_jax.errors import UserError
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
@@ -102,6 +103,9 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
     try:
         with stop.installed(), open_run(config, directory, reporter, stop) as run:
             return _train(run)
+    except UserError:
+        directory.discard()
+        raise
     except Preempted as preempted:  # before the first step: nothing to save yet
         reporter.line(f"{preempted}: stopped before training began; the same command starts again")
         return EXIT_PREEMPTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import ml_collections
 
 from semrl_jax import data
+from semrl_jax.errors import UserError
 from semrl_jax.models import (
     DecoderConfig,
     Params,
@@ -22,41 +22,43 @@ from semrl_jax.training.console import Reporter
 from semrl_jax.training.supervised import fit_supervised
 
 
-@dataclasses.dataclass(frozen=True)
-class StartingPolicy:
-    """A policy with the parameters training starts from (also the KL reference).
-
-    Attributes:
-      policy: the architecture.
-      params: float32 host parameters.
-      tokenizer: a transformers tokenizer.
-      directory: the Hugging Face directory both came from.
-    """
-
-    policy: Policy
-    params: Params
-    tokenizer: Any
-    directory: pathlib.Path
-
-
-def starting_policy(
-    config: ml_collections.ConfigDict, warm_start: pathlib.Path, reporter: Reporter
-) -> StartingPolicy:
-    """Loads `model.path`, or makes `warm_start` (once a run) and loads that.
+def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
+    """Architecture and transformers tokenizer of `model.path`, or of a random model.
 
     Raises:
-      UserError: if the directory is missing, unsupported or does not fit its tokenizer.
+      UserError: if the directory is missing, unsupported or has no fitting tokenizer.
     """
-    directory = pathlib.Path(config.model.path) if config.model.path else warm_start
-    if not config.model.path and not (warm_start / "config.json").exists():
-        make_warm_start(config, warm_start, reporter)
-    architecture = load_config(directory)
-    return StartingPolicy(
-        policy=Policy(architecture, config.model.compute_dtype, config.model.remat),
-        params=load_params(directory, architecture),
-        tokenizer=data.load_tokenizer(directory),
-        directory=directory,
-    )
+    if config.model.path:
+        architecture = load_config(config.model.path)
+        tokenizer = data.load_tokenizer(config.model.path)
+        if len(tokenizer) > architecture.vocab_size:
+            raise UserError(
+                f"model.path={config.model.path}: the tokenizer has {len(tokenizer)} tokens, the "
+                f"model vocab_size={architecture.vocab_size}; they do not belong together."
+            )
+    else:
+        tokenizer = data.character_tokenizer()
+        architecture = random_architecture(config, len(tokenizer))
+    return Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
+
+
+def starting_params(
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    warm_start: pathlib.Path,
+    reporter: Reporter,
+) -> Params:
+    """Float32 host parameters of `model.path`, or of the warm start, which is made once a run.
+
+    Raises:
+      UserError: if the weights are missing or do not fit the architecture.
+    """
+    if config.model.path:
+        return load_params(config.model.path, policy.config)
+    if not (warm_start / "config.json").exists():
+        make_warm_start(config, policy, tokenizer, warm_start, reporter)
+    return load_params(warm_start, policy.config)
 
 
 def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:
@@ -76,12 +78,13 @@ def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> D
 
 
 def make_warm_start(
-    config: ml_collections.ConfigDict, directory: pathlib.Path, reporter: Reporter
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    directory: pathlib.Path,
+    reporter: Reporter,
 ) -> None:
     """Trains a random model on the forgetful teacher's demonstrations and saves it."""
-    tokenizer = data.character_tokenizer()
-    architecture = random_architecture(config, len(tokenizer))
-    policy = Policy(architecture, config.model.compute_dtype, config.model.remat)
     params = policy.init(jax.random.key(config.seed))
     options = config.warm_start
     if options.num_steps:
@@ -104,4 +107,4 @@ def make_warm_start(
                 micro_batch_size=options.micro_batch_size, learning_rate=options.learning_rate,
                 seed=config.seed, report=report,
             )  # fmt: skip
-    save_directory(directory, params, architecture, tokenizer)
+    save_directory(directory, params, policy.config, tokenizer)

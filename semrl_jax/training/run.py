@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +22,13 @@ from semrl_jax.errors import UserError
 from semrl_jax.evaluation import greedy_scalars
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.policy_setup import starting_policy
+from semrl_jax.training.policy_setup import build_policy, starting_params
+from semrl_jax.training.replicas import open_client
 from semrl_jax.training.scoring import Measurer, ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import TrainState, init_state, make_optimizer
@@ -45,7 +43,6 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"
 TRAINING, EVALUATION = 0, 1  # streams of the seed; advantages.py has the next
 
 
@@ -361,15 +358,16 @@ def open_run(
                 unboxed_penalty=config.rewards.unboxed_penalty,
             )
         )
+        policy, tokenizer = build_policy(config)
+        device_lock = threading.Lock()
+        # Before the warm start: a wrong address or token should not cost it first.
+        client = stack.enter_context(
+            open_client(config, policy, tokenizer, workdir, device_lock, reporter)
+        )
         with stop.interruptible():
-            start = starting_policy(config, workdir.warm_start, reporter)
-        tokenizer = start.tokenizer
+            params = starting_params(config, policy, tokenizer, workdir.warm_start, reporter)
         prompts = data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
         problems = data.arithmetic_held_out_prompts(tokenizer, config.evaluation.num_problems)
-        device_lock = threading.Lock()
-        client = stack.enter_context(
-            open_client(config, start.policy, tokenizer, workdir, device_lock, reporter)
-        )
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(
@@ -394,9 +392,9 @@ def open_run(
             reporter=reporter,
             stop=stop,
             mesh=mesh,
-            policy=start.policy,
-            start_params=start.params,
-            reference=jax.device_put(start.params, models.parameter_shardings(start.params, mesh)),
+            policy=policy,
+            start_params=params,
+            reference=jax.device_put(params, models.parameter_shardings(params, mesh)),
             optimizer=make_optimizer(
                 learning_rate=training.learning_rate,
                 learning_rate_warmup_steps=training.learning_rate_warmup_steps,
@@ -414,74 +412,6 @@ def open_run(
             checkpoints=checkpoints,
             device_lock=device_lock,
         )
-
-
-@contextlib.contextmanager
-def open_client(
-    config: ml_collections.ConfigDict,
-    policy: models.Policy,
-    tokenizer,
-    workdir: Workdir,
-    device_lock: threading.Lock,
-    reporter: Reporter,
-) -> Iterator[RolloutClient]:
-    """A client of the given addresses, or of a JAX replica embedded in this process."""
-    rollout = config.rollout
-    with contextlib.ExitStack() as stack:
-        addresses, token = tuple(rollout.addresses), ""
-        if addresses:
-            token = read_token(rollout.token_file)
-        else:
-            engine = JaxEngine(
-                policy,
-                tokenizer_hash=data.tokenizer_hash(tokenizer),
-                max_batch=rollout.jax_max_batch,
-                chunk=rollout.jax_chunk_tokens,
-                max_prompt_tokens=rollout.max_prompt_tokens,
-                max_response_tokens=rollout.max_response_tokens,
-                device_lock=device_lock,
-            )
-            replica = stack.enter_context(contextlib.closing(EmbeddedReplica(engine)))
-            addresses, token = (replica.address,), replica.token
-        client = stack.enter_context(
-            RolloutClient(
-                addresses,
-                token,
-                run_id=workdir.run_id,
-                attempt_id=workdir.attempt_id,
-                connect_timeout_s=rollout.connect_timeout_s,
-                sync_timeout_s=rollout.call_timeout_s,
-                generate_timeout_s=rollout.call_timeout_s,
-                stall_timeout_s=rollout.stall_timeout_s,
-                tls_ca=rollout.tls_ca_file,
-                progress=reporter.line,
-            )
-        )
-        client.connect(
-            model_hash=policy.config.hash,
-            tokenizer_hash=data.tokenizer_hash(tokenizer),
-            vocab_size=policy.config.vocab_size,
-        )
-        yield client
-
-
-def read_token(token_file: str) -> str:
-    """The replicas' token from a file or $SEMRL_ROLLOUT_TOKEN; never from a command line."""
-    if token_file:
-        try:
-            token = pathlib.Path(token_file).read_text().strip()
-        except OSError as error:
-            raise UserError(
-                f"rollout.token_file={token_file} cannot be read: {error.strerror}."
-            ) from None
-    else:
-        token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        raise UserError(
-            "the replicas' token is empty: name a file by rollout.token_file or set "
-            f"${TOKEN_VARIABLE}."
-        )
-    return token
 
 
 def stream_seed(*path: int) -> int:

@@ -72,10 +72,18 @@ def init_state(
     """State before the first update, laid out over the mesh."""
     shardings = parameter_shardings(params, mesh)
     params = jax.device_put(params, shardings)
+    # Moments lie as their parameters do. Said here, since the first update would otherwise compile
+    # for the layout of `init` and the second for that of the first.
+    optimizer_shardings = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: replicated(mesh),
+    )
     return TrainState(
         params=params,
-        # Moments take the parameters' sharding from the compiler; scalars are replicated.
-        optimizer=jax.jit(optimizer.init)(params),
+        optimizer=jax.jit(optimizer.init, out_shardings=optimizer_shardings)(params),
         shaping=jax.device_put(shaping, replicated(mesh)),
         step=jax.device_put(jnp.int32(0), replicated(mesh)),
         skipped_in_row=jax.device_put(jnp.int32(0), replicated(mesh)),

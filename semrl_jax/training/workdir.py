@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
@@ -66,6 +67,14 @@ class Workdir:
     @property
     def metrics_file(self) -> pathlib.Path:
         return self.path / "metrics.jsonl"
+
+    def discard(self) -> None:
+        """Removes what this attempt made, if it made the directory; a setting stopped it early."""
+        if not self.resumed:
+            for name in ("config.json", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty: what else is there is not ours
+                self.path.rmdir()
 
     def close(self) -> None:
         """Lets another process have the directory."""

@@ -146,6 +146,14 @@ def test_far_apart_policies_stay_finite(gap):
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result))
 
 
+def test_weighted_sum_sees_no_token_of_weight_zero():
+    x = jnp.array([[2.0, jnp.nan, 3.0, jnp.inf]])
+    weights = jnp.array([[0.5, 0.0, 0.25, 0.0]])
+    assert jax.jit(algorithms.weighted_sum)(x, weights) == 1.75
+    gradient = jax.grad(algorithms.weighted_sum)(x, weights)
+    np.testing.assert_array_equal(gradient, weights)
+
+
 def test_kl_estimators_by_hand():
     x = jnp.array([0.5, -0.5, 0.0, -5.0])
     expected = {

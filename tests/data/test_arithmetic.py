@@ -135,7 +135,7 @@ def test_teacher_forgets_with_the_stated_probability():
 
 def test_held_out_problems_never_come_in_training():
     held_out = held_out_problems()
-    assert len(set(held_out)) == len(held_out) == 256
+    assert len(set(held_out)) == len(held_out) == 512
     assert held_out == held_out_problems()
     # 50 seeds draw about 1 in 10 of all problems: without the exclusion some would be held out.
     for seed in range(50):

@@ -119,7 +119,7 @@ def test_special_tokens_are_added_only_if_asked():
 def test_arithmetic_prompts(tokenizer):
     train = arithmetic_prompts(tokenizer, seed=0, size=300)
     test = arithmetic_held_out_prompts(tokenizer)
-    assert (len(train), len(test), train.num_too_long) == (300, 256, 0)
+    assert (len(train), len(test), train.num_too_long) == (300, 512, 0)
     assert not {e.prompt for e in train.examples} & {e.prompt for e in test.examples}
     for example in (*train.examples, *test.examples):
         question = example.prompt.removeprefix("Q:").removesuffix("\nA:")

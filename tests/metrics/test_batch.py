@@ -15,7 +15,7 @@ STRIDE = 5
 def batch():
     states = np.random.default_rng(0).normal(size=(6, 24, 10)).astype(np.float32)
     states[1] *= 7.0
-    mask = np.arange(24) < np.array([24, 17, 10, 4, 1, 0])[:, None]
+    mask = np.arange(24) < np.array([24, 17, 10, 2, 1, 0])[:, None]
     mask[1, ::4] = False
     states[~mask] = np.nan
     return states, mask

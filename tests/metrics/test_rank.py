@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import metrics
+from semrl_jax.metrics.inputs import compact
 from tests.oracles import metrics as oracle
 
 SPECTRAL = ("effective_rank", "log_effective_rank", "traditional_rank", "response_entropy")
@@ -45,10 +46,10 @@ def test_right_angles_and_reversals_have_their_angles():
 
 
 def test_curvature_skips_steps_that_go_nowhere():
-    # East, a pause, a step below 1e-6, north: one pair, one right angle.
-    states = np.array([[0, 0], [1, 0], [1, 0], [1, 5e-7], [1, 1]], np.float32)
+    # East, a pause, a step below 1e-6, north-west: one pair, 135 degrees.
+    states = np.array([[0, 0], [1, 0], [1, 0], [1, 5e-7], [0, 1]], np.float32)
     actual = JITTED["curvature"](states, np.ones(5, bool))
-    np.testing.assert_allclose(actual, np.pi / 2, rtol=1e-6)
+    np.testing.assert_allclose(actual, 3 * np.pi / 4, rtol=1e-6)
 
 
 def test_curvature_of_a_straight_line_is_zero():
@@ -136,33 +137,44 @@ def test_a_huge_mean_costs_no_digit(seed):
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1234.567])
 def test_equal_rows_have_rank_one_of_nothing(value):
-    states, mask = np.full((9, 5), value, np.float32), np.ones(9, bool)
+    states, mask = np.full((16, 8), value, np.float32), np.ones(16, bool)
     expected = {"effective_rank": 1.0}
     for name in NAMES:
         assert JITTED[name](states, mask) == expected.get(name, 0.0), name
     assert GRAM_RANK(states, mask) == 1.0
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3])
-def test_short_responses_have_their_documented_values(num_tokens, num_rows):
-    num_tokens = min(num_tokens, num_rows)
+@pytest.mark.parametrize(
+    "num_rows, num_tokens", [(0, 0), (1, 0), (1, 1), (2, 2), (3, 0), (3, 1), (3, 2), (3, 3)]
+)
+def test_short_responses_have_their_documented_values(num_rows, num_tokens):
     states = np.random.default_rng(1).normal(size=(num_rows, 4)).astype(np.float32)
     mask = np.arange(num_rows) < num_tokens
     for name in NAMES:
         expected = oracle.METRICS[name](states[:num_tokens])
-        actual = jax.jit(getattr(metrics, name))(states, mask)
+        actual = JITTED[name](states, mask)
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert (num_tokens >= 2) == (JITTED["effective_rank"](states, mask) > 0)
 
 
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
 def test_a_broken_valid_row_gives_zero(hostile):
-    states = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    states = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     states[3, 2] = hostile
     for name in NAMES:
-        assert JITTED[name](states, np.ones(8, bool)) == 0.0
-        assert JITTED[name](states, np.arange(8) != 3) > 0.0
+        assert JITTED[name](states, np.ones(16, bool)) == 0.0
+        assert JITTED[name](states, np.arange(16) != 3) > 0.0
+
+
+def test_no_value_that_is_not_finite_gets_past_the_first_step():
+    # A decomposition may never return from one.
+    states = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    states[3, 2], states[9] = np.nan, np.inf
+    for mask, finite in ((np.ones(16, bool), False), (np.arange(16) % 6 != 3, True)):
+        rows = jax.jit(compact)(states, mask)
+        assert rows.finite == finite
+        assert np.all(np.isfinite(rows.states))
+        assert np.any(rows.states) == finite
 
 
 def test_bfloat16_is_computed_in_float32():

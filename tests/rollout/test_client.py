@@ -194,11 +194,13 @@ def test_arrays_that_do_not_fit_their_specs(world, arrays, match):
     replica = world.replica()
     client = world.client(replica)
     version = sync(client)
-    with pytest.raises(ValueError, match=match):
-        client.sync_weights(FAKE_SPECS, lambda: arrays, step=1)
+    num_threads = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(ValueError, match=match):
+            client.sync_weights(FAKE_SPECS, lambda: arrays, step=1)
     assert len(list(client.generate(make_requests(), SamplingParams(4), version=version))) == 8
     assert sync(client, step=1).step == 1
-    wait_until(lambda: not any("consume_request" in t.name for t in threading.enumerate()))
+    wait_until(lambda: threading.active_count() <= num_threads + 1)  # the channel may keep one
 
 
 def test_weights_of_another_model_are_refused(world):
@@ -496,6 +498,17 @@ def test_request_beyond_the_limits_is_not_retried(world):
     version = sync(client)
     with pytest.raises(ValueError, match=f"{replica.address} refuses the call: .*max_tokens=5000"):
         list(client.generate(make_requests(), SamplingParams(5000), version=version))
+
+
+def test_long_prompts_and_responses_fit_into_messages(world):  # gRPC's default limit is 4 MiB
+    replica = world.replica(max_prompt_tokens=5_000_000, max_response_tokens=700_000)
+    client = world.client(replica)
+    prompt = np.zeros(5_000_000, np.int32)
+    request = dataclasses.replace(make_requests(1, 1)[0], prompt_ids=prompt, seed=699_999)
+    sampling = SamplingParams(700_000)
+    version = sync(client)
+    (rollout,) = client.generate([request], sampling, version=version)
+    assert_complete([rollout], [request], sampling, version=version)
 
 
 def test_repeated_sample_id_is_refused(world):

@@ -272,6 +272,16 @@ def test_chunks_that_do_not_fill_the_states_are_refused():
         decode(call, rollout, drop=(0,))
 
 
+def test_response_inside_another_is_refused():
+    states = np.zeros((600, 1, 3584), ml_dtypes.bfloat16)
+    rollout = make_rollout(600, states, response_ids=np.zeros(600, np.int32))
+    call = make_call(600, HiddenStateParams((0,)), num_samples=2)
+    decoder = RolloutDecoder(call, vocab_size=101)
+    assert decoder.feed(next(codec.encode_rollout(rollout))) is None
+    with pytest.raises(ValueError, match="'s0' ended after 0 of 4300800"):
+        decoder.feed(next(codec.encode_rollout(dataclasses.replace(rollout, sample_id="s1"))))
+
+
 def change_request(change, **settings):
     message = codec.encode_request(
         make_call(num_samples=2).requests, SamplingParams(8), HiddenStateParams((0,)), VERSION

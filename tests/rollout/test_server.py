@@ -60,6 +60,13 @@ def test_taken_port_is_one_line():
     assert "\n" not in str(caught.value)
 
 
+def test_port_taken_between_the_look_and_the_binding(monkeypatch):
+    monkeypatch.setattr("semrl_jax.rollout.server._check_port", lambda host, port: None)
+    with EmbeddedReplica(FakeEngine()) as replica:
+        with pytest.raises(UserError, match=f"cannot listen on {replica.address}"):
+            run_on_a_loop(serve_and_close(port=int(replica.address.split(":")[1])))
+
+
 def test_port_can_be_taken_again_after_close():
     with EmbeddedReplica(FakeEngine()) as replica:
         port = int(replica.address.split(":")[1])

@@ -1,0 +1,101 @@
+"""The replicas a run samples from: given addresses, or one embedded in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_collections
+
+from semrl_jax import data
+from semrl_jax.errors import UserError
+from semrl_jax.models import Policy
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.training.console import Reporter
+from semrl_jax.training.workdir import Workdir
+
+TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"
+
+
+@contextlib.contextmanager
+def open_client(
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    workdir: Workdir,
+    device_lock: threading.Lock,
+    reporter: Reporter,
+) -> Iterator[RolloutClient]:
+    """A connected client of `rollout.addresses`, or of a JAX replica embedded in this process."""
+    rollout = config.rollout
+    with contextlib.ExitStack() as stack:
+        if rollout.addresses:
+            addresses, token = tuple(rollout.addresses), read_token(rollout.token_file)
+        else:
+            engine = jax_engine(config, policy, tokenizer, device_lock)
+            replica = stack.enter_context(EmbeddedReplica(engine))
+            addresses, token = (replica.address,), replica.token
+        client = stack.enter_context(
+            RolloutClient(
+                addresses,
+                token,
+                run_id=workdir.run_id,
+                attempt_id=workdir.attempt_id,
+                connect_timeout_s=rollout.connect_timeout_s,
+                sync_timeout_s=rollout.call_timeout_s,
+                generate_timeout_s=rollout.call_timeout_s,
+                stall_timeout_s=rollout.stall_timeout_s,
+                tls_ca=rollout.tls_ca_file,
+                progress=reporter.line,
+            )
+        )
+        client.connect(
+            model_hash=policy.config.hash,
+            tokenizer_hash=data.tokenizer_hash(tokenizer),
+            vocab_size=policy.config.vocab_size,
+        )
+        yield client
+
+
+def jax_engine(
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    device_lock: threading.Lock | None = None,
+) -> JaxEngine:
+    """The JAX engine as the config wants it, embedded (with the trainer's lock) or on its own."""
+    rollout = config.rollout
+    return JaxEngine(
+        policy,
+        tokenizer_hash=data.tokenizer_hash(tokenizer),
+        max_batch=rollout.jax_max_batch,
+        chunk=rollout.jax_chunk_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        device_lock=device_lock,
+    )
+
+
+def read_token(token_file: str) -> str:
+    """The replicas' token from a file or $SEMRL_ROLLOUT_TOKEN; never from a command line."""
+    if token_file:
+        try:
+            token = pathlib.Path(token_file).read_text().strip()
+        except OSError as error:
+            raise UserError(
+                f"rollout.token_file={token_file} cannot be read: {error.strerror}."
+            ) from None
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise UserError(
+            "the replicas' token is empty: name a file by rollout.token_file or set "
+            f"${TOKEN_VARIABLE}."
+        )
+    return token
