@@ -76,13 +76,10 @@ class PrefixSpectra:
         width = self.states.shape[1]
         valid = jnp.arange(size) < num_rows
         count = jnp.maximum(num_rows, 1).astype(jnp.float32)
-        # Centring takes one dimension: a value past min(T - 1, D) is rounding.
-        rank_bound = jnp.minimum(num_rows - 1, width)
         if self.method == "svd":
             columns = self._factor[: min(size, width), :size]
             mean = jnp.sum(jnp.where(valid[None], columns, 0.0), axis=1, keepdims=True) / count
-            sigma = singular_values(jnp.where(valid[None], columns - mean, 0.0), active)
-            return jnp.where(jnp.arange(sigma.shape[0]) < rank_bound, sigma, 0.0)
+            return singular_values(jnp.where(valid[None], columns - mean, 0.0), active)
         if size <= width:
             both = valid[:, None] & valid[None]
             gram = jnp.where(both, self._factor[:size, :size], 0.0)
@@ -94,6 +91,8 @@ class PrefixSpectra:
             mean = jnp.sum(jnp.where(valid[:, None], rows, 0.0), axis=0, keepdims=True) / count
             rows = jnp.where(valid[:, None], rows - mean, 0.0)
             eigenvalues = symmetric_eigenvalues(_product(rows.T, rows), active)
+        # Centring takes one dimension: a value past min(T - 1, D) is rounding.
+        rank_bound = jnp.minimum(num_rows - 1, width)
         floor = GRAM_FLOOR * jnp.max(eigenvalues, initial=0.0)
         real = (jnp.arange(eigenvalues.shape[0]) < rank_bound) & (eigenvalues > floor)
         return jnp.sqrt(jnp.where(real, eigenvalues, 0.0))
