@@ -1,4 +1,4 @@
-"""Effective and traditional rank of one response (METHOD: zeroth-order metrics)."""
+"""Effective and traditional rank of one response."""
 
 from __future__ import annotations
 
