@@ -195,9 +195,16 @@ def test_arrays_that_do_not_fit_their_specs(world, arrays, match):
     client = world.client(replica)
     version = sync(client)
     num_threads = threading.active_count()
+
+    def read():
+        for array in arrays:
+            time.sleep(0.05)  # gRPC's reading thread waits for more meanwhile
+            yield array
+        time.sleep(0.05)
+
     for _ in range(3):
         with pytest.raises(ValueError, match=match):
-            client.sync_weights(FAKE_SPECS, lambda: arrays, step=1)
+            client.sync_weights(FAKE_SPECS, read, step=1)
     assert len(list(client.generate(make_requests(), SamplingParams(4), version=version))) == 8
     assert sync(client, step=1).step == 1
     wait_until(lambda: threading.active_count() <= num_threads + 1)  # the channel may keep one
@@ -392,7 +399,7 @@ def test_replica_killed_in_mid_stream(world, start_process):
 
 
 def test_replica_that_exits_by_itself_and_never_returns(world, start_process):
-    _, address = start_process(script={"exit_after": 3})
+    _, address = start_process(script={"exit_after": 3, "delay_s": 0.05})
     client = world.client(address, generate_timeout_s=2.0, progress_every_s=0.3)
     version = sync(client)
     rollouts = client.generate(make_requests(), SamplingParams(4), version=version)
@@ -403,7 +410,7 @@ def test_replica_that_exits_by_itself_and_never_returns(world, start_process):
 
 @pytest.mark.parametrize("resyncs", [False, True])
 def test_restarted_replica_is_refused_until_synced(world, start_process, resyncs):
-    process, address = start_process(script={"exit_after": 3})
+    process, address = start_process(script={"exit_after": 3, "delay_s": 0.05})
     client = world.client(address)
     version = sync(client)
     requests, sampling = make_requests(), SamplingParams(16)

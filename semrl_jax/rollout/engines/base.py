@@ -41,7 +41,7 @@ class Engine(abc.ABC):
         hidden_states: HiddenStateParams,
         version: WeightVersion,
     ) -> AsyncIterator[Rollout]:
-        """Yields each response as it finishes; closing the iterator ends the rest.
+        """Yields each response as it finishes; an async generator, whose `aclose` ends the rest.
 
         Randomness follows from the requests' seeds and the contents of this call alone.
         """
