@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import typing
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -23,23 +24,23 @@ class Pair:
     torch_model: typing.Any
     policy: models.Policy
     params: dict
-    directory: str
+    directory: pathlib.Path
 
 
 def make_pair(directory, **overrides) -> Pair:
     """Saves a random float32 Qwen2 by transformers and loads it by ours."""
-    sizes = dict(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        rope_theta=10_000.0,
-    )
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "rope_theta": 10_000.0,
+    }
     config = transformers.Qwen2Config(**(sizes | overrides))
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(config).eval().float()

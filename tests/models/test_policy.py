@@ -45,7 +45,9 @@ def test_logprobs_and_entropy_match_transformers_in_any_block(pair, padded):
         logprobs, entropy = pair.policy.token_logprobs(
             pair.params, states, padded.token_ids, temperature=0.7, max_logits=max_logits
         )
-        chosen = log_softmax.gather(-1, padded.torch_arguments()["input_ids"].long()[..., None])[..., 0]
+        chosen = log_softmax.gather(-1, padded.torch_arguments()["input_ids"].long()[..., None])[
+            ..., 0
+        ]
         # 1e-5 nats on log-probabilities near -10: float32 rounding of logits near 30.
         np.testing.assert_allclose(logprobs, chosen.numpy(), atol=1e-5, rtol=1e-5)
         want = -(log_softmax.exp() * log_softmax).sum(-1).numpy()
@@ -53,18 +55,16 @@ def test_logprobs_and_entropy_match_transformers_in_any_block(pair, padded):
 
 
 def mean_logprob(policy, params, padded):
-    states = policy.final_states(
-        params, padded.token_ids, padded.positions, padded.segment_ids
-    )
+    states = policy.final_states(params, padded.token_ids, padded.positions, padded.segment_ids)
     logprobs, _ = policy.token_logprobs(params, states[:, :-1], padded.token_ids[:, 1:])
     counted = padded.valid[:, 1:] & padded.valid[:, :-1]
     return jnp.sum(jnp.where(counted, logprobs, 0.0)) / counted.sum()
 
 
 def test_gradient_of_mean_logprob_matches_torch(pair, padded):
-    gradient = jax.jit(
-        jax.grad(lambda params: mean_logprob(pair.policy, params, padded))
-    )(pair.params)
+    gradient = jax.jit(jax.grad(lambda params: mean_logprob(pair.policy, params, padded)))(
+        pair.params
+    )
     model = pair.torch_model
     model.zero_grad()
     logits = model(**padded.torch_arguments()).logits
@@ -173,14 +173,19 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logprobs(pair, padded):
     assert states.dtype == jnp.bfloat16
     logprobs, _ = policy.token_logprobs(pair.params, states, padded.token_ids)
     assert logprobs.dtype == jnp.float32
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(policy.init(jax.random.key(0))))
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(policy.init(jax.random.key(0)))
+    )
     exact = pair.policy.final_states(
         pair.params, padded.token_ids, padded.positions, padded.segment_ids
     )
     # bfloat16 rounds at 2^-8 in each of some ten products on the way.
-    assert relative_error(
-        np.asarray(states, np.float32)[padded.valid], np.asarray(exact)[padded.valid]
-    ) < 10 * 2**-8
+    assert (
+        relative_error(
+            np.asarray(states, np.float32)[padded.valid], np.asarray(exact)[padded.valid]
+        )
+        < 10 * 2**-8
+    )
 
 
 def test_unknown_dtype_and_remat_are_refused(pair):

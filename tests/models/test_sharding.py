@@ -18,9 +18,14 @@ MESHES = (
 def policy():
     return models.Policy(
         models.DecoderConfig(
-            vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
-            num_kv_heads=2, head_dim=8,
-        )  # fmt: skip
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+        )
     )
 
 
@@ -69,5 +74,5 @@ def test_mesh_that_does_not_fit_is_refused(sizes, message):
 def test_axis_that_does_not_divide_is_refused(policy):
     mesh = models.make_mesh({"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 8})
     params = {"embed": {"embedding": np.zeros((50, 32), np.float32)}}
-    with pytest.raises(UserError, match="mesh.tensor=8 must divide the 50 rows"):
+    with pytest.raises(UserError, match=r"mesh\.tensor=8 must divide the 50 rows"):
         models.parameter_shardings(params, mesh)

@@ -1,0 +1,320 @@
+"""The JAX engine over the real wire: right numbers, the same numbers, and no waste.
+
+The published implementation pairs the responses of a group with the wrong hidden states once G > 1
+or lengths differ; every test of states here has both.
+"""
+
+import asyncio
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import models
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines import decoding
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
+
+CONFIG = models.DecoderConfig(
+    vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=32, tie_embeddings=True,
+)  # fmt: skip
+EOS, STOP = 1, 2
+VERSION = WeightVersion("run", "attempt", 0, "digest")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return models.Policy(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(policy):
+    # Larger logits than a fresh model's: some tokens are likely, so that lengths vary.
+    params = policy.init(jax.random.key(3))
+    return jax.tree.map(lambda leaf: leaf * 1.5, params)
+
+
+def make_requests(num_groups=5, group_size=4, seed=0, shortest=1):
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(3, 31, random.integers(shortest, 14)) for _ in range(num_groups)]
+    return [
+        SampleRequest(
+            f"{group}/{sample}", group, sample, prompts[group].astype(np.int32),
+            int(random.integers(2**63)),
+        )
+        for group in range(num_groups)
+        for sample in range(group_size)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def synced_client(policy, params, *, dtype="float32", **options):
+    """A client of an embedded replica that holds `params`, sent over the wire."""
+    with EmbeddedReplica(JaxEngine(policy, **options)) as replica:
+        with RolloutClient(
+            [replica.address], replica.token, run_id="run", attempt_id="attempt"
+        ) as client:
+            client.connect(model_hash=policy.config.hash, tokenizer_hash="", vocab_size=31)
+            version = client.sync_weights(
+                models.tensor_specs(policy.config, dtype),
+                lambda: (a for _, a in models.iterate_hf_tensors(params, policy.config, dtype)),
+                step=0,
+            )
+            yield client, version
+
+
+def full_forward(policy, params, rollouts, temperature=1.0):
+    """States and log-probabilities of all responses by one uncached, right-padded pass."""
+    sequences = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
+    columns = np.arange(-(-max(map(len, sequences)) // 64) * 64)
+    ids = np.stack([np.resize(sequence, len(columns)) for sequence in sequences])
+    segments = (columns[None] < np.array([[len(sequence)] for sequence in sequences])).astype("i4")
+    positions = np.broadcast_to(columns.astype(np.int32), ids.shape)
+
+    @jax.jit
+    def forward(params, ids, positions, segments):
+        states = policy.final_states(params, ids, positions, segments)[:, :-1]
+        return states, policy.token_logprobs(params, states, ids[:, 1:], temperature=temperature)[0]
+
+    states, logprobs = jax.device_get(forward(params, ids, positions, segments))
+    for row, rollout in enumerate(rollouts):
+        response = slice(len(rollout.prompt_ids) - 1, len(sequences[row]) - 1)
+        yield rollout, states[row, response], logprobs[row, response]
+
+
+@pytest.mark.parametrize("max_batch", [64, 8])
+def test_logprobs_and_states_are_those_of_the_policy(policy, params, max_batch):
+    """Ragged prompts and responses, G = 4; with 8 slots for 20 responses, slots are refilled."""
+    sampling = SamplingParams(40, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+    states = HiddenStateParams((-1,), "float32")
+    requests = make_requests()
+    with synced_client(policy, params, max_batch=max_batch, chunk=7) as (client, version):
+        rollouts = list(client.generate(requests, sampling, states, version=version))
+    assert sorted(r.sample_id for r in rollouts) == sorted(r.sample_id for r in requests)
+    assert len({len(r.response_ids) for r in rollouts}) > 5
+    assert {"eos", "stop", "length"} == {r.finish_reason for r in rollouts}
+    by_id = {request.sample_id: request for request in requests}
+    for rollout, expected_states, expected_logprobs in full_forward(
+        policy, params, rollouts, temperature=0.8
+    ):
+        np.testing.assert_array_equal(rollout.prompt_ids, by_id[rollout.sample_id].prompt_ids)
+        # The issue at hand asks 1e-4; float32 sums in another order give about 5e-6 here.
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected_logprobs, atol=5e-5)
+        scale = np.abs(expected_states).max()
+        np.testing.assert_allclose(
+            rollout.hidden_states[:, 0] / scale, expected_states / scale, atol=1e-5
+        )
+        ends = {"eos": [EOS], "stop": [STOP], "length": [*range(3, 31), 0]}[rollout.finish_reason]
+        assert rollout.response_ids[-1] in ends
+        assert not np.isin(rollout.response_ids[:-1], (EOS, STOP)).any()
+        assert (len(rollout.response_ids) == 40) or rollout.finish_reason != "length"
+        assert [s.version for s in rollout.versions] == [version]
+
+
+def test_inner_layers_are_those_of_the_full_pass(policy, params):
+    """Layer i is the input of layer i; the embedding of the token before is layer 0."""
+    states = HiddenStateParams((0, 1, 2, -1), "float32")
+    with synced_client(policy, params) as (client, version):
+        rollouts = list(
+            client.generate(make_requests(), SamplingParams(20), states, version=version)
+        )
+    table = np.asarray(params["embed"]["embedding"])
+    for rollout, final_states, _ in full_forward(policy, params, rollouts):
+        assert rollout.layers == (0, 1, 2, -1)
+        read = np.concatenate([rollout.prompt_ids[-1:], rollout.response_ids[:-1]])
+        np.testing.assert_array_equal(rollout.hidden_states[:, 0], table[read])
+        assert not np.allclose(rollout.hidden_states[:, 1], rollout.hidden_states[:, 0])
+        for plane in (2, 3):  # 2 is the number of layers: the final state, as -1
+            np.testing.assert_allclose(
+                rollout.hidden_states[:, plane], final_states, rtol=1e-4, atol=1e-4
+            )
+
+
+def test_bfloat16_states_are_the_float32_ones_rounded(policy, params):
+    with synced_client(policy, params) as (client, version):
+        exact, rounded = (
+            {
+                r.sample_id: r.hidden_states
+                for r in client.generate(
+                    make_requests(),
+                    SamplingParams(12),
+                    HiddenStateParams((-1,), dtype),
+                    version=version,
+                )
+            }
+            for dtype in ("float32", "bfloat16")
+        )
+    for name, states in exact.items():
+        np.testing.assert_array_equal(rounded[name], states.astype(jnp.bfloat16))
+
+
+def test_truncated_sampling_reports_the_truncated_distribution(policy, params):
+    sampling = SamplingParams(30, temperature=1.3, top_k=6, top_p=0.8)
+    with synced_client(policy, params) as (client, version):
+        rollouts = list(client.generate(make_requests(), sampling, version=version))
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+        assert rollout.hidden_states is None
+        # Renormalised over at most six tokens.
+        assert (rollout.rollout_logprobs <= 1e-6).all()
+    above = np.concatenate([r.rollout_logprobs - r.rollout_raw_logprobs for r in rollouts])
+    assert above.mean() > 0.1
+
+
+def as_bytes(rollouts):
+    return {
+        r.sample_id: (
+            r.response_ids.tobytes(), r.rollout_logprobs.tobytes(),
+            None if r.hidden_states is None else r.hidden_states.tobytes(), r.finish_reason,
+        )
+        for r in rollouts
+    }  # fmt: skip
+
+
+def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):
+    sampling = SamplingParams(30, eos_token_ids=(EOS,))
+    states = HiddenStateParams((-1,), "float32")
+    with synced_client(policy, params, max_batch=8, chunk=5) as (client, version):
+        first = as_bytes(client.generate(make_requests(), sampling, states, version=version))
+        list(client.generate(make_requests(3, 2, seed=9), sampling, version=version))
+        again = as_bytes(client.generate(make_requests(), sampling, states, version=version))
+        other = as_bytes(client.generate(make_requests(seed=1), sampling, states, version=version))
+    assert first == again
+    assert first != other
+    with synced_client(policy, params, max_batch=8, chunk=5) as (client, version):
+        assert first == as_bytes(
+            client.generate(make_requests(), sampling, states, version=version)
+        )
+
+
+def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
+    """bfloat16 on the wire: the replica samples with the rounded weights."""
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params)
+    with synced_client(policy, params, dtype="bfloat16") as (client, version):
+        rollouts = list(client.generate(make_requests(), SamplingParams(10), version=version))
+    for rollout, _, raw in full_forward(policy, rounded, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+    differences = [
+        np.abs(rollout.rollout_raw_logprobs - raw).max()
+        for rollout, _, raw in full_forward(policy, params, rollouts)
+    ]
+    assert max(differences) > 1e-3
+
+
+def make_call(policy, params, requests, sampling, **options):
+    return decoding.DecodingCall(
+        policy, jax.device_put(params), requests, sampling, HiddenStateParams(), VERSION,
+        **({"max_batch": 64, "chunk": 4} | options),
+    )  # fmt: skip
+
+
+def test_finished_responses_stop_costing(policy, params, monkeypatch):
+    """Once most responses have ended, the decode batch shrinks to the least power of two."""
+    batches = []
+    real = decoding.decode_chunk
+
+    def spy(params, slots, *arguments, **options):
+        batches.append(slots.active.shape[0])
+        return real(params, slots, *arguments, **options)
+
+    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    sampling = SamplingParams(200, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+    call = make_call(policy, params, make_requests(16, 4), sampling)
+    rollouts = []
+    while not call.done:
+        rollouts += call.turn()
+    assert batches[0] == 64 and batches[-1] == 8
+    assert batches == sorted(batches, reverse=True)
+    longest = max(len(r.response_ids) for r in rollouts)
+    assert 4 * len(batches) < longest + 4 + 4  # no turn after the last response
+
+
+def test_no_new_program_inside_a_bucket(policy, params):
+    """Other prompts of 9 to 13 tokens (one bucket) and other keys."""
+
+    def run(seed, limit):
+        requests = make_requests(2, 4, seed, shortest=9)
+        call = make_call(policy, params, requests, SamplingParams(limit, eos_token_ids=(EOS,)))
+        while not call.done:
+            call.turn()
+
+    def num_programs():
+        return decoding.decode_chunk._cache_size(), decoding.admit._cache_size()
+
+    run(0, 80)
+    before = num_programs()
+    for seed in range(1, 4):
+        run(seed, 80)
+    assert num_programs() == before
+    run(1, 200)  # a wider cache is another bucket
+    assert num_programs() != before
+
+
+def test_long_responses_widen_the_cache(policy, params):
+    """Past 64 response columns the cache grows; the numbers stay those of the full pass."""
+    with synced_client(policy, params, chunk=16) as (client, version):
+        rollouts = list(client.generate(make_requests(2, 2), SamplingParams(150), version=version))
+    assert {len(r.response_ids) for r in rollouts} == {150}
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+def test_abort_returns_what_was_sampled(policy, params):
+    call = make_call(policy, params, make_requests(20, 1), SamplingParams(50), max_batch=8)
+    call.turn()
+    rollouts = call.abort()
+    assert call.done
+    assert len(rollouts) == 20 and {r.finish_reason for r in rollouts} == {"aborted"}
+    assert sorted(len(r.response_ids) for r in rollouts) == [0] * 12 + [4] * 8
+    for rollout, _, raw in full_forward(
+        policy, params, [r for r in rollouts if len(r.response_ids)]
+    ):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+def test_closing_the_stream_ends_the_work(policy, params):
+    """The next call starts although the first would have taken 2000 tokens."""
+    with synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version):
+        stream = client.generate(make_requests(2, 2), SamplingParams(4000), version=version)
+        short = SamplingParams(3)
+        with contextlib.closing(stream):
+            pass
+        assert len(list(client.generate(make_requests(2, 2), short, version=version))) == 4
+
+
+def test_half_an_update_leaves_the_old_weights(policy, params):
+    engine = JaxEngine(policy)
+    arrays = {
+        spec.name: array for spec, array in models.iterate_hf_tensors(params, CONFIG, "float32")
+    }
+
+    def stage(value):
+        buffers = engine.begin_weight_update(models.tensor_specs(CONFIG, "float32"))
+        for name, array in arrays.items():
+            buffers[name][:] = (array * value).reshape(-1).view(np.uint8)
+
+    async def sample():
+        return as_bytes(
+            [
+                r
+                async for r in engine.generate(
+                    make_requests(2, 2), SamplingParams(8), HiddenStateParams(), VERSION
+                )
+            ]
+        )
+
+    stage(1.0)
+    asyncio.run(engine.commit_weight_update(VERSION))
+    before = asyncio.run(sample())
+    stage(2.0)
+    engine.abort_weight_update()
+    assert asyncio.run(sample()) == before
+    stage(2.0)
+    asyncio.run(engine.commit_weight_update(VERSION))
+    assert asyncio.run(sample()) != before
+    engine.close()
