@@ -1,4 +1,4 @@
-"""The records the rooms exchange. NumPy only: the rollout client must load neither JAX nor torch."""
+"""The records the rooms exchange. NumPy only: the rollout client loads neither JAX nor torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WeightVersion:
 
 
 def manifest_digest(specs: Sequence[TensorSpec], checksums: Sequence[bytes]) -> str:
-    """Hex SHA-256 of the manifest: one line of name, shape, dtype and SHA-256 a tensor, in order."""
+    """Hex SHA-256 of the manifest: a line of name, shape, dtype and SHA-256 a tensor, in order."""
     digest = hashlib.sha256()
     for spec, checksum in zip(specs, checksums, strict=True):
         line = json.dumps([spec.name, list(spec.shape), spec.dtype, checksum.hex()])

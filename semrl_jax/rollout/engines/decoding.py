@@ -246,7 +246,6 @@ class DecodingCall:
         self._version = version
         self._chunk = min(chunk, sampling.max_tokens)
         self._started = time.monotonic()
-        self.aborting = False  # set by another thread; the next turn obeys
         self._waiting = collections.deque(requests)
         self._prompt_columns = power_of_two(max(len(r.prompt_ids) for r in requests))
         self._batch = min(power_of_two(max_batch), power_of_two(len(requests)))
@@ -378,7 +377,7 @@ class DecodingCall:
             rollout_logprobs=logprobs,
             rollout_raw_logprobs=raw_logprobs,
             finish_reason=reason,
-            versions=(VersionSpan(self._version, 0, len(token_ids)),),
+            versions=(VersionSpan(self._version, 0, len(token_ids)),) if len(token_ids) else (),
             hidden_states=states if layers else None,
             layers=layers,
             generate_s=time.monotonic() - self._started,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -61,8 +61,8 @@ class JaxEngine(Engine):
         self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
         # One thread: programs of this engine follow one another, the event loop stays free.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
-        self._calls: set[DecodingCall] = set()
         self._one_call = asyncio.Lock()
+        self._num_aborts = 0  # a call that began before the last of them ends
 
     def describe(self) -> ReplicaDescription:
         max_prompts, max_prompt_tokens, max_response_tokens = self._limits
@@ -94,17 +94,15 @@ class JaxEngine(Engine):
         version: WeightVersion,
     ) -> AsyncIterator[Rollout]:
         loop = asyncio.get_running_loop()
+        num_aborts = self._num_aborts
         async with self._one_call:  # calls never share a decode batch
             call = await loop.run_in_executor(
                 self._thread, self._start, requests, sampling, hidden_states, version
             )
-            self._calls.add(call)
-            try:
-                while not call.done:
-                    for rollout in await loop.run_in_executor(self._thread, self._turn, call):
-                        yield rollout
-            finally:
-                self._calls.discard(call)
+            while not call.done:
+                turn = call.abort if self._num_aborts > num_aborts else self._locked_turn(call)
+                for rollout in await loop.run_in_executor(self._thread, turn):
+                    yield rollout
 
     def expected_tensors(self) -> Sequence[TensorSpec]:
         return tensor_specs(self._policy.config, "float32")
@@ -120,8 +118,7 @@ class JaxEngine(Engine):
         self._staged = {}
 
     async def abort(self) -> None:
-        for call in self._calls:
-            call.aborting = True
+        self._num_aborts += 1
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -134,11 +131,12 @@ class JaxEngine(Engine):
                 max_batch=self._max_batch, chunk=self._chunk,
             )  # fmt: skip
 
-    def _turn(self, call: DecodingCall) -> list[Rollout]:
-        if call.aborting:
-            return call.abort()
-        with self._device_lock:
-            return call.turn()
+    def _locked_turn(self, call: DecodingCall) -> Callable[[], list[Rollout]]:
+        def turn():
+            with self._device_lock:
+                return call.turn()
+
+        return turn
 
     def _load(self) -> None:
         tensors = {

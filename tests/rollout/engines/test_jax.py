@@ -5,7 +5,9 @@ or lengths differ; every test of states here has both.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +277,24 @@ def test_abort_returns_what_was_sampled(policy, params):
         policy, params, [r for r in rollouts if len(r.response_ids)]
     ):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
+    """Both calls ask for 4000 tokens; the second waits for the engine behind the first."""
+    sampling = SamplingParams(4000)
+    with synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version):
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            calls = [
+                threads.submit(
+                    lambda: list(client.generate(make_requests(2, 2), sampling, version=version))
+                )
+                for _ in range(2)
+            ]
+            time.sleep(1.0)  # both have reached the replica
+            client.abort()
+            rollouts = [rollout for call in calls for rollout in call.result(timeout=60)]
+    assert len(rollouts) == 8 and {r.finish_reason for r in rollouts} == {"aborted"}
+    assert max(len(r.response_ids) for r in rollouts) < 4000
 
 
 def test_closing_the_stream_ends_the_work(policy, params):
