@@ -7,7 +7,7 @@ import html
 import io
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import matplotlib
 import pyarrow.parquet as pq
@@ -89,7 +89,7 @@ def write_report(workdir: pathlib.Path) -> None:
     )
 
 
-def draw_curves(rows: Sequence[dict[str, float]]) -> Figure:
+def draw_curves(rows: Sequence[dict[str, float | int]]) -> Figure:
     """One panel a quantity over the steps; a quantity that never came is left out."""
     present = {key for row in rows for key in row}
     panels = [
@@ -138,7 +138,7 @@ def _page(name: str, record: dict, rows, image: bytes, samples: list[dict]) -> s
     def escape(value) -> str:
         return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
 
-    def table(header: Sequence[str], lines: Sequence[Sequence]) -> str:
+    def table(header: Iterable[str], lines: Iterable[Iterable]) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
         body = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"

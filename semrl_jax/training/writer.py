@@ -46,13 +46,13 @@ class MetricWriter:
         self._out.close()
         self._events.close()
 
-    def _add_events(self, row: Mapping[str, float]) -> None:
+    def _add_events(self, row: Mapping[str, float | int]) -> None:
         for name, value in row.items():
             if name != "step":
                 self._events.add_scalar(name, value, row["step"])
 
 
-def read_rows(file: pathlib.Path) -> list[dict[str, float]]:
+def read_rows(file: pathlib.Path) -> list[dict[str, float | int]]:
     """Rows of a metrics.jsonl; a torn last line, left by a kill, is dropped."""
     rows = []
     for line in file.read_text().splitlines() if file.exists() else ():

@@ -1,0 +1,57 @@
+"""Commands as a user runs them: processes with one device, no forced ones."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = ROOT / "tests" / "launch" / "tiny_config.py"
+TOKEN = "a-token-for-tests"
+
+
+def environment() -> dict[str, str]:
+    """This one without the forced devices."""
+    return {**os.environ, "XLA_FLAGS": "", "SEMRL_ROLLOUT_TOKEN": TOKEN}
+
+
+def start(*arguments, **options) -> subprocess.Popen:
+    """Starts `python -m ...`; both outputs are text pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment() | options.pop("env", {}), **options,
+    )  # fmt: skip
+
+
+def run(*arguments, timeout=120, **options) -> subprocess.CompletedProcess:
+    """Runs `python -m ...` to its end."""
+    process = start(*arguments, **options)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """Reads lines of the output up to one with `text`; fails where the process ends first."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"no {text!r} in {seen}; stderr: {process.stderr.read()}")
+
+
+@pytest.fixture
+def replica():
+    """`launch.rollout` on a free port, as a process of its own; the value is its address."""
+    process = start("launch.rollout", f"--config={TINY}", "--port=0")
+    yield read_until(process, "listens on").split()[-1]
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    process.stdout.close(), process.stderr.close()

@@ -1,0 +1,103 @@
+"""A user's mistake: one line, exit code 2, nothing left behind."""
+
+import socket
+
+import pytest
+
+from tests.launch.conftest import TINY, run
+
+MISTAKES = {
+    "unknown field": (["--config.foo=1"], "has no field 'foo'"),
+    "unknown nested field": (["--config.rollout.foo=1"], "has no field 'foo'"),
+    "wrong type": (["--config.seed=abc"], "config.seed=abc"),
+    "unknown flag": (["--foo=1"], "--foo is unknown"),
+    "stray word": (["foo"], "'foo' is not a flag"),
+    "contradictory sizes": (["--config.training.responses_per_step=7"], "is derived"),
+    "not built": (["--config.rollout.max_staleness=1"], "not built yet"),
+    "model directory missing": (["--config.model.path=/nowhere"], "config.json is missing"),
+    "mesh": (["--config.mesh.tensor=3"], "devices"),
+    "replica unreachable": (
+        ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],
+        "cannot be reached within 1 s",
+    ),
+    "token file missing": (
+        ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.token_file=/nowhere"],
+        "token_file=/nowhere cannot be read",
+    ),
+}
+
+
+def assert_one_line(result, message):
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("python -m launch.") and message in lines[0]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_train_names_the_mistake(mistake, tmp_path):
+    flags, message = MISTAKES[mistake]
+    result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags)
+    assert_one_line(result, message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_needs_config_and_workdir(tmp_path):
+    assert_one_line(run("launch.train", f"--config={TINY}"), "--workdir is needed")
+    assert_one_line(run("launch.train", f"--workdir={tmp_path / 'run'}"), "--config is needed")
+    missing = run("launch.train", "--config=nowhere.py", f"--workdir={tmp_path / 'run'}")
+    assert_one_line(missing, "No such file")
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_leaves_a_foreign_directory_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}")
+    assert_one_line(result, "holds no run")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_train_names_a_directory_it_cannot_make():
+    result = run("launch.train", f"--config={TINY}", "--workdir=/proc/nowhere")
+    assert_one_line(result, "workdir=/proc/nowhere cannot be used")
+
+
+def test_wrong_token_is_refused(replica, tmp_path):
+    result = run(
+        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
+        f"--config.rollout.addresses={replica}", env={"SEMRL_ROLLOUT_TOKEN": "another"},
+    )  # fmt: skip
+    assert_one_line(result, "token")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_is_refused(replica, tmp_path):
+    result = run(
+        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
+        f"--config.rollout.addresses={replica}", "--config.model.num_layers=2",
+    )  # fmt: skip
+    assert_one_line(result, "model_hash")
+    assert not (tmp_path / "run").exists()
+
+
+def test_rollout_names_the_mistake(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("launch.rollout", f"--config={TINY}", f"--port={port}")
+    assert_one_line(result, "Address already in use")
+    result = run("launch.rollout", f"--config={TINY}", "--host=0.0.0.0", "--port=0")
+    assert_one_line(result, "needs TLS")
+    result = run("launch.rollout", f"--config={TINY}", env={"SEMRL_ROLLOUT_TOKEN": ""})
+    assert_one_line(result, "token is empty")
+    result = run("launch.rollout", f"--config={TINY}", "--engine=abacus")
+    assert_one_line(result, "--engine='abacus' must be one of")
+
+
+@pytest.mark.parametrize("command", ["launch.train", "launch.rollout"])
+def test_help_says_what_the_command_does(command):
+    result = run(command, "--help")
+    assert result.returncode == 0
+    assert f"python -m {command}" in result.stdout and "--config" in result.stdout
+    assert not result.stderr

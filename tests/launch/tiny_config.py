@@ -1,0 +1,10 @@
+"""The small run of tests/training as an experiment file, for one device and longer."""
+
+from tests.training.conftest import tiny_config
+
+
+def get_config():
+    config = tiny_config()
+    config.training.num_steps = 6
+    config.rewards.mode = "mix"
+    return config

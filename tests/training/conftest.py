@@ -1,0 +1,98 @@
+"""A run small enough to repeat: a 1-layer policy, 4 prompts x 4 responses, a few steps."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from semrl_jax.rewards import Verdict
+from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.types import Rollout
+
+# What two runs of one config may differ in.
+VOLATILE = ("time/", "_per_s")
+
+
+def tiny_config():
+    """The quickstart's parts on 8 forced devices, in seconds."""
+    config = quickstart.get_config()
+    config.model.hidden_size = 32
+    config.model.intermediate_size = 32
+    config.model.num_layers = 1
+    config.model.num_heads = 2
+    config.model.num_kv_heads = 1
+    config.data.prompts_per_step = 4
+    config.data.num_prompts = 6  # the second step reads into the next epoch
+    config.rollout.group_size = 4
+    config.rollout.jax_max_batch = 16
+    config.warm_start.num_steps = 12
+    config.warm_start.num_demonstrations = 64
+    config.warm_start.batch_size = 16
+    config.training.num_steps = 3
+    config.training.prompts_per_minibatch = 2
+    config.training.micro_batch_size = 8
+    config.training.learning_rate = 1e-2
+    config.rewards.mode = "independent"
+    config.evaluation.every_steps = 2
+    config.evaluation.num_problems = 8
+    config.checkpoints.every_steps = 1
+    config.logging.rollouts_every_steps = 1
+    config.logging.plot_every_steps = 0
+    return config
+
+
+def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> ScoredRollout:
+    """Response `index` of a batch, scored."""
+    response_ids = fields.get("response_ids", np.array([5, 1], np.int32))
+    rollout = Rollout(
+        sample_id=str(index),
+        group_id=index // group_size,
+        sample_index=index % group_size,
+        prompt_ids=np.array([3, 4], np.int32),
+        response_ids=response_ids,
+        rollout_logprobs=-np.arange(1, len(response_ids) + 1, dtype=np.float32),
+        rollout_raw_logprobs=None,
+        finish_reason=fields.get("finish_reason", "eos"),
+        versions=(),
+        metrics=metrics or {},
+    )
+    verdict = Verdict(
+        score=score, correct=score > 0, boxed=True, extracted=None, error=fields.get("error", "")
+    )
+    return ScoredRollout(rollout, fields.get("response", "text"), "7", verdict)
+
+
+@pytest.fixture
+def config():
+    return tiny_config()
+
+
+def read_rows(workdir) -> list[dict]:
+    return [
+        json.loads(line)
+        for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def stable(rows) -> list[dict]:
+    """Rows without what the clock decides."""
+    return [
+        {key: value for key, value in row.items() if not any(part in key for part in VOLATILE)}
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def rewarded(monkeypatch):
+    """Scores by response length: an untrained policy solves nothing, and equal rewards teach
+    nothing. The verifier and all else stay real."""
+    from semrl_jax.training import loop
+
+    def by_length(scored, config, step):
+        lengths = np.array([len(item.rollout.response_ids) for item in scored], np.float32)
+        tokens = np.array([item.rollout.response_ids[0] for item in scored], np.float32)
+        return (lengths + tokens).reshape(-1, config.rollout.group_size)
+
+    monkeypatch.setattr(loop, "group_rewards", by_length)

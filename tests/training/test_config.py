@@ -1,0 +1,58 @@
+"""Every contradiction is named before anything starts."""
+
+import pytest
+
+from configs import default, quickstart
+from semrl_jax.errors import UserError
+from semrl_jax.training import validate
+
+
+@pytest.mark.parametrize("module", [default, quickstart])
+def test_shipped_configs_are_valid(module):
+    validate(module.get_config().lock())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
+        ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
+        ("training.micro_batch_size", 7, "micro_batch_size=7 must divide the 256"),
+        ("training.learning_rate", 0.0, r"training.learning_rate=0.0 must be above 0"),
+        ("training.num_steps", -1, r"training.num_steps=-1 must be at least 0"),
+        ("rollout.group_size", 1, r"rollout.group_size=1 must be at least 2"),
+        ("rollout.max_staleness", 1, r"rollout.max_staleness=1 is not built yet"),
+        ("rollout.temperature", 0.0, "leaves no advantage"),
+        ("rollout.top_p", 0.0, r"rollout.top_p=0.0 must be in \(0, 1\]"),
+        ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
+        ("data.task", "chess", "data.task='chess' must be one of"),
+        ("metrics.stride", 40, "leaves under 3 prefixes"),
+        ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
+        ("metrics.window", "last", "metrics.window='last' must be one of"),
+        ("metrics.method", "qr", "metrics.method='qr' must be one of"),
+        ("metrics.names", ("rank",), "metrics.names has 'rank'"),
+        ("metrics.names", ("curvature",), "does not measure"),
+        ("metrics.placement", "rollout", "is not built yet"),
+        ("hidden_states.source", "none", "leaves nothing to shape with"),
+        ("hidden_states.source", "disk", "hidden_states.source='disk' must be one of"),
+        ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
+        ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
+        ("shaping.explore_weights", (1.0,), "explore_weights"),
+        ("shaping.guidance", "luck", "luck"),
+        ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
+        ("algorithms.loss.clip_epsilon", 1.0, "clip_epsilon=1.0 must be in"),
+        ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
+        ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
+        ("model.num_heads", 3, "must divide model.hidden_size=128"),
+        ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
+        ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
+        ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
+        ("checkpoints.keep", 0, r"checkpoints.keep=0 must be above 0"),
+    ],
+)
+def test_a_contradiction_is_named(field, value, message):
+    config = quickstart.get_config()
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=message) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)

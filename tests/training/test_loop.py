@@ -1,0 +1,153 @@
+"""Whole small runs in this process, on 8 forced devices."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pyarrow.parquet as pq
+import pytest
+
+from semrl_jax.training import loop, train
+from tests.training.conftest import read_rows, stable, tiny_config
+
+
+def final_params(workdir, step):
+    """Parameters of a checkpoint, read by Orbax alone."""
+    state = ocp.StandardCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+    return state["params"]
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def largest_difference(actual, expected):
+    return max(
+        jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), actual, expected))
+    )
+
+
+def test_a_run_leaves_what_a_later_tool_needs(config, tmp_path, rewarded):
+    workdir = tmp_path / "run"
+    assert train(config, str(workdir)) == 0
+    rows = read_rows(workdir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert ["eval/arithmetic/greedy_accuracy" in row for row in rows] == [True, False, True, True]
+    for row in rows[:3]:
+        for key in (
+            "reward/mean", "reward/correct", "response/length/mean", "metrics/effective_rank/mean",
+            "metrics/effective_rank_velocity/mean", "shaping/valid_fraction/mean",
+            "shaping/beta/mean", "policy/loss", "policy/clip_fraction", "policy/approx_kl",
+            "policy/entropy", "policy/grad_norm", "rollout/tokens_per_s", "rollout/staleness",
+            "rollout/logprob_mismatch/max", "time/generate_s", "time/update_s", "time/step_s",
+        ):  # fmt: skip
+            assert np.isfinite(row[key]), key
+        assert row["rollout/logprob_mismatch/max"] < 1e-4  # float32 engine and policy
+    assert rows[0]["shaping/active"] == 0 and rows[1]["shaping/active"] == 1
+    record = json.loads((workdir / "config.json").read_text())
+    assert record["config"]["training"]["num_steps"] == 3 and record["versions"]["jax"]
+    table = pq.read_table(workdir / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(table) == 16
+    assert [(r["group_id"], r["sample_index"]) for r in table] == [
+        (4 + group, sample) for group in range(4) for sample in range(4)
+    ]
+    assert all(len(r["response_ids"]) == len(r["rollout_logprobs"]) for r in table)
+    assert (workdir / "curves.png").stat().st_size > 10_000
+    assert "<img src=" in (workdir / "report.html").read_text()
+    assert list((workdir / "tensorboard").iterdir())
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
+    tmp_path, rewarded, capsys
+):
+    """Straight through 4 steps; and 2 steps, then the rest by another call."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    config = tiny_config()
+    config.training.num_steps = 4
+    train(config, str(straight))
+    config.training.num_steps = 2
+    train(config, str(resumed))
+    config.training.num_steps = 4
+    train(config, str(resumed))
+    assert "resumed" in capsys.readouterr().out
+    assert_same(final_params(resumed, 4), final_params(straight, 4))
+    assert largest_difference(final_params(straight, 4), final_params(straight, 3)) > 0
+    expected, actual = stable(read_rows(straight)), stable(read_rows(resumed))
+    counters = ("rollout/", "reward/num_")  # events of one attempt, not of the run
+    for row, want in zip(actual, expected, strict=True):
+        for key, value in want.items():
+            if not (key.startswith(counters) and key.count("/") == 1):
+                assert row[key] == value, key
+    for step in range(4):
+        name = f"step_{step:06d}.parquet"
+        tables = [pq.read_table(path / "rollouts" / name) for path in (straight, resumed)]
+        assert tables[0].equals(tables[1]), name
+
+
+def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
+    """The first update has no baselines and is the same; from the second on the bonus tells."""
+    params = {}
+    for target in ("advantage", "none"):
+        config = tiny_config()
+        config.shaping.target = target
+        config.checkpoints.keep = 3
+        train(config, str(tmp_path / target))
+        params[target] = [final_params(tmp_path / target, step) for step in (1, 2)]
+    assert_same(params["advantage"][0], params["none"][0])
+    assert largest_difference(params["advantage"][1], params["none"][1]) > 1e-5
+    rows = read_rows(tmp_path / "advantage")
+    assert rows[1]["shaping/bonus/mean"] > 0
+    assert "shaping/bonus/mean" not in read_rows(tmp_path / "none")[1] or (
+        read_rows(tmp_path / "none")[1]["shaping/bonus/mean"] == 0
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
+    metrics = {}
+    for source in ("rollout", "policy"):
+        config = tiny_config()
+        config.training.num_steps = 1
+        config.hidden_states.source = source
+        config.hidden_states.dtype = dtype
+        config.hidden_states.compare_every = 1
+        train(config, str(tmp_path / source))
+        row = read_rows(tmp_path / source)[0]
+        # bfloat16 keeps 8 bits: rounding by up to 2^-9 a coordinate, less over a row.
+        limit = {"float32": 1e-4, "bfloat16": 2**-8}[dtype]
+        assert row["rollout/hidden_state_mismatch/max"] < limit
+        metrics[source] = row["metrics/effective_rank/mean"]
+    tolerance = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(metrics["policy"], metrics["rollout"], rtol=tolerance)
+
+
+def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded):
+    config.hidden_states.source = "none"
+    config.shaping.target = "none"
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "run")) == 0
+    row = read_rows(tmp_path / "run")[1]
+    assert row["rollout/state_bytes"] == 0
+    assert not any(key.startswith("metrics/effective_rank") for key in row)
+
+
+def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
+    config, tmp_path, monkeypatch
+):
+    real = loop.shaped_advantages
+
+    def spoiled(*arguments):
+        shaped, report = real(*arguments)
+        return shaped.at[0, 0].set(np.inf), report
+
+    monkeypatch.setattr(loop, "shaped_advantages", spoiled)
+    config.training.prompts_per_minibatch = 4
+    config.training.max_skipped_updates = 2
+    with pytest.raises(RuntimeError, match="2 updates in a row was not finite"):
+        train(config, str(tmp_path / "run"))
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
+    saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
+    assert any(np.isinf(saved[name]).any() for name in saved)

@@ -1,0 +1,166 @@
+"""What a run writes and reads back: rows, events, rollouts, the picture, the directory."""
+
+import json
+
+import numpy as np
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.training.batch import bucket, pad_batch
+from semrl_jax.training.console import summary_line
+from semrl_jax.training.report import draw_curves, write_report
+from semrl_jax.training.statistics import batch_scalars, metric_arrays
+from semrl_jax.training.workdir import open_workdir
+from semrl_jax.training.writer import MetricWriter, read_rows, remove_rollouts, write_rollouts
+from tests.training.conftest import make_scored
+
+
+def write_rows(path, steps, first_step=0, **scalars):
+    writer = MetricWriter(path, first_step)
+    for step in steps:
+        writer.write(step, {"reward/mean": step / 10} | scalars)
+    writer.close()
+
+
+def event_steps(path):
+    """Steps in the event files, by a search for the tag in their records."""
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format's other end
+
+    steps = []
+    for file in (path / "tensorboard").iterdir():
+        content, offset = file.read_bytes(), 0
+        while offset < len(content):  # length, its checksum, the event, its checksum
+            length = int.from_bytes(content[offset : offset + 8], "little")
+            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+            steps += [event.step for value in event.summary.value if value.tag == "reward/mean"]
+            offset += length + 16
+    return steps
+
+
+def test_no_step_stands_twice_after_a_resume(tmp_path):
+    write_rows(tmp_path, range(5))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')  # torn by a kill
+    write_rows(tmp_path, range(3, 6), first_step=3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(6))
+    assert event_steps(tmp_path) == list(range(6))
+
+
+def test_rollout_files_of_redone_steps_are_removed(tmp_path):
+    scored = [make_scored(i) for i in range(4)]
+    for step in range(4):
+        write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)))
+    (tmp_path / "step_000001.writing").write_bytes(b"torn")
+    remove_rollouts(tmp_path, 2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "step_000000.parquet",
+        "step_000001.parquet",
+    ]
+
+
+def test_statistics_by_hand():
+    metrics = [
+        {"effective_rank": 4.0, "effective_rank_valid": 1.0},
+        {"effective_rank": 2.0, "effective_rank_valid": 1.0},
+        {"effective_rank": 0.0, "effective_rank_valid": 0.0},
+        {"effective_rank": 8.0, "effective_rank_valid": 1.0},
+    ]
+    scored = [
+        make_scored(0, score=1.0, metrics=metrics[0]),
+        make_scored(1, score=-1.0, metrics=metrics[1], finish_reason="length"),
+        make_scored(2, score=-1.0, metrics=metrics[2], response_ids=np.array([1], np.int32)),
+        make_scored(3, score=1.0, metrics=metrics[3], error="timeout"),
+    ]
+    rewards = np.array([[1, -1], [-1, -1]], np.float32)
+    scalars = batch_scalars(scored, rewards)
+    assert scalars["reward/correct"] == 0.5
+    assert scalars["reward/mean"] == -0.5
+    assert scalars["reward/zero_variance_group_fraction"] == 0.5
+    assert scalars["reward/verifier_error_fraction"] == 0.25
+    assert scalars["response/length/mean"] == 7 / 4
+    assert scalars["response/length_fraction"] == 0.25
+    assert scalars["metrics/effective_rank/mean"] == 14 / 3
+    assert scalars["metrics/effective_rank/correct"] == 6
+    assert scalars["metrics/effective_rank/incorrect"] == 2
+    assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
+    arrays = metric_arrays(scored)
+    assert arrays["effective_rank"].dtype == np.float32
+    np.testing.assert_array_equal(arrays["effective_rank_valid"], [True, True, False, True])
+
+
+def test_ragged_rollouts_are_padded_by_hand():
+    scored = [
+        make_scored(0),
+        make_scored(1, response_ids=np.array([6, 7, 8], np.int32)),
+    ]  # fmt: skip
+    batch = pad_batch(
+        [item.rollout for item in scored], np.array([1.0, 0.0], np.float32), pad_token_id=9,
+        max_prompt_tokens=3, max_response_tokens=4,
+    )  # fmt: skip
+    np.testing.assert_array_equal(batch.token_ids, [[9, 3, 4, 5, 1, 9, 9], [9, 3, 4, 6, 7, 8, 9]])
+    np.testing.assert_array_equal(batch.positions, [[0, 0, 1, 2, 3, 0, 0], [0, 0, 1, 2, 3, 4, 0]])
+    np.testing.assert_array_equal(batch.segment_ids, [[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0]])
+    np.testing.assert_array_equal(batch.response_mask, batch.segment_ids[:, 3:] == 1)
+    np.testing.assert_array_equal(batch.response_ids, [[5, 1, 9, 9], [6, 7, 8, 9]])
+    np.testing.assert_array_equal(batch.rollout_logprobs, [[-1, -2, 0, 0], [-1, -2, -3, 0]])
+    assert [bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
+
+
+def test_report_shows_hostile_text_as_text(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    write_rows(workdir.path, range(3), **{"policy/loss": 0.1, "eval/arithmetic/greedy_accuracy": 1})
+    hostile = "<script>alert(1)</script>&"
+    scored = [make_scored(i, response=hostile) for i in range(4)]
+    write_rollouts(workdir.rollouts, 2, scored, lambda ids: hostile)
+    write_report(workdir.path)
+    page = (workdir.path / "report.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    assert workdir.run_id in page
+    assert (workdir.path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_panels_without_data_are_left_out():
+    figure = draw_curves([{"step": 0, "reward/mean": 1.0}, {"step": 1, "reward/mean": 2.0}])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward"]
+
+
+def test_summary_line_leaves_out_what_is_missing():
+    line = summary_line(3, 10, {"reward/correct": 0.5, "time/step_s": 1.25}, 75.0)
+    assert line == "step    3/10  correct 50.0 %  step 1.25 s  left 1:15"
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
+    first = open_workdir(str(tmp_path / "run"), config)
+    assert not first.resumed
+    with pytest.raises(UserError, match="belongs to a run that is going on"):
+        open_workdir(str(tmp_path / "run"), config)
+    first.close()
+    config.training.num_steps = 7
+    second = open_workdir(str(tmp_path / "run"), config)
+    assert second.resumed and second.run_id == first.run_id
+    assert second.attempt_id != first.attempt_id
+    assert second.changed == ("training.num_steps: 3 -> 7",)
+    second.close()
+    config.seed = 5
+    with pytest.raises(UserError, match=r"another config \(seed: 0 -> 5\)"):
+        open_workdir(str(tmp_path / "run"), config)
+
+
+def test_foreign_directories_are_left_alone(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_workdir(str(tmp_path), config)
+    with pytest.raises(UserError, match="is a file"):
+        open_workdir(str(tmp_path / "thesis.tex"), config)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "config.json").write_text(json.dumps({"lr": 1}))
+    with pytest.raises(UserError, match="is not the record of a run"):
+        open_workdir(str(tmp_path), config)
+
+
+def test_what_an_early_mistake_leaves_is_removed(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    workdir.discard()
+    workdir.close()
+    assert not (tmp_path / "run").exists()
