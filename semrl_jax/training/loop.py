@@ -13,6 +13,7 @@ from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
 from semrl_jax.training.console import Bar, Reporter, summary_line
+from semrl_jax.training.policy_setup import build_policy, starting_params
 from semrl_jax.training.report import write_report
 from semrl_jax.training.run import Run, open_run
 from semrl_jax.training.scoring import ScoredRollout
@@ -84,6 +85,25 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
         evaluation = run.evaluate(state.params, version, step, clock, bar)
         writer.write(step, evaluation | clock.scalars())
         run.reporter.line(evaluation_line(step, evaluation))
+
+
+def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
+    """Makes the warm start of a run directory, if it is not there yet; returns as `train`."""
+    validate(config)
+    reporter = Reporter()
+    stop = StopRequest()
+    directory = open_workdir(workdir, config)
+    try:
+        with stop.installed(), stop.interruptible():
+            policy, tokenizer = build_policy(config)
+            starting_params(config, policy, tokenizer, directory.warm_start, reporter)
+    except Preempted as preempted:
+        reporter.line(f"{preempted}: stopped; the same command starts again")
+        return EXIT_PREEMPTED
+    finally:
+        directory.close()
+    reporter.line(f"done: {directory.warm_start} is a Hugging Face model directory")
+    return 0
 
 
 def train(config: ml_collections.ConfigDict, workdir: str) -> int:

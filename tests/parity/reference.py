@@ -82,7 +82,7 @@ class MiniBatch:
     clip_fraction: float
     approximate_kl: float
     grad_norm: float  # before the clip
-    clipped_gradient: dict[str, torch.Tensor]
+    first_moment: dict[str, torch.Tensor]
     second_moment: dict[str, torch.Tensor]
 
 
@@ -195,6 +195,10 @@ def optimise(
     parameters = dict(model.named_parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
     optimizer.step()
+
+    def moment(name: str) -> dict[str, torch.Tensor]:
+        return {key: optimizer.state[p][name].clone() for key, p in parameters.items()}
+
     return MiniBatch(
         loss=loss.item(),
         policy_gradient=policy_gradient.item(),
@@ -203,10 +207,8 @@ def optimise(
         clip_fraction=(clipped > unclipped).float().mean().item(),
         approximate_kl=(old - logprobs).mean().item(),
         grad_norm=grad_norm.item(),
-        clipped_gradient={name: p.grad.clone() for name, p in parameters.items()},
-        second_moment={
-            name: optimizer.state[p]["exp_avg_sq"].clone() for name, p in parameters.items()
-        },
+        first_moment=moment("exp_avg"),
+        second_moment=moment("exp_avg_sq"),
     )
 
 

@@ -1,0 +1,33 @@
+"""Runs the supervised warm start of a config alone.
+
+    python -m launch.sft --config=configs/quickstart.py --workdir=runs/sft
+
+Leaves DIR/warm_start, a Hugging Face directory that launch.train takes as --config.model.path; a
+later launch.train in the same DIR goes on from it. Exit codes: 0 done, 2 wrong setting, 75 ended by
+a signal before it was done.
+"""
+
+from absl import flags
+from ml_collections import config_flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file with a warm_start")
+WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
+
+
+def main() -> int:
+    config, workdir = cli.locked_config(CONFIG), cli.required(WORKDIR)
+    if config.model.path or not config.warm_start.num_steps:
+        raise UserError(
+            "the warm start trains a random model: model.path must be empty and "
+            "warm_start.num_steps above 0."
+        )
+    from semrl_jax.training import warm_start  # after the flags, so that --help needs no JAX
+
+    return warm_start(config, workdir)
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

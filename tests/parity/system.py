@@ -1,0 +1,233 @@
+"""The system's own path over recorded rollouts, from a saved directory to new parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+
+from semrl_jax import models
+from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.rewards import Verdict
+from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
+from semrl_jax.training.advantages import (
+    SIGNAL_FIELDS,
+    group_rewards,
+    next_baselines,
+    shaped_advantages,
+)
+from semrl_jax.training.batch import pad_batch
+from semrl_jax.training.scoring import Measurer, ScoredRollout
+from semrl_jax.training.state import make_optimizer
+from semrl_jax.training.statistics import metric_arrays
+from semrl_jax.training.update import batch_logprobs, update_policy
+from semrl_jax.types import Rollout, RolloutBatch
+from tests.parity.models import EOS, PAD
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A policy and its reference, both read from directories that transformers saved."""
+
+    policy: models.Policy
+    params: models.Params
+    reference: models.Params
+
+    @classmethod
+    def load(cls, directory: pathlib.Path, reference: pathlib.Path) -> Model:
+        architecture = models.load_config(directory)
+        return cls(
+            models.Policy(architecture),
+            models.load_params(directory, architecture),
+            models.load_params(reference, architecture),
+        )
+
+    def tensors(self, params: models.Params) -> Tensors:
+        """Parameters, or anything shaped like them, under their transformers names."""
+        pairs = models.iterate_hf_tensors(params, self.policy.config, "float32")
+        return {spec.name: array for spec, array in pairs}
+
+
+def read_rollouts(file: pathlib.Path, group_size: int) -> list[ScoredRollout]:
+    """The recorded rollouts with their recorded rewards as verdicts."""
+    recorded = np.load(file)
+
+    def ragged(name: str, lengths: str) -> Sequence[np.ndarray]:
+        return np.split(recorded[name], np.cumsum(recorded[lengths])[:-1])
+
+    scored = []
+    for index, (prompt, response, logprobs, reward) in enumerate(
+        zip(
+            ragged("prompt_ids", "prompt_lengths"),
+            ragged("response_ids", "response_lengths"),
+            ragged("rollout_logprobs", "response_lengths"),
+            recorded["rewards"],
+        )
+    ):
+        group, sample = divmod(index, group_size)
+        rollout = Rollout(
+            sample_id=f"{group}/{sample}",
+            group_id=group,
+            sample_index=sample,
+            prompt_ids=prompt,
+            response_ids=response,
+            rollout_logprobs=logprobs,
+            rollout_raw_logprobs=None,
+            finish_reason="eos" if response[-1] == EOS else "length",
+            versions=(),
+        )
+        verdict = Verdict(float(reward), bool(reward == 1), True, None)
+        scored.append(ScoredRollout(rollout, "", "", verdict))
+    return scored
+
+
+def shaping_state(
+    config: ml_collections.ConfigDict, baselines: Sequence[float] | None
+) -> ShapingState:
+    """Baselines after some steps, in the order of `shaping.indicators`; None: before the first."""
+    state = init_shaping_state(config.shaping.indicators, guidance=config.shaping.guidance)
+    if baselines is None:
+        return state
+    return state._replace(
+        baseline=jnp.asarray(baselines, jnp.float32),
+        baseline_set=jnp.ones(len(baselines), bool),
+        num_updates=jnp.int32(3),
+    )
+
+
+def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    training = config.training
+    return make_optimizer(
+        learning_rate=training.learning_rate,
+        learning_rate_warmup_steps=training.learning_rate_warmup_steps,
+        adam_b1=training.adam_b1,
+        adam_b2=training.adam_b2,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def measured(
+    scored: Sequence[ScoredRollout], states: np.ndarray, config: ml_collections.ConfigDict
+) -> list[ScoredRollout]:
+    """Metrics of each response's own states, through the trainer's threads."""
+    with Measurer(
+        max_tokens=config.rollout.max_response_tokens,
+        num_threads=config.metrics.num_threads,
+        stride=config.metrics.stride,
+        window=config.metrics.window,
+        method=config.metrics.method,
+        names=tuple(config.metrics.names),
+    ) as measurer:
+        pending = [
+            measurer.submit(states[row, : len(item.rollout.response_ids)])
+            for row, item in enumerate(scored)
+        ]
+        return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
+
+
+def train_step(
+    model: Model,
+    scored: list[ScoredRollout],
+    baselines: Sequence[float] | None,
+    config: ml_collections.ConfigDict,
+    old_shift: Sequence[np.ndarray] | None = None,
+) -> dict[str, np.ndarray | Tensors]:
+    """One step; every intermediate by name, tokens of all responses in a row without padding."""
+    rewards = group_rewards(scored, config, 0)
+    batch = pad_batch(
+        [item.rollout for item in scored],
+        rewards.reshape(-1),
+        pad_token_id=PAD,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    mask = batch.response_mask
+    params, reference = jax.device_put(model.params), jax.device_put(model.reference)
+    options = dict(
+        policy=model.policy,
+        temperature=config.rollout.temperature,
+        micro_batch_size=config.training.micro_batch_size,
+    )
+    old_logprobs, states = batch_logprobs(params, batch, **options, with_states=True)
+    ref_logprobs, _ = batch_logprobs(reference, batch, **options)
+    found: dict[str, np.ndarray | Tensors] = {
+        "old_logprobs": np.asarray(old_logprobs)[mask],
+        "ref_logprobs": np.asarray(ref_logprobs)[mask],
+        "states": np.asarray(states)[mask],
+    }
+    if old_shift is not None:
+        shift = np.zeros(mask.shape, np.float32)
+        shift[mask] = np.concatenate(old_shift)
+        old_logprobs = old_logprobs + shift
+
+    metrics = metric_arrays(measured(scored, np.asarray(states), config))
+    names = config.shaping.indicators
+    for name in names:
+        found[name] = metrics[name]
+        found[f"{name}_valid"] = metrics[f"{name}_valid"]
+    state = shaping_state(config, baselines)
+    plain = group_relative_advantages(rewards, **config.algorithms.advantage).reshape(-1)
+    signal = compute_signal(metrics, state, **{f: config.shaping[f] for f in SIGNAL_FIELDS})
+    shaped, report = shaped_advantages(rewards, metrics, mask, state, config)
+    found |= {
+        "advantages": np.asarray(plain),
+        "deviations": np.asarray(signal.deviations).T,
+        "beta": np.asarray(signal.beta),
+        "phi": np.asarray(signal.phi),
+        "bonus": np.asarray(shaped - broadcast_to_tokens(plain, mask))[mask],
+        "mean_bonus": np.float32(report["shaping/bonus/mean"]),
+        "shaped_advantages": np.asarray(shaped)[mask],
+        "outside_the_mask": np.asarray(shaped)[~mask],
+        "baselines": np.asarray(next_baselines(state, metrics, rewards, config).baseline),
+    }
+    return found | update(
+        model, params, batch, old_logprobs, ref_logprobs, shaped, options, config
+    )
+
+
+def update(
+    model: Model,
+    params: models.Params,
+    batch: RolloutBatch,
+    old_logprobs: jax.Array,
+    ref_logprobs: jax.Array,
+    shaped: jax.Array,
+    options: dict,
+    config: ml_collections.ConfigDict,
+) -> dict[str, np.ndarray | Tensors]:
+    """The optimiser steps on mini-batches of whole groups, `<name>/<index>` of each."""
+    start = model.tensors(params)
+    optimizer = optimizer_of(config)
+    opt_state = optimizer.init(params)
+    size = config.training.prompts_per_minibatch * config.rollout.group_size
+    found: dict[str, np.ndarray | Tensors] = {}
+    for index, first in enumerate(range(0, len(old_logprobs), size)):
+        rows = jax.tree.map(
+            lambda leaf: leaf[first : first + size],  # noqa: B023
+            (batch, old_logprobs, ref_logprobs, shaped),
+        )
+        params, opt_state, scalars = update_policy(
+            params,
+            opt_state,
+            *rows,
+            **options,
+            optimizer=optimizer,
+            aggregation=config.algorithms.aggregation,
+            loss_options=tuple(sorted(config.algorithms.loss.items())),
+        )
+        assert not scalars["policy/update_skipped"]
+        for name in ("loss", "pg_loss", "entropy", "kl", "clip_fraction", "approx_kl", "grad_norm"):
+            found[f"{name}/{index}"] = np.asarray(scalars[f"policy/{name}"])
+        for name in ("mu", "nu"):
+            found[f"{name}/{index}"] = model.tensors(optax.tree.get(opt_state, name))
+    after = model.tensors(params)
+    return found | {"changes": {name: after[name] - start[name] for name in start}}
