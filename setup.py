@@ -45,6 +45,7 @@ setup(
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
             "pytest>=9.2",
+            "pytest-xdist>=3.8",
             "ruff>=0.17.5",
             "torch==2.13.0",
         ],

@@ -14,6 +14,7 @@ from tests.launch.conftest import TINY, read_until, run, start
 from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
+pytestmark = pytest.mark.slow
 
 
 def train(workdir, *flags):

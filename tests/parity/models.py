@@ -1,5 +1,9 @@
 """Tiny random Qwen2 models, the same for recording and for the comparison."""
 
+import os
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 import torch
 import transformers
 

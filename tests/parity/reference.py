@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -130,7 +131,7 @@ def measure(states: torch.Tensor, stride: int) -> tuple[list[float], list[bool]]
     """(ERA, ERV, ER) over prefixes of 1, 2, ... strides, and which of them are defined."""
     series = [effective_rank(states[:end]) for end in range(stride, len(states) + 1, stride)]
     delta = [series[j] - sum(series[:j]) / j for j in range(1, len(series))]
-    jumps = [later - earlier for earlier, later in zip(delta, delta[1:])]
+    jumps = [later - earlier for earlier, later in itertools.pairwise(delta)]
     erv = sum(delta) / len(delta) if delta else 0.0
     era = sum(jumps) / len(jumps) if jumps else 0.0
     return [era, erv, effective_rank(states)], [bool(jumps), bool(delta), len(states) >= 2]
@@ -231,6 +232,8 @@ def train_step(
       old_shift: added to the old log-probabilities of each response, to leave the trust region.
     """
     model = copy.deepcopy(model)
+    # transformers would give the pad id no gradient; here it may stand for itself in a response.
+    model.model.embed_tokens.padding_idx = None
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         old = [score_response(model, r, settings.temperature) for r in responses]

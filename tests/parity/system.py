@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 
@@ -103,9 +104,16 @@ def shaping_state(
     )
 
 
+@functools.cache
+def cached_optimizer(**options) -> optax.GradientTransformation:
+    """The same object for the same options, so that `update_policy` compiles once for them."""
+    return make_optimizer(**options)
+
+
 def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    """As the run builds it."""
     training = config.training
-    return make_optimizer(
+    return cached_optimizer(
         learning_rate=training.learning_rate,
         learning_rate_warmup_steps=training.learning_rate_warmup_steps,
         adam_b1=training.adam_b1,
@@ -115,33 +123,53 @@ def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformat
     )
 
 
+@functools.cache
+def cached_measurer(**options) -> Measurer:
+    """The same object for the same options, so that the metrics compile once for them."""
+    return Measurer(**options)
+
+
 def measured(
     scored: Sequence[ScoredRollout], states: np.ndarray, config: ml_collections.ConfigDict
 ) -> list[ScoredRollout]:
     """Metrics of each response's own states, through the trainer's threads."""
-    with Measurer(
+    measurer = cached_measurer(
         max_tokens=config.rollout.max_response_tokens,
         num_threads=config.metrics.num_threads,
         stride=config.metrics.stride,
         window=config.metrics.window,
         method=config.metrics.method,
         names=tuple(config.metrics.names),
-    ) as measurer:
-        pending = [
-            measurer.submit(states[row, : len(item.rollout.response_ids)])
-            for row, item in enumerate(scored)
-        ]
-        return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
+    )
+    pending = [
+        measurer.submit(states[row, : len(item.rollout.response_ids)])
+        for row, item in enumerate(scored)
+    ]
+    return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
 
 
-def train_step(
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What one update takes, and every intermediate on the way to it by name.
+
+    Of tokens, `found` holds those of all responses in a row, without padding.
+    """
+
+    batch: RolloutBatch
+    old_logprobs: jax.Array
+    ref_logprobs: jax.Array
+    shaped: jax.Array
+    found: dict[str, np.ndarray]
+
+
+def prepare(
     model: Model,
     scored: list[ScoredRollout],
     baselines: Sequence[float] | None,
     config: ml_collections.ConfigDict,
     old_shift: Sequence[np.ndarray] | None = None,
-) -> dict[str, np.ndarray | Tensors]:
-    """One step; every intermediate by name, tokens of all responses in a row without padding."""
+) -> Prepared:
+    """Everything before the update, in the order of the train loop."""
     rewards = group_rewards(scored, config, 0)
     batch = pad_batch(
         [item.rollout for item in scored],
@@ -151,75 +179,58 @@ def train_step(
         max_response_tokens=config.rollout.max_response_tokens,
     )
     mask = batch.response_mask
-    params, reference = jax.device_put(model.params), jax.device_put(model.reference)
-    options = dict(
-        policy=model.policy,
-        temperature=config.rollout.temperature,
-        micro_batch_size=config.training.micro_batch_size,
-    )
+    batch = jax.device_put(batch)
+    options = pass_options(model, config)
+    params, reference = jax.device_put((model.params, model.reference))
     old_logprobs, states = batch_logprobs(params, batch, **options, with_states=True)
     ref_logprobs, _ = batch_logprobs(reference, batch, **options)
-    found: dict[str, np.ndarray | Tensors] = {
+    metrics = metric_arrays(measured(scored, np.asarray(states), config))
+    state = shaping_state(config, baselines)
+    plain = group_relative_advantages(jnp.asarray(rewards), **config.algorithms.advantage)
+    plain = plain.reshape(-1)
+    signal = compute_signal(
+        jax.device_put(metrics), state, **{field: config.shaping[field] for field in SIGNAL_FIELDS}
+    )
+    shaped, report = shaped_advantages(rewards, metrics, batch.response_mask, state, config)
+    found = metrics | {
         "old_logprobs": np.asarray(old_logprobs)[mask],
         "ref_logprobs": np.asarray(ref_logprobs)[mask],
         "states": np.asarray(states)[mask],
+        "advantages": np.asarray(plain),
+        "deviations": np.asarray(signal.deviations).T,
+        "beta": np.asarray(signal.beta),
+        "phi": np.asarray(signal.phi),
+        "bonus": np.asarray(shaped - broadcast_to_tokens(plain, batch.response_mask))[mask],
+        "mean_bonus": np.float32(report["shaping/bonus/mean"]),
+        "shaped_advantages": np.asarray(shaped)[mask],
+        "baselines": np.asarray(next_baselines(state, metrics, rewards, config).baseline),
     }
     if old_shift is not None:
         shift = np.zeros(mask.shape, np.float32)
         shift[mask] = np.concatenate(old_shift)
         old_logprobs = old_logprobs + shift
-
-    metrics = metric_arrays(measured(scored, np.asarray(states), config))
-    names = config.shaping.indicators
-    for name in names:
-        found[name] = metrics[name]
-        found[f"{name}_valid"] = metrics[f"{name}_valid"]
-    state = shaping_state(config, baselines)
-    plain = group_relative_advantages(rewards, **config.algorithms.advantage).reshape(-1)
-    signal = compute_signal(metrics, state, **{f: config.shaping[f] for f in SIGNAL_FIELDS})
-    shaped, report = shaped_advantages(rewards, metrics, mask, state, config)
-    found |= {
-        "advantages": np.asarray(plain),
-        "deviations": np.asarray(signal.deviations).T,
-        "beta": np.asarray(signal.beta),
-        "phi": np.asarray(signal.phi),
-        "bonus": np.asarray(shaped - broadcast_to_tokens(plain, mask))[mask],
-        "mean_bonus": np.float32(report["shaping/bonus/mean"]),
-        "shaped_advantages": np.asarray(shaped)[mask],
-        "outside_the_mask": np.asarray(shaped)[~mask],
-        "baselines": np.asarray(next_baselines(state, metrics, rewards, config).baseline),
-    }
-    return found | update(
-        model, params, batch, old_logprobs, ref_logprobs, shaped, options, config
-    )
+    return Prepared(batch, old_logprobs, ref_logprobs, shaped, found)
 
 
 def update(
-    model: Model,
-    params: models.Params,
-    batch: RolloutBatch,
-    old_logprobs: jax.Array,
-    ref_logprobs: jax.Array,
-    shaped: jax.Array,
-    options: dict,
-    config: ml_collections.ConfigDict,
+    model: Model, prepared: Prepared, config: ml_collections.ConfigDict
 ) -> dict[str, np.ndarray | Tensors]:
     """The optimiser steps on mini-batches of whole groups, `<name>/<index>` of each."""
-    start = model.tensors(params)
+    params = jax.device_put(model.params)
     optimizer = optimizer_of(config)
     opt_state = optimizer.init(params)
     size = config.training.prompts_per_minibatch * config.rollout.group_size
     found: dict[str, np.ndarray | Tensors] = {}
-    for index, first in enumerate(range(0, len(old_logprobs), size)):
+    for index, first in enumerate(range(0, len(prepared.old_logprobs), size)):
         rows = jax.tree.map(
             lambda leaf: leaf[first : first + size],  # noqa: B023
-            (batch, old_logprobs, ref_logprobs, shaped),
+            (prepared.batch, prepared.old_logprobs, prepared.ref_logprobs, prepared.shaped),
         )
         params, opt_state, scalars = update_policy(
             params,
             opt_state,
             *rows,
-            **options,
+            **pass_options(model, config),
             optimizer=optimizer,
             aggregation=config.algorithms.aggregation,
             loss_options=tuple(sorted(config.algorithms.loss.items())),
@@ -229,5 +240,14 @@ def update(
             found[f"{name}/{index}"] = np.asarray(scalars[f"policy/{name}"])
         for name in ("mu", "nu"):
             found[f"{name}/{index}"] = model.tensors(optax.tree.get(opt_state, name))
-    after = model.tensors(params)
+    start, after = model.tensors(model.params), model.tensors(params)
     return found | {"changes": {name: after[name] - start[name] for name in start}}
+
+
+def pass_options(model: Model, config: ml_collections.ConfigDict) -> dict:
+    """What every pass over the batch takes."""
+    return {
+        "policy": model.policy,
+        "temperature": config.rollout.temperature,
+        "micro_batch_size": config.training.micro_batch_size,
+    }

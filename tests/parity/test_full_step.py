@@ -1,13 +1,21 @@
 """One GRPO + VERL step of the system against PyTorch and transformers, every intermediate."""
 
+import ast
 import dataclasses
+import functools
 import pathlib
+import threading
+import types
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from configs import quickstart
+from semrl_jax import models
+from semrl_jax.training.run import Run
+from semrl_jax.training.state import init_state
 from tests.parity import reference, system
 from tests.parity.models import EOS, disturbed, random_model
 
@@ -18,8 +26,7 @@ INDICATORS = {
     "ERV": "effective_rank_velocity",
     "ER": "effective_rank",
 }
-# Of (ERA, ERV, ER): the recorded responses lie on both sides of each.
-BASELINES = (0.35, 1.6, 5.5)
+BASELINES = (1.0, 4.0, 17.0)  # of ERA, ERV and ER: responses lie on both sides of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +96,57 @@ class Case:
 
 
 BASE = Case()
+# Every case holds a group of equal rewards, truncated responses and one of a single token.
 CASES = {
     "base": BASE,
+    "micro-batch of one": Case(micro_batch_size=1),
     "tied": Case(tied=True),
-}
+    "first step": Case(first_step=True),
+    "shorter stride": Case(stride=2),
+    "clipped ratios": Case(off_policy=True),
+    "two mini-batches": Case(
+        prompts_per_minibatch=2, temperature=0.8, warmup_steps=2, weight_decay=0.1,
+        max_grad_norm=0.6,
+    ),
+    "everything": Case(
+        tied=True, prompts_per_minibatch=2, micro_batch_size=1, stride=2, weight_decay=0.1,
+        max_grad_norm=0.3, off_policy=True,
+    ),
+}  # fmt: skip
+TOLERANCE = 1e-4  # both sides are float32 sums of the same terms in another order
+# Adam divides each gradient by its own size, so an element that is all but 0 moves by rounding.
+CHANGE_TOLERANCE = 1e-3
+# Below this, in their own unit, values are compared absolutely: means of log-ratios that are 0
+# before the first update, and clip fractions of 0.
+SMALL = 1e-2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class World:
     """What all cases share: both kinds of model on both sides, and the rollouts."""
 
     torch_models: dict
     models: dict
     scored: list
+
+    @functools.cache  # noqa: B019
+    def expected(self, case: Case) -> dict:
+        return expected_step(self, case)
+
+    @functools.cache  # noqa: B019
+    def found(self, case: Case) -> dict:
+        prepared = self.prepare(case)
+        return prepared.found | system.update(self.models[case.tied], prepared, case.config())
+
+    def prepare(self, case: Case, scored: list | None = None, **overrides) -> system.Prepared:
+        """The system before its update, with `scored` for the recorded rollouts."""
+        return system.prepare(
+            self.models[case.tied],
+            self.scored if scored is None else scored,
+            case.baselines,
+            case.config(**overrides),
+            self.old_shift(case),
+        )
 
     @property
     def responses(self) -> list[reference.Response]:
@@ -127,15 +172,15 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    torch_models, models = {}, {}
+    torch_models, loaded = {}, {}
     for tied in (False, True):
         policy = random_model(tied=tied)
         torch_models[tied] = policy, disturbed(policy)
         directories = [tmp_path_factory.mktemp(name) for name in ("policy", "reference")]
         for model, directory in zip(torch_models[tied], directories):
             model.save_pretrained(directory)
-        models[tied] = system.Model.load(*directories)
-    return World(torch_models, models, system.read_rollouts(ROLLOUTS, GROUP_SIZE))
+        loaded[tied] = system.Model.load(*directories)
+    return World(torch_models, loaded, system.read_rollouts(ROLLOUTS, GROUP_SIZE))
 
 
 def expected_step(world: World, case: Case) -> dict:
@@ -165,11 +210,9 @@ def expected_step(world: World, case: Case) -> dict:
         expected[INDICATORS[name]] = step.metrics[:, column]
         expected[f"{INDICATORS[name]}_valid"] = step.defined[:, column]
     if step.shaping is not None:
-        expected |= {
-            "deviations": step.shaping.deviations,
-            "beta": step.shaping.beta,
-            "phi": step.shaping.phi,
-        }
+        expected["deviations"] = step.shaping.deviations
+        expected["beta"] = step.shaping.beta
+        expected["phi"] = step.shaping.phi
     for index, minibatch in enumerate(step.minibatches):
         expected |= {
             f"loss/{index}": minibatch.loss,
@@ -183,3 +226,208 @@ def expected_step(world: World, case: Case) -> dict:
             f"nu/{index}": minibatch.second_moment,
         }
     return expected | {"changes": step.changes}
+
+
+def errors(found: dict, expected: dict) -> dict[str, float]:
+    """Of every intermediate: the largest difference over the largest value.
+
+    Of tensors (moments, changes) the worst one's norm of the difference over its norm. Deviations,
+    beta and Phi count where the response is valid for shaping; elsewhere they have no meaning.
+    """
+    valid = np.asarray(expected[f"{INDICATORS['ERA']}_valid"])
+    result = {}
+    for name, want in expected.items():
+        have = found.get(name)
+        if have is None:  # broken before the update
+            continue
+        if isinstance(want, dict):
+            assert have.keys() == want.keys()
+            result[name] = max(
+                float(np.linalg.norm(have[key] - tensor.numpy()) / tensor.norm())
+                for key, tensor in want.items()
+            )
+            continue
+        want, have = np.asarray(want, np.float64), np.asarray(have, np.float64)
+        if name in ("deviations", "beta", "phi"):
+            want, have = want[valid], have[valid]
+        if want.shape != have.shape:
+            result[name] = np.inf
+            continue
+        result[name] = float(np.abs(have - want).max() / max(np.abs(want).max(), SMALL))
+    return result
+
+
+def too_large(found: dict, expected: dict) -> dict[str, float]:
+    """The errors beyond their tolerance."""
+    return {
+        name: error
+        for name, error in errors(found, expected).items()
+        if not error < (CHANGE_TOLERANCE if name == "changes" else TOLERANCE)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_intermediate_matches(world, name):
+    found, expected = world.found(CASES[name]), world.expected(CASES[name])
+    missing = expected.keys() - found.keys()
+    assert not missing
+    assert too_large(found, expected) == {}
+
+
+def test_the_rollouts_hold_every_edge(world):
+    lengths = np.array([len(item.rollout.response_ids) for item in world.scored]).reshape(4, 4)
+    rewards = np.array([item.verdict.score for item in world.scored]).reshape(4, 4)
+    reasons = [item.rollout.finish_reason for item in world.scored]
+    assert rewards.std(1).tolist().count(0) == 1
+    assert reasons.count("length") == 2
+    truncated = [item for item, reason in zip(world.scored, reasons) if reason == "length"]
+    assert all(EOS not in item.rollout.response_ids for item in truncated)
+    assert (lengths == 1).sum() == 1
+    assert len(np.unique(lengths)) == 10
+    prompts = {len(item.rollout.prompt_ids) for item in world.scored}
+    assert len(prompts) == 4
+
+
+def test_the_cases_reach_what_they_are_for(world):
+    """On the reference alone: a case that no longer provokes its branch would pass unseen."""
+    base = world.expected(BASE)
+    assert base["kl/0"] > 1e-3
+    phi, advantages = np.asarray(base["phi"]), np.asarray(base["advantages"])
+    valid = np.asarray(base[f"{INDICATORS['ERA']}_valid"]) & (advantages != 0)
+    limit = np.abs(advantages) / 2
+    assert (valid & (phi > limit)).any()
+    assert (valid & (phi > 0) & (phi < limit)).any()
+    shorter = world.expected(CASES["shorter stride"])
+    negative = (np.asarray(shorter["phi"]) < 0) & (advantages != 0)
+    assert (negative & np.asarray(shorter[f"{INDICATORS['ERA']}_valid"])).any()
+    assert not world.expected(CASES["first step"])["bonus"].any()
+    assert 0.1 < world.expected(CASES["clipped ratios"])["clip_fraction/0"] < 0.5
+    for name in ("two mini-batches", "everything"):
+        case, expected = CASES[name], world.expected(CASES[name])
+        assert expected["grad_norm/1"] > case.max_grad_norm
+        assert abs(expected["approx_kl/1"]) > 1e-3
+    assert world.expected(CASES["everything"])["grad_norm/0"] > 0.3
+
+
+def test_the_response_of_one_token_gets_no_bonus(world):
+    """Nor do those too short for an acceleration, nor a group of equal rewards."""
+    found = world.found(BASE)
+    lengths = [len(item.rollout.response_ids) for item in world.scored]
+    bonus = [rows[0] for rows in np.split(found["bonus"], np.cumsum(lengths)[:-1])]
+    advantages = found["advantages"]
+    for length, advantage, value in zip(lengths, advantages, bonus):
+        if length < 3 * BASE.stride or advantage == 0:
+            assert value == 0
+    assert advantages[lengths.index(1)] != 0
+    assert not found["effective_rank_valid"][lengths.index(1)]
+
+
+def test_shaping_acts(world):
+    """Without it gradient and parameters are elsewhere, far beyond the tolerance."""
+    unshaped = dataclasses.replace(BASE, shaped=False)
+    found = world.found(unshaped)
+    assert too_large(found, world.expected(unshaped)) == {}
+    apart = errors(found, world.expected(BASE))
+    assert apart["mu/0"] > 1000 * TOLERANCE
+    assert apart["changes"] > 100 * CHANGE_TOLERANCE
+
+
+def test_the_run_cuts_mini_batches_the_same_way(world):
+    """The update of a whole run, which slices the batch itself."""
+    case = CASES["two mini-batches"]
+    model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
+    optimizer = system.optimizer_of(config)
+    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    run = types.SimpleNamespace(
+        config=config,
+        policy=model.policy,
+        optimizer=optimizer,
+        mesh=mesh,
+        device_lock=threading.Lock(),
+    )
+    state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
+    state, scalars = Run.update(
+        run, state, prepared.batch, prepared.old_logprobs, prepared.ref_logprobs, prepared.shaped
+    )
+    before, after = model.tensors(model.params), model.tensors(state.params)
+    changes = {name: after[name] - before[name] for name in before}
+    expected = world.expected(case)
+    assert too_large({"changes": changes}, expected) == {}
+    mean_loss = (expected["loss/0"] + expected["loss/1"]) / 2
+    assert abs(scalars["policy/loss"] - mean_loss) < TOLERANCE * abs(mean_loss)
+
+
+# One setting wrong in the system alone: (what must differ, what must not).
+BREAKS_BEFORE_UPDATE = {
+    "rollout.temperature=0.99": ("old_logprobs ref_logprobs", "states effective_rank"),
+    "metrics.stride=5": (
+        "effective_rank_velocity effective_rank_acceleration beta phi bonus",
+        "effective_rank old_logprobs advantages",
+    ),
+    "metrics.window=release": ("effective_rank_velocity", "effective_rank"),
+    "algorithms.advantage.epsilon=0.001": ("advantages shaped_advantages", "phi baselines"),
+    "shaping.gain=1.99": ("beta phi", "deviations"),
+    "shaping.eta=0.99": ("phi bonus", "beta deviations"),
+    "shaping.kappa=2.01": ("bonus mean_bonus shaped_advantages", "phi advantages"),
+    "shaping.mixing=half": ("beta phi", "deviations"),
+    "shaping.alpha=0.299": ("baselines", "bonus"),
+    "shaping.ema_lag=2": ("baselines", "bonus"),
+    "shaping.invalid=zeros": ("baselines", "effective_rank advantages"),
+    "shaping.tokens=last": ("bonus mean_bonus", "phi"),
+}
+BREAKS_OF_UPDATE = {
+    "algorithms.loss.clip_epsilon=0.21": ("clip_fraction/0 pg_loss/0 mu/0", "kl/0 entropy/0"),
+    "algorithms.loss.kl_coefficient=0.002": ("loss/0 mu/0", "kl/0 pg_loss/0"),
+    "algorithms.loss.kl_estimator=mse": ("kl/0 mu/0", "approx_kl/0 pg_loss/0"),
+    "algorithms.loss.entropy_coefficient=0.002": ("loss/0 grad_norm/0 mu/0", "entropy/0"),
+    "algorithms.aggregation=response_mean": ("pg_loss/0 entropy/0 kl/0 approx_kl/0 mu/0", ""),
+    "training.learning_rate=0.00201": ("changes", "mu/0 nu/0"),
+    "training.weight_decay=0.1": ("changes", "mu/0 nu/0"),
+    "training.adam_b1=0.91": ("mu/0", "nu/0 grad_norm/0"),
+    "training.adam_b2=0.951": ("nu/0", "mu/0 grad_norm/0"),
+    "training.max_grad_norm=0.5": ("mu/0 nu/0", "grad_norm/0"),
+}
+
+
+def parse(text: str) -> dict:
+    name, value = text.split("=")
+    try:
+        return {name: ast.literal_eval(value)}
+    except ValueError:
+        return {name: value}
+
+
+@pytest.mark.parametrize("wrong", BREAKS_BEFORE_UPDATE)
+def test_a_wrong_setting_shows_before_the_update(world, wrong):
+    found = world.prepare(BASE, **parse(wrong)).found
+    off, kept = BREAKS_BEFORE_UPDATE[wrong]
+    shown = too_large(found, world.expected(BASE)).keys()
+    assert set(off.split()) <= shown
+    assert not shown & set(kept.split())
+
+
+@pytest.mark.parametrize("wrong", BREAKS_OF_UPDATE)
+def test_a_wrong_setting_shows_in_the_update(world, wrong):
+    case = CASES["clipped ratios"]
+    found = system.update(world.models[case.tied], world.prepare(case), case.config(**parse(wrong)))
+    off, kept = BREAKS_OF_UPDATE[wrong]
+    shown = too_large(found, world.expected(case)).keys()
+    assert set(off.split()) <= shown
+    assert not shown & set(kept.split())
+
+
+def test_wrong_data_shows(world):
+    """A prompt without its first token; the policy as its own reference; one other reward."""
+    first = world.scored[0]
+    rollout = dataclasses.replace(first.rollout, prompt_ids=first.rollout.prompt_ids[1:])
+    found = world.prepare(BASE, [dataclasses.replace(first, rollout=rollout), *world.scored[1:]])
+    assert {"states", "old_logprobs"} <= too_large(found.found, world.expected(BASE)).keys()
+
+    verdict = dataclasses.replace(first.verdict, score=0.999)
+    found = world.prepare(BASE, [dataclasses.replace(first, verdict=verdict), *world.scored[1:]])
+    assert "advantages" in too_large(found.found, world.expected(BASE))
+
+    model = world.models[False]
+    own = dataclasses.replace(model, reference=model.params)
+    found = system.prepare(own, world.scored, BASE.baselines, BASE.config())
+    assert too_large(found.found, world.expected(BASE)).keys() == {"ref_logprobs"}

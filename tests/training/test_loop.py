@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.training import loop, train
-from tests.training.conftest import read_rows, stable, tiny_config
+from tests.training.conftest import read_rows, stable
+from tests.training.tiny import tiny_config
 
 
 def final_params(workdir, step):
