@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
+import statistics
+import time
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
@@ -14,6 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+RECENT_UNITS = 8
 
 
 class Reporter:
@@ -56,11 +62,20 @@ class Bar:
     def __init__(self, progress: Progress, unit: str):
         self._progress = progress
         self._unit = unit
+        # The last few units: the first one compiles, and would spoil the estimate for long.
+        self._ends = collections.deque([time.monotonic()], maxlen=RECENT_UNITS + 1)
 
     def advance(self, steps: int = 1, status: str = "") -> None:
+        self._ends.append(time.monotonic())
         task = self._progress.tasks[0]
         rate = f"{task.speed:.3g} {self._unit}/s" if task.speed else f"- {self._unit}/s"
         self._progress.update(task.id, advance=steps, rate=rate, status=status)
+
+    def left_s(self) -> float:
+        """Seconds to the end, at the median pace of the last few units."""
+        task = self._progress.tasks[0]
+        paces = [later - earlier for earlier, later in itertools.pairwise(self._ends)]
+        return (task.total - task.completed) * statistics.median(paces or [0.0])
 
     def status(self, status: str) -> None:
         """Says what is going on inside the current unit."""

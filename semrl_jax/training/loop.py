@@ -200,10 +200,9 @@ def record_step(
     scalars |= run.counters() | clock.scalars() | evaluation
     writer.write(step, scalars)
     bar.advance()
-    left_s = (num_steps - step - 1) * scalars["time/step_s"]
     if evaluation:
         run.reporter.line(evaluation_line(step, evaluation))
-    run.reporter.line(summary_line(step + 1, num_steps, scalars, left_s))
+    run.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
 
 
 def evaluation_line(step: int, scalars: dict[str, float]) -> str:

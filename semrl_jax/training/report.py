@@ -7,6 +7,7 @@ import html
 import io
 import json
 import pathlib
+import statistics
 from collections.abc import Iterable, Sequence
 
 import matplotlib
@@ -114,8 +115,12 @@ def draw_curves(rows: Sequence[dict[str, float | int]]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         if title == "Accuracy":
             axes.set_ylim(0, 1)
-        elif title in ("Time of a step", "Response length"):
+        elif title == "Response length":
             axes.set_ylim(bottom=0)
+        elif title == "Time of a step":
+            # The first step compiles; it would press all others to the floor.
+            usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
+            axes.set_ylim(0, 2.5 * usual)
         if len(keys) > 1 or title == "Shaping":
             axes.legend(fontsize=7, frameon=False)
     return figure

@@ -39,7 +39,7 @@ class Case:
     micro_batch_size: int = 4
     stride: int = 4
     temperature: float = 1.0
-    learning_rate: float = 2e-3  # float32 weights near 1 keep four digits of such a change
+    learning_rate: float = 2e-3
     warmup_steps: int = 1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -100,9 +100,8 @@ BASE = Case()
 CASES = {
     "base": BASE,
     "micro-batch of one": Case(micro_batch_size=1),
-    "tied": Case(tied=True),
+    "tied, shorter stride": Case(tied=True, stride=2),
     "first step": Case(first_step=True),
-    "shorter stride": Case(stride=2),
     "clipped ratios": Case(off_policy=True),
     "two mini-batches": Case(
         prompts_per_minibatch=2, temperature=0.8, warmup_steps=2, weight_decay=0.1,
@@ -114,8 +113,7 @@ CASES = {
     ),
 }  # fmt: skip
 TOLERANCE = 1e-4  # both sides are float32 sums of the same terms in another order
-# Adam divides each gradient by its own size, so an element that is all but 0 moves by rounding.
-CHANGE_TOLERANCE = 1e-3
+CHANGE_TOLERANCE = 1e-3  # weights near 1 hold four digits of a change of 2e-3
 # Below this, in their own unit, values are compared absolutely: means of log-ratios that are 0
 # before the first update, and clip fractions of 0.
 SMALL = 1e-2
@@ -228,6 +226,17 @@ def expected_step(world: World, case: Case) -> dict:
     return expected | {"changes": step.changes}
 
 
+def settled(second_moment: np.ndarray) -> np.ndarray:
+    """Elements whose change does not hang on rounding: no gradient at all, or one far above 1e-8.
+
+    Adam moves by g / (|g| + 1e-8) at first, so a g near 1e-8, of which float32 sums leave one
+    digit, moves by about anything. There are a few such g in 90 000; their moments are compared.
+    """
+    left_out = (second_moment > 0) & (np.sqrt(second_moment) < 5e-8)
+    assert left_out.sum() <= max(2, 2e-3 * left_out.size)
+    return ~left_out
+
+
 def errors(found: dict, expected: dict) -> dict[str, float]:
     """Of every intermediate: the largest difference over the largest value.
 
@@ -235,6 +244,7 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
     beta and Phi count where the response is valid for shaping; elsewhere they have no meaning.
     """
     valid = np.asarray(expected[f"{INDICATORS['ERA']}_valid"])
+    last = max(int(name.removeprefix("nu/")) for name in expected if name.startswith("nu/"))
     result = {}
     for name, want in expected.items():
         have = found.get(name)
@@ -242,8 +252,11 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
             continue
         if isinstance(want, dict):
             assert have.keys() == want.keys()
+            known = {key: np.isfinite(nu.numpy()) for key, nu in expected[f"nu/{last}"].items()}
+            if name == "changes":
+                known = {key: settled(nu.numpy()) for key, nu in expected[f"nu/{last}"].items()}
             result[name] = max(
-                float(np.linalg.norm(have[key] - tensor.numpy()) / tensor.norm())
+                float(np.linalg.norm((have[key] - tensor.numpy())[known[key]]) / tensor.norm())
                 for key, tensor in want.items()
             )
             continue
@@ -279,11 +292,11 @@ def test_the_rollouts_hold_every_edge(world):
     rewards = np.array([item.verdict.score for item in world.scored]).reshape(4, 4)
     reasons = [item.rollout.finish_reason for item in world.scored]
     assert rewards.std(1).tolist().count(0) == 1
-    assert reasons.count("length") == 2
+    assert reasons.count("length") == 3
     truncated = [item for item, reason in zip(world.scored, reasons) if reason == "length"]
     assert all(EOS not in item.rollout.response_ids for item in truncated)
     assert (lengths == 1).sum() == 1
-    assert len(np.unique(lengths)) == 10
+    assert len(np.unique(lengths)) == 11
     prompts = {len(item.rollout.prompt_ids) for item in world.scored}
     assert len(prompts) == 4
 
@@ -297,7 +310,7 @@ def test_the_cases_reach_what_they_are_for(world):
     limit = np.abs(advantages) / 2
     assert (valid & (phi > limit)).any()
     assert (valid & (phi > 0) & (phi < limit)).any()
-    shorter = world.expected(CASES["shorter stride"])
+    shorter = world.expected(CASES["tied, shorter stride"])
     negative = (np.asarray(shorter["phi"]) < 0) & (advantages != 0)
     assert (negative & np.asarray(shorter[f"{INDICATORS['ERA']}_valid"])).any()
     assert not world.expected(CASES["first step"])["bonus"].any()
@@ -385,7 +398,7 @@ BREAKS_OF_UPDATE = {
     "training.weight_decay=0.1": ("changes", "mu/0 nu/0"),
     "training.adam_b1=0.91": ("mu/0", "nu/0 grad_norm/0"),
     "training.adam_b2=0.951": ("nu/0", "mu/0 grad_norm/0"),
-    "training.max_grad_norm=0.5": ("mu/0 nu/0", "grad_norm/0"),
+    "training.max_grad_norm=0.25": ("mu/0 nu/0", "grad_norm/0"),
 }
 
 
@@ -406,6 +419,7 @@ def test_a_wrong_setting_shows_before_the_update(world, wrong):
     assert not shown & set(kept.split())
 
 
+@pytest.mark.slow  # each compiles the update once more
 @pytest.mark.parametrize("wrong", BREAKS_OF_UPDATE)
 def test_a_wrong_setting_shows_in_the_update(world, wrong):
     case = CASES["clipped ratios"]

@@ -1,0 +1,101 @@
+"""Runs the quickstart from nothing on several seeds, and its control, and prints what it cost.
+
+    python -m benchmarks.quickstart --seeds 0 1 2 --control-seeds 0
+
+The control permutes the rewards over the batch (rewards.shuffle): it must not learn. Runs follow
+one another, each a process of its own; times are wall clock, CPU seconds those of the process and
+its children.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from semrl_jax.training.workdir import versions
+
+ACCURACY = "eval/arithmetic/greedy_accuracy"
+STAGES = (
+    "sync_weights", "sample", "generate", "old_logprobs", "ref_logprobs", "advantages", "update",
+    "evaluate", "step",
+)  # fmt: skip
+
+
+def run(seed: int, shuffle: bool, extra: list[str], directory: pathlib.Path) -> dict[str, float]:
+    """One run; accuracy before and after, gain, seconds, MiB and tokens/s."""
+    workdir = directory / f"seed{seed}{'_shuffled' if shuffle else ''}"
+    command = [
+        sys.executable, "-m", "launch.train", "--config=configs/quickstart.py",
+        f"--workdir={workdir}", f"--config.seed={seed}", f"--config.rewards.shuffle={shuffle}",
+        *extra,
+    ]  # fmt: skip
+    started = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall_s = time.monotonic() - started
+    if status:
+        raise SystemExit(f"{' '.join(command)} ended with status {status}")
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/loss" in row]
+    later = steps[2:] or steps
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in later if key in row)
+
+    evaluated = [row for row in rows if "time/evaluate_s" in row]
+    training_s = sum(row["time/step_s"] for row in rows)
+    result = {
+        "accuracy before": rows[0][ACCURACY],
+        "accuracy after": rows[-1][ACCURACY],
+        "gain": rows[-1][ACCURACY] - rows[0][ACCURACY],
+        "wall s": wall_s,
+        "CPU s": usage.ru_utime + usage.ru_stime,
+        "start and warm start s": wall_s - training_s,
+        "all steps s": training_s,
+        "first step s": steps[0]["time/step_s"],
+        "peak MiB": usage.ru_maxrss / 1024,
+        "sampled tokens/s": median("rollout/tokens_per_s"),
+        "trained tokens/s": median("policy/tokens_per_s"),
+    }
+    for stage in STAGES:
+        source = evaluated[1:] if stage == "evaluate" else later
+        result[f"{stage} s"] = statistics.median(
+            row[f"time/{stage}_s"] for row in source if f"time/{stage}_s" in row
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--control-seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--keep", help="directory for the runs; default: a temporary one")
+    arguments, extra = parser.parse_known_args()
+    directory = pathlib.Path(arguments.keep or tempfile.mkdtemp())
+    plan = [(seed, False) for seed in arguments.seeds]
+    plan += [(seed, True) for seed in arguments.control_seeds]
+    names = [f"seed {seed}{' shuffled' if shuffle else ''}" for seed, shuffle in plan]
+    results = []
+    for name, (seed, shuffle) in zip(names, plan):
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results.append(run(seed, shuffle, extra, directory))
+    if not arguments.keep:
+        shutil.rmtree(directory)
+    width = max(map(len, results[0])) + 2
+    print("".ljust(width) + "".join(name.rjust(18) for name in names))
+    for key in results[0]:
+        values = "".join(f"{result[key]:18.3f}" for result in results)
+        print(key.ljust(width) + values)
+    packages = ", ".join(f"{name} {version[:12]}" for name, version in versions().items())
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}")
+
+
+if __name__ == "__main__":
+    main()
