@@ -43,6 +43,7 @@ class Checkpoints:
             ),
             item_names=("state", "meta"),
         )
+        self._sound: set[int] = set()  # steps sealed, or restored, by this attempt
         self._sealing: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -50,6 +51,11 @@ class Checkpoints:
         """Starts writing the state; arrays may be donated as soon as this returns."""
         self.wait()
         step = int(state.step)
+        if step in self._sound:
+            return
+        if step in self._manager.all_steps():
+            # Left unsealed by a kill, or altered since: sealing it now would vouch for its files.
+            self._manager.delete(step)
         meta = {
             "format_version": FORMAT_VERSION,
             "step": step,
@@ -94,6 +100,7 @@ class Checkpoints:
                     f"checkpoint {step} has format_version={restored.meta['format_version']}, but "
                     f"this version of semrl_jax reads up to {FORMAT_VERSION}; update semrl_jax."
                 )
+            self._sound.add(step)
             return restored.state._replace(position=DataPosition(**restored.meta["position"]))
         return None
 
@@ -118,6 +125,7 @@ class Checkpoints:
             staging = manifest.with_suffix(".writing")
             staging.write_text(json.dumps(file_checksums(folder), indent=1) + "\n")
             staging.rename(manifest)
+            self._sound.add(step)
         except Exception as error:  # handed to the thread that asked, by wait()
             self._failure = error
 

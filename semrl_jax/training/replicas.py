@@ -19,6 +19,7 @@ from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.workdir import Workdir
+from semrl_jax.types import ReplicaDescription
 
 TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"
 
@@ -55,12 +56,35 @@ def open_client(
                 progress=reporter.line,
             )
         )
-        client.connect(
+        descriptions = client.connect(
             model_hash=policy.config.hash,
             tokenizer_hash=data.tokenizer_hash(tokenizer),
             vocab_size=policy.config.vocab_size,
         )
+        for description in descriptions:
+            _check_limits(description, config)
         yield client
+
+
+def _check_limits(replica: ReplicaDescription, config: ml_collections.ConfigDict) -> None:
+    """Raises UserError where a replica would refuse what the trainer is going to ask for."""
+    asked = {
+        "max_prompts": max(config.training.responses_per_step, config.evaluation.num_problems),
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        "max_response_tokens": config.rollout.max_response_tokens,
+    }
+    for field, value in asked.items():
+        limit = getattr(replica, field)
+        if value > limit:
+            raise UserError(
+                f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
+                f"{value}; start the replica with the trainer's config."
+            )
+    if config.hidden_states.source == "rollout" and -1 not in replica.layers:
+        raise UserError(
+            f"replica {replica.replica_id} sends no final hidden states; set "
+            "hidden_states.source='policy'."
+        )
 
 
 def jax_engine(

@@ -71,6 +71,18 @@ def test_wrong_token_is_refused(replica, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_replica_with_lower_limits_is_refused(replica, tmp_path):
+    result = run(
+        "launch.train",
+        f"--config={TINY}",
+        f"--workdir={tmp_path / 'run'}",
+        f"--config.rollout.addresses={replica}",
+        "--config.rollout.max_response_tokens=57",
+    )
+    assert_one_line(result, "serves max_response_tokens=56, but the trainer asks for 57")
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_model_is_refused(replica, tmp_path):
     result = run(
         "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",

@@ -2,7 +2,8 @@
 
     python -m tests.parity.record
 
-The end token's logit is raised, which only sets the lengths: training scores the tokens anew. Seeds are tried in order until the 16 responses hold every edge the comparison needs.
+The end token's logit is raised, which only sets the lengths: training scores the tokens anew.
+Seeds are tried in order until the 16 responses hold every edge the comparison needs.
 """
 
 import pathlib

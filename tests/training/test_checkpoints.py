@@ -130,6 +130,27 @@ def test_a_checkpoint_without_its_manifest_is_not_complete(saved):
     assert int(restored.step) == 1 and "was not completed" in warnings[0]
 
 
+@pytest.mark.parametrize("damage", ["unsealed", "altered"])
+def test_a_step_redone_replaces_what_cannot_be_trusted(saved, damage):
+    """The second attempt at step 2 must not seal the files of the first."""
+    directory, state = saved
+    if damage == "unsealed":
+        (directory / "2" / "manifest.0.json").unlink()
+    else:
+        file = directory / "2" / max(payload_files(directory, 2), key=lambda n: len(n))
+        file.write_bytes(file.read_bytes() + b"x")
+    warnings = []
+    checkpoints = Checkpoints(directory, keep=2, warn=warnings.append)
+    restored = checkpoints.restore(state)
+    assert int(restored.step) == 1 and len(warnings) == 1
+    checkpoints.save(at_step(state, 2))
+    checkpoints.save(at_step(state, 2))  # asked again by a signal: nothing to do
+    checkpoints.close()
+    restored, warnings = restore(directory, state)
+    assert not warnings
+    jax.tree.map(np.testing.assert_array_equal, restored, at_step(state, 2))
+
+
 def test_a_newer_format_is_refused(saved):
     directory, state = saved
     meta = next((directory / "2" / "meta").iterdir())
