@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_collections
 
 from semrl_jax.algorithms import KL_ESTIMATORS
+from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import METHODS, METRICS, WINDOWS
 from semrl_jax.models import DTYPES, REMAT_POLICIES
@@ -72,6 +73,21 @@ def validate(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"model.num_heads={config.model.num_heads} must divide "
             f"model.hidden_size={config.model.hidden_size}."
+        )
+    limits = {
+        "rewards.num_workers": 1024,
+        "metrics.num_threads": 1024,
+        "evaluation.num_problems": NUM_HELD_OUT,  # of the arithmetic task, the only one yet
+        "seed": 2**32 - 1,
+    }
+    for field, limit in limits.items():
+        value = _get(config, field)
+        if value > limit:
+            raise UserError(f"{field}={value} must be at most {limit}.")
+    if config.rollout.max_prompt_tokens < MAX_PROMPT_TOKENS:
+        raise UserError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} must be at least the "
+            f"{MAX_PROMPT_TOKENS} tokens of an arithmetic prompt."
         )
     _check_sizes(config)
     _check_method(config)

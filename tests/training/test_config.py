@@ -47,6 +47,10 @@ def test_shipped_configs_are_valid(module):
         ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
         ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
+        ("rewards.num_workers", 100_000, r"rewards.num_workers=100000 must be at most 1024"),
+        ("evaluation.num_problems", 2000, r"evaluation.num_problems=2000 must be at most 512"),
+        ("rollout.max_prompt_tokens", 11, "must be at least the 12 tokens"),
+        ("seed", 2**40, "seed=1099511627776 must be at most"),
         ("checkpoints.keep", 0, r"checkpoints.keep=0 must be above 0"),
     ],
 )
