@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
@@ -33,6 +34,11 @@ def run(main: Callable[[], int], usage: str) -> None:
         # One line, whatever the message quotes.
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         code = EXIT_USER_ERROR
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"{program}: {error}; free some space, the same command goes on", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     logging.shutdown()

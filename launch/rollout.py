@@ -30,9 +30,11 @@ def main() -> int:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import serve_until_signal
+    from semrl_jax.training.config import validate
     from semrl_jax.training.policy_setup import build_policy
     from semrl_jax.training.replicas import jax_engine, read_token
 
+    validate(config)
     token = read_token(config.rollout.token_file)
     policy, tokenizer = build_policy(config)
     try:

@@ -22,6 +22,8 @@ from semrl_jax.data.templates import apply_template
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
+_ORDER = 0x0DE4  # last in its seed: apart from every stream of two numbers
+
 Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts at (0, 0)
 
 
@@ -57,7 +59,7 @@ class PromptDataset:
 
 def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:
     """The order of an epoch: a permutation of 0..size-1, the same on every machine."""
-    return np.random.default_rng((seed, epoch)).permutation(size)
+    return np.random.default_rng((seed, epoch, _ORDER)).permutation(size)
 
 
 def next_prompts(

@@ -57,6 +57,9 @@ def save_character_tokenizer(path: str | os.PathLike[str]) -> None:
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads a tokenizer from a local Hugging Face directory; runs none of its code.
 
@@ -68,6 +71,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(
             f"tokenizer directory {str(path)!r} does not exist; give a local Hugging Face "
             "directory with a tokenizer.json."
+        )
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make an empty tokenizer of the model's family.
+        raise UserError(
+            f"{str(path)!r} holds no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed."
         )
     import transformers
 

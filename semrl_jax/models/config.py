@@ -52,8 +52,9 @@ class DecoderConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise UserError(f"model {name}={getattr(self, name)} must be at least 1.")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"model {name}={value!r} must be a whole number of at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model num_heads={self.num_heads} must be a multiple of "
@@ -72,6 +73,8 @@ class DecoderConfig:
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     """Reads the fields of a Hugging Face `config.json`; UserError names what is not supported."""
+    if not isinstance(hf, Mapping):
+        raise UserError(f"config.json must hold a JSON object, not {type(hf).__name__}.")
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UserError(
@@ -103,6 +106,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         )
     except KeyError as error:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"config.json: a field has the wrong type ({error}).") from None
 
 
 def config_to_hf(config: DecoderConfig, *, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:

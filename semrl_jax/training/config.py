@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import ml_collections
 
 from semrl_jax.algorithms import KL_ESTIMATORS
@@ -21,7 +24,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "rollout.jax_max_batch", "rollout.jax_chunk_tokens", "metrics.stride",
         "metrics.num_threads", "rewards.timeout_s", "rewards.num_workers",
         "training.prompts_per_minibatch", "training.micro_batch_size", "training.learning_rate",
-        "training.max_grad_norm", "training.max_skipped_updates", "training.grace_s",
+        "training.max_grad_norm",
+        "algorithms.advantage.epsilon", "training.max_skipped_updates", "training.grace_s",
         "evaluation.num_problems", "checkpoints.every_steps", "checkpoints.keep",
         "warm_start.batch_size", "warm_start.micro_batch_size", "warm_start.learning_rate",
         "warm_start.num_demonstrations",
@@ -31,6 +35,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "model.num_heads",
         "model.num_kv_heads",
     )  # fmt: skip
+    for field, value in _flatten(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{field}={value} must be a finite number.")
     for field in positive:
         value = _get(config, field)
         if not value > 0:
@@ -40,6 +47,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
         "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
+        "algorithms.loss.entropy_coefficient",
     )  # fmt: skip
     for field in not_negative:
         value = _get(config, field)
@@ -74,6 +82,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
             f"model.num_heads={config.model.num_heads} must divide "
             f"model.hidden_size={config.model.hidden_size}."
         )
+    for field in ("training.adam_b1", "training.adam_b2"):
+        if not 0 <= _get(config, field) < 1:
+            raise UserError(f"{field}={_get(config, field)} must be in [0, 1).")
     limits = {
         "rewards.num_workers": 1024,
         "metrics.num_threads": 1024,
@@ -131,6 +142,11 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         )
     if not 0 < rollout.top_p <= 1:
         raise UserError(f"rollout.top_p={rollout.top_p} must be in (0, 1].")
+    if 0 < rollout.temperature < 0.01:
+        raise UserError(
+            f"rollout.temperature={rollout.temperature} must be at least 0.01: below, logits over "
+            "it leave float32."
+        )
     if rollout.temperature == 0:
         raise UserError(
             "rollout.temperature=0 samples the same response in every slot of a group, which "
@@ -182,6 +198,16 @@ def _check_not_built(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"metrics.placement={config.metrics.placement!r} is not built yet; set it to 'trainer'."
         )
+
+
+def _flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            flat |= {f"{name}.{field}": item for field, item in _flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _get(config: ml_collections.ConfigDict, field: str):

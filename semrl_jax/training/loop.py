@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -91,12 +92,15 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Makes the warm start of a run directory, if it is not there yet; returns as `train`."""
     validate(config)
     reporter = Reporter()
-    stop = StopRequest()
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
     directory = open_workdir(workdir, config)
     try:
         with stop.installed(), stop.interruptible():
             policy, tokenizer = build_policy(config)
             starting_params(config, policy, tokenizer, directory.warm_start, reporter)
+    except UserError:
+        directory.discard()
+        raise
     except Preempted as preempted:
         reporter.line(f"{preempted}: stopped; the same command starts again")
         return EXIT_PREEMPTED
@@ -118,14 +122,16 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
     """
     validate(config)
     reporter = Reporter()
-    stop = StopRequest()
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
     directory = open_workdir(workdir, config)
     try:
-        with stop.installed(), open_run(config, directory, reporter, stop) as run:
+        with stop.installed(), contextlib.ExitStack() as stack:
+            try:
+                run = stack.enter_context(open_run(config, directory, reporter, stop))
+            except UserError:
+                directory.discard()
+                raise
             return _train(run)
-    except UserError:
-        directory.discard()
-        raise
     except Preempted as preempted:  # before the first step: nothing to save yet
         reporter.line(f"{preempted}: stopped before training began; the same command starts again")
         return EXIT_PREEMPTED
@@ -143,6 +149,11 @@ def _train(run: Run) -> int:
     for change in directory.changed:
         reporter.line(f"setting changed since the run began: {change}")
     first_step = int(state.step)
+    if first_step > config.training.num_steps:
+        raise UserError(
+            f"training.num_steps={config.training.num_steps} is less than the {first_step} steps "
+            f"{directory.path} has behind it; raise it or name a new workdir."
+        )
     remove_rollouts(directory.rollouts, first_step)
     writer = MetricWriter(directory.path, first_step)
     num_steps = config.training.num_steps

@@ -90,7 +90,7 @@ def write_report(workdir: pathlib.Path) -> None:
     )
 
 
-def draw_curves(rows: Sequence[dict[str, float | int]]) -> Figure:
+def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
     """One panel a quantity over the steps; a quantity that never came is left out."""
     present = {key for row in rows for key in row}
     panels = [
@@ -104,7 +104,7 @@ def draw_curves(rows: Sequence[dict[str, float | int]]) -> Figure:
     for index, (title, unit, keys) in enumerate(panels):
         axes = figure.add_subplot(num_rows, num_columns, index + 1)
         for colour, (key, label) in zip(COLOURS, keys.items()):
-            points = [(row["step"], row[key]) for row in rows if key in row]
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             marker = "o" if len(points) < 30 else None
             axes.plot(*zip(*points), color=colour, label=label, marker=marker, ms=3, lw=1.4)
         axes.set_title(title, fontsize=10, loc="left")

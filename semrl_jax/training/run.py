@@ -43,7 +43,7 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-TRAINING, EVALUATION = 0, 1  # streams of the seed; advantages.py has the next
+TRAINING, EVALUATION = 1, 2  # streams of the sampling seeds
 
 
 @dataclasses.dataclass
@@ -76,7 +76,8 @@ class Run:
         def read() -> Iterator[np.ndarray]:
             return (array for _, array in models.iterate_hf_tensors(params, config, dtype))
 
-        return self.client.sync_weights(models.tensor_specs(config, dtype), read, step=step)
+        with self.stop.interruptible():
+            return self.client.sync_weights(models.tensor_specs(config, dtype), read, step=step)
 
     def evaluates(self, step: int) -> bool:
         """Whether the held-out problems are due with the weights of this step."""
@@ -359,12 +360,13 @@ def open_run(
             )
         )
         policy, tokenizer = build_policy(config)
+        check_vocabulary(config, policy.config.vocab_size)
         device_lock = threading.Lock()
         # Before the warm start: a wrong address or token should not cost it first.
-        client = stack.enter_context(
-            open_client(config, policy, tokenizer, workdir, device_lock, reporter)
-        )
         with stop.interruptible():
+            client = stack.enter_context(
+                open_client(config, policy, tokenizer, workdir, device_lock, reporter)
+            )
             params = starting_params(config, policy, tokenizer, workdir.warm_start, reporter)
         prompts = data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
         problems = data.arithmetic_held_out_prompts(tokenizer, config.evaluation.num_problems)
@@ -412,6 +414,22 @@ def open_run(
             checkpoints=checkpoints,
             device_lock=device_lock,
         )
+
+
+def check_vocabulary(config: ml_collections.ConfigDict, vocab_size: int) -> None:
+    """Raises UserError for sampling settings outside the vocabulary."""
+    rollout = config.rollout
+    if rollout.top_k > vocab_size:
+        raise UserError(
+            f"rollout.top_k={rollout.top_k} must be at most the {vocab_size} tokens of the "
+            "vocabulary; 0 keeps all."
+        )
+    for token in rollout.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
+                f"{vocab_size} tokens."
+            )
 
 
 def stream_seed(*path: int) -> int:

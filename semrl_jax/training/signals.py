@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-import time
+import sys
+import threading
 from collections.abc import Iterator
 
 
@@ -17,27 +19,33 @@ class StopRequest:
 
     Inside `interruptible()` the signal raises at once, even out of a wait; elsewhere the loop asks
     with `check()`. The update donates its buffers, so it is never interrupted.
+
+    Args:
+      grace_s: from the signal on; a process that has not ended by then ends with `exit_code`,
+        whatever it is doing.
+      exit_code: as above.
     """
 
-    def __init__(self):
-        self.requested_at: float | None = None
-        self.signal_name = ""
-        self._interruptible = False
+    def __init__(self, grace_s: float, exit_code: int):
+        self._signal_name = ""
+        self._depth = 0  # of nested interruptible blocks
+        self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
+        self._watchdog.daemon = True
 
     def check(self) -> None:
         """Raises Preempted if a signal came."""
-        if self.requested_at is not None:
-            raise Preempted(self.signal_name)
+        if self._signal_name:
+            raise Preempted(self._signal_name)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
         """Allows the signal to raise anywhere in the block."""
         self.check()
-        self._interruptible = True
+        self._depth += 1
         try:
             yield
         finally:
-            self._interruptible = False
+            self._depth -= 1
         self.check()
 
     @contextlib.contextmanager
@@ -52,13 +60,24 @@ class StopRequest:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            self._watchdog.cancel()
 
     def _receive(self, number, _frame) -> None:
-        if self.requested_at is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        first = self.requested_at is None
-        if first:
-            self.requested_at = time.monotonic()
-            self.signal_name = signal.Signals(number).name
-        if first and self._interruptible:
-            raise Preempted(self.signal_name)
+        if self._signal_name:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self._signal_name = signal.Signals(number).name
+        self._watchdog.start()
+        if self._depth:
+            raise Preempted(self._signal_name)
+
+    def _give_up(self, grace_s: float, exit_code: int) -> None:
+        """The sender of the signal will not wait longer; what is on disk is whole."""
+        print(
+            f"{self._signal_name}: no checkpoint within training.grace_s={grace_s:g} s; the run "
+            "goes on from the one before",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(exit_code)

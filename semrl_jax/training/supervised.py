@@ -19,6 +19,7 @@ ADAM_B2 = 0.98
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 20
 FINAL_RATE = 0.05
+DEMONSTRATION_ORDER = 0xDE30  # last in its seed: apart from every stream of two numbers
 
 
 def fit_supervised(
@@ -63,7 +64,7 @@ def fit_supervised(
     )
     opt_state = optimizer.init(params)
     columns = tuple(vars(demonstrations).values())  # token, segment, position ids, loss mask
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng((seed, 0, DEMONSTRATION_ORDER))
     num_rows = len(demonstrations.token_ids)
     order = np.concatenate(
         [random.permutation(num_rows) for _ in range(-(-num_steps * batch_size // num_rows))]

@@ -69,8 +69,10 @@ class Workdir:
         return self.path / "metrics.jsonl"
 
     def discard(self) -> None:
-        """Removes what this attempt made, if it made the directory; a setting stopped it early."""
-        if not self.resumed:
+        """Removes the record of a run that a wrong setting stopped before it had anything."""
+        if not any(
+            path.exists() for path in (self.checkpoints, self.metrics_file, self.warm_start)
+        ):
             for name in ("config.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty: what else is there is not ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,11 @@ class MetricWriter:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends one row; it is on its way to the disk when this returns."""
-        row = {"step": step} | {name: float(value) for name, value in sorted(scalars.items())}
+        row = {"step": step} | {
+            # JSON has no NaN; a skipped update's loss is null.
+            name: float(value) if math.isfinite(value) else None
+            for name, value in sorted(scalars.items())
+        }
         self._out.write(json.dumps(row) + "\n")
         self._out.flush()
         self._add_events(row)
@@ -46,13 +51,13 @@ class MetricWriter:
         self._out.close()
         self._events.close()
 
-    def _add_events(self, row: Mapping[str, float | int]) -> None:
+    def _add_events(self, row: Mapping[str, float | int | None]) -> None:
         for name, value in row.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._events.add_scalar(name, value, row["step"])
 
 
-def read_rows(file: pathlib.Path) -> list[dict[str, float | int]]:
+def read_rows(file: pathlib.Path) -> list[dict[str, float | int | None]]:
     """Rows of a metrics.jsonl; a torn last line, left by a kill, is dropped."""
     rows = []
     for line in file.read_text().splitlines() if file.exists() else ():

@@ -15,6 +15,8 @@ MISTAKES = {
     "contradictory sizes": (["--config.training.responses_per_step=7"], "is derived"),
     "not built": (["--config.rollout.max_staleness=1"], "not built yet"),
     "model directory missing": (["--config.model.path=/nowhere"], "config.json is missing"),
+    "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
+    "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
     "mesh": (["--config.mesh.tensor=3"], "devices"),
     "replica unreachable": (
         ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],
@@ -103,11 +105,24 @@ def test_rollout_names_the_mistake(tmp_path):
     assert_one_line(result, "needs TLS")
     result = run("launch.rollout", f"--config={TINY}", env={"SEMRL_ROLLOUT_TOKEN": ""})
     assert_one_line(result, "token is empty")
+    result = run("launch.rollout", f"--config={TINY}", "--config.rollout.jax_chunk_tokens=0")
+    assert_one_line(result, "jax_chunk_tokens=0 must be above 0")
     result = run("launch.rollout", f"--config={TINY}", "--engine=abacus")
     assert_one_line(result, "--engine='abacus' must be one of")
 
 
-@pytest.mark.parametrize("command", ["launch.train", "launch.rollout"])
+def test_sft_leaves_nothing_behind(tmp_path):
+    result = run(
+        "launch.sft",
+        f"--config={TINY}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.model.num_kv_heads=3",
+    )
+    assert_one_line(result, "must be a multiple of num_kv_heads=3")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch.train", "launch.rollout", "launch.sft"])
 def test_help_says_what_the_command_does(command):
     result = run(command, "--help")
     assert result.returncode == 0

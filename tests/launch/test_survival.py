@@ -71,6 +71,36 @@ def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted, warmed):
     assert_same_run(warmed, uninterrupted)
 
 
+def test_sigterm_ends_a_wait_for_a_replica(tmp_path):
+    process = start(
+        "launch.train",
+        f"--config={TINY}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.rollout.addresses=127.0.0.1:1",
+    )
+    read_until(process, "waiting for")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 75, err
+    assert "stopped before training began" in out
+
+
+def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
+    """The update compiles for longer than the grace; nothing has been checkpointed yet."""
+    process = start(
+        "launch.train",
+        f"--config={TINY}",
+        f"--workdir={warmed}",
+        "--config.training.grace_s=0.2",
+        "--config.checkpoints.every_steps=100",
+    )
+    read_until(process, "step    1/6")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 75, out
+    assert train(warmed, "--config.checkpoints.every_steps=1").returncode == 0
+
+
 def children(pid: int) -> list[pathlib.Path]:
     """/proc entries of the direct children of a process."""
     found = []

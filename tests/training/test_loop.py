@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
 import pytest
 
+from semrl_jax.errors import UserError
 from semrl_jax.training import loop, train
 from tests.training.conftest import read_rows, stable
 from tests.training.tiny import tiny_config
@@ -85,6 +86,41 @@ def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
         name = f"step_{step:06d}.parquet"
         tables = [pq.read_table(path / "rollouts" / name) for path in (straight, resumed)]
         assert tables[0].equals(tables[1]), name
+
+
+def test_a_finished_run_cannot_be_shortened(config, tmp_path, rewarded):
+    train(config, str(tmp_path / "run"))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    config.training.num_steps = 2
+    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
+        train(config, str(tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_users_mistake_in_mid_run_keeps_the_run(config, tmp_path, rewarded, monkeypatch):
+    """As when a replica comes back with another token."""
+    real = loop.Run.sync_weights
+
+    def refused(run, params, step):
+        if step == 2:
+            raise UserError("the replica refuses the token")
+        return real(run, params, step)
+
+    monkeypatch.setattr(loop.Run, "sync_weights", refused)
+    with pytest.raises(UserError, match="refuses the token"):
+        train(config, str(tmp_path / "run"))
+    monkeypatch.undo()
+    assert train(config, str(tmp_path / "run")) == 0
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
+    config.metrics.names = ("curvature",)
+    config.shaping.target = "none"
+    config.training.num_steps = 1
+    assert train(config, str(tmp_path / "run")) == 0
+    assert "metrics/curvature/mean" in read_rows(tmp_path / "run")[0]
 
 
 def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
