@@ -68,8 +68,8 @@ def next_baselines(
     rewards: Float[np.ndarray, "P G"],
     config: ml_collections.ConfigDict,
 ) -> ShapingState:
-    """The baselines of the next step; unchanged where nothing is measured or shaped."""
-    if not metrics or config.shaping.target == "none":
+    """The baselines of the next step; unchanged where an indicator is not measured."""
+    if not {*config.shaping.indicators, config.shaping.guidance} <= metrics.keys():
         return state
     return _next_baselines(state, metrics, rewards, options=_options(config, BASELINE_FIELDS))
 
