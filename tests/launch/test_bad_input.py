@@ -36,7 +36,14 @@ def assert_one_line(result, message):
     assert lines[0].startswith("python -m launch.") and message in lines[0]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# Those that import JAX first take seconds each; they wait for the slower suites.
+QUICK = ("unknown field", "unknown nested field", "wrong type", "unknown flag", "stray word")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES],
+)
 def test_train_names_the_mistake(mistake, tmp_path):
     flags, message = MISTAKES[mistake]
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags)
@@ -64,6 +71,7 @@ def test_train_names_a_directory_it_cannot_make():
     assert_one_line(result, "workdir=/proc/nowhere cannot be used")
 
 
+@pytest.mark.slow
 def test_wrong_token_is_refused(replica, tmp_path):
     result = run(
         "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
@@ -73,6 +81,7 @@ def test_wrong_token_is_refused(replica, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_replica_with_lower_limits_is_refused(replica, tmp_path):
     result = run(
         "launch.train",
@@ -85,6 +94,7 @@ def test_a_replica_with_lower_limits_is_refused(replica, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(replica, tmp_path):
     result = run(
         "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",

@@ -141,7 +141,7 @@ def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
     metrics = {}
     for source in ("rollout", "policy"):
