@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from semrl_jax import models
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.checkpoints import Checkpoints, file_checksums
 from semrl_jax.training.state import DataPosition, init_state, make_optimizer
+from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
+RECORDED = pathlib.Path(record.__file__).parent
 
 
 def make_state(mesh_shape, seed=0):
@@ -170,3 +173,19 @@ def test_a_failed_save_is_told_at_the_next_one(tmp_path, monkeypatch):
     checkpoints.save(at_step(make_state(MESH), 1))
     with pytest.raises(OSError, match="no space left"):
         checkpoints.wait()
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(RECORDED.glob("[0-9]*")), ids=lambda folder: f"format_{folder.name}"
+)
+def test_what_an_earlier_version_wrote_comes_back_bit_for_bit(folder, tmp_path):
+    shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
+    restored, warnings = restore(tmp_path / "checkpoints", record.blank_state())
+    assert not warnings
+    actual = record.arrays_by_path(restored)
+    with np.load(folder / "expected.npz") as expected:
+        assert actual.keys() == set(expected.files)
+        for path in expected.files:
+            assert actual[path].dtype == expected[path].dtype, path
+            assert actual[path].tobytes() == expected[path].tobytes(), path
+    assert restored.position == DataPosition(2, 5) and int(restored.step) == record.STEP
