@@ -67,6 +67,7 @@ class Run:
     measurer: Measurer | None
     checkpoints: Checkpoints
     device_lock: threading.Lock
+    counted: dict[str, int] = dataclasses.field(default_factory=dict)  # totals at the last step
 
     def sync_weights(self, params: models.Params, step: int) -> WeightVersion:
         """Streams the policy to every replica; later calls sample with exactly this version."""
@@ -266,10 +267,13 @@ class Run:
         )
 
     def counters(self) -> dict[str, float]:
-        """Events since the start of this attempt, and bytes on the wire."""
-        counts = {f"rollout/{name}": value for name, value in self.client.counters.items()}
-        counts |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
-        return {name: float(value) for name, value in counts.items()}
+        """Events and bytes on the wire since the last call: of one step, so that a resumed run
+        logs what the uninterrupted one does."""
+        totals = {f"rollout/{name}": value for name, value in self.client.counters.items()}
+        totals |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
+        counts = {name: float(n - self.counted.get(name, 0)) for name, n in totals.items()}
+        self.counted = totals
+        return counts
 
     def needs_policy_states(self, step: int) -> bool:
         """Whether the pass that computes `old_logprobs` should keep its hidden states."""
