@@ -44,7 +44,7 @@ class Checkpoints:
     """Saves and restores the train state of one run.
 
     A save that the disk refuses does not end the run: it is said in one line, what was written is
-    removed, and the next save tries again. `check` tells in the end whether the last one failed.
+    removed, and the next save tries again. `failure` tells in the end whether the last one failed.
 
     Args:
       directory: made if missing; of this process alone.
@@ -81,7 +81,7 @@ class Checkpoints:
         self._unsound: set[int] = set()  # steps found not to match their manifest
         self._sealing: threading.Thread | None = None
         self._defect: Exception | None = None  # not the disk's doing; raised by wait()
-        self._failure: OSError | None = None  # of the last save, if the disk refused it
+        self._failure = ""  # of the last save, if the disk refused it
         # Pages of tracebacks for what is raised, too, and here becomes one line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
@@ -173,11 +173,10 @@ class Checkpoints:
             defect, self._defect = self._defect, None
             raise defect
 
-    def check(self) -> None:
-        """Waits for the last save; OSError if the disk refused it."""
+    def failure(self) -> str:
+        """Waits for the last save; what the disk refused it with, "" if it is sealed."""
         self.wait()
-        if self._failure is not None:
-            raise self._failure
+        return self._failure
 
     def close(self) -> None:
         try:
@@ -191,9 +190,9 @@ class Checkpoints:
             write_manifest(self._directory / str(step))
             self._sound.add(step)
             self._unsound.discard(step)
-            self._failure = None
+            self._failure = ""
             self._prune()
-        except Exception as error:  # handed to the thread that asks, by wait() or check()
+        except Exception as error:  # handed to the thread that asks, by wait()
             self._failed(step, error)
 
     def _prune(self) -> None:
@@ -252,12 +251,11 @@ class Checkpoints:
             time.sleep(0.1)
         free_mib = shutil.disk_usage(self._directory).free / 2**20
         good = f"step {max(self._sound)}" if self._sound else "none"
-        self._failure = OSError(
-            refusal.errno,
+        self._failure = (
             f"the checkpoint of step {step} could not be written: {refusal.strerror} "
-            f"({free_mib:.0f} MiB free in {self._directory}; last good checkpoint: {good})",
+            f"({free_mib:.0f} MiB free in {self._directory}; last good checkpoint: {good})"
         )
-        self._warn(f"{self._failure.strerror}; the next one tries again.")
+        self._warn(f"{self._failure}; the next one tries again.")
 
 
 def checkpoint_steps(directory: pathlib.Path) -> list[int]:

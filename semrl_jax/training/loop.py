@@ -24,6 +24,7 @@ from semrl_jax.training.statistics import batch_scalars, metric_arrays, mismatch
 from semrl_jax.training.workdir import open_workdir
 from semrl_jax.training.writer import MetricWriter, remove_rollouts, write_rollouts
 
+EXIT_NOT_SAVED = 1
 EXIT_PREEMPTED = 75
 
 
@@ -114,7 +115,8 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Trains, or resumes what the directory holds.
 
     Returns:
-      0 when done, 75 when a signal ended the run after a checkpoint.
+      0 when done, 75 when a signal ended the run after a checkpoint, 1 if the disk refused the last
+      checkpoint.
 
     Raises:
       UserError: for a wrong setting, directory, address or token, before anything is trained.
@@ -171,15 +173,20 @@ def _train(run: Run) -> int:
         started = time.monotonic()
         reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
         run.checkpoints.save(state)
-        run.checkpoints.wait()
+        if failure := run.checkpoints.failure():
+            reporter.line(f"{preempted}: {failure}; make room, the same command goes on")
+            return EXIT_NOT_SAVED
         reporter.line(
             f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command resumes"
         )
         return EXIT_PREEMPTED
     finally:
         writer.close()
-    run.checkpoints.wait()
+    failure = run.checkpoints.failure()
     write_report(directory.path)
+    if failure:
+        reporter.line(f"not done: {failure}; make room, the same command goes on")
+        return EXIT_NOT_SAVED
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
 
