@@ -14,6 +14,7 @@ from semrl_jax.data.demonstrations import (
     demonstration_rows,
 )
 from semrl_jax.data.files import RowError, read_rows
+from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import (
     PaddedTokens,
     bucket_length,
@@ -30,7 +31,6 @@ from semrl_jax.data.prompts import (
     arithmetic_prompts,
     build_dataset,
     dataset_hash,
-    load_prompts,
     next_prompts,
     prompt_order,
 )

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,15 +47,23 @@ def read_rows(
         is unreadable, or a Parquet file has no such column.
     """
     path = pathlib.Path(path)
-    if path.is_dir():
-        raise UserError(f"prompt file {str(path)!r} is a directory; name the files in it.")
-    if not path.is_file():
-        raise UserError(f"prompt file {str(path)!r} does not exist.")
+    name = repr(str(path))
+    name = name if len(name) < 500 else f"{name[:200]}...{name[-200:]}"
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, ValueError) as e:  # ValueError: a NUL in the name
+        raise UserError(f"prompt file {name} does not exist.") from e
+    except OSError as e:
+        raise UserError(f"prompt file {name} cannot be opened ({e.strerror}).") from e
+    if stat.S_ISDIR(mode):
+        raise UserError(f"prompt file {name} is a directory; name the files in it.")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"prompt file {name} is no regular file.")
     if path.suffix == ".jsonl":
         return _read_json_lines(path)
     if path.suffix == ".parquet":
         return _read_parquet(path, fields, optional_fields)
-    raise UserError(f"prompt file {str(path)!r} must end in .jsonl or .parquet.")
+    raise UserError(f"prompt file {name} must end in .jsonl or .parquet.")
 
 
 def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row]]:

@@ -11,7 +11,7 @@ import pytest
 
 from semrl_jax.data import PromptDataset, PromptExample, dataset_hash, load_prompts
 from semrl_jax.data.files import MAX_LINE_BYTES, read_rows
-from semrl_jax.data.prompts import _CHUNK_ROWS
+from semrl_jax.data.loading import _CHUNK_ROWS
 from semrl_jax.errors import UserError
 
 ROWS = [
@@ -89,6 +89,14 @@ def test_chunks_do_not_show(tokenizer, tmp_path):
     assert [(e.prompt, e.answer, e.index) for e in dataset.examples] == [
         (str(i), str(i), i) for i in range(size)
     ]
+
+
+def test_long_reading_says_how_far_it_is(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("semrl_jax.data.loading._PROGRESS_S", -1.0)
+    path = write(tmp_path / "set.jsonl", [problem()] * (_CHUNK_ROWS + 1))
+    lines = []
+    load_prompts(path, tokenizer, report=lines.append)
+    assert lines == [f"{n} rows of prompt data read" for n in (_CHUNK_ROWS, _CHUNK_ROWS + 1)]
 
 
 def simplerl(content="Q:1", truth="7", index=0, **fields):
@@ -253,6 +261,12 @@ def test_marks_and_ends_of_text_files(tokenizer, tmp_path):
 def test_bad_files_are_the_users_error(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"absent\.jsonl' does not exist"):
         load_prompts(tmp_path / "absent.jsonl", tokenizer)
+    with pytest.raises(UserError, match=r"'a.x00b\.jsonl' does not exist"):
+        load_prompts("a\0b.jsonl", tokenizer)
+    with pytest.raises(UserError, match=r"xxx' cannot be opened \(File name too long\)"):
+        load_prompts("x" * 5000, tokenizer)
+    with pytest.raises(UserError, match="'/dev/zero' is no regular file"):
+        load_prompts("/dev/zero", tokenizer)
     with pytest.raises(UserError, match="is a directory; name the files in it"):
         load_prompts(tmp_path, tokenizer)
     for name in ("set.csv", "set", "set.jsonl.gz"):

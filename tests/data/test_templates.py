@@ -1,5 +1,7 @@
 """Templates, spelled out, and chat templates against transformers' own tokenisation."""
 
+import pathlib
+
 import pytest
 import tokenizers
 import transformers
@@ -52,6 +54,11 @@ def test_question_is_inserted_as_it_is(tokenizer, name, text):
 def test_every_template_is_spelled_out_above():
     [parameters] = test_question_is_inserted_as_it_is.pytestmark
     assert set(TEMPLATES) == {name for name, _ in parameters.args[1]} & set(TEMPLATES)
+
+
+def test_page_names_every_template():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    assert all(f"`{name}`" in page for name in (*TEMPLATES, "chat"))
 
 
 def test_unknown_name_is_the_users_error(tokenizer):

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch.prepare_data import DATASETS
+from launch.prepare_data import DATASETS, with_progress
 from semrl_jax.data import load_prompts
 from tests.launch.conftest import ROOT, run
 
@@ -94,6 +94,12 @@ def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
     assert rows == [SIMPLERL[0], SIMPLERL[2]]
     dataset = load_prompts(output, tokenizer, row_format="simplerl")
     assert [(e.prompt, e.answer) for e in dataset.examples] == [("Q:0\nA:", "2"), ("Q:2\nA:", "4")]
+
+
+def test_long_work_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("launch.prepare_data.PROGRESS_S", -1.0)
+    assert list(with_progress("abc", "read")) == ["a", "b", "c"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["1 rows read", "2 rows read"]
 
 
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path):

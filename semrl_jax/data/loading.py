@@ -1,0 +1,167 @@
+"""From problem files to a prompt dataset: rows are read, put into the template and tokenised."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from semrl_jax.data.files import RowError, read_rows
+from semrl_jax.data.prompts import PromptDataset, PromptExample, tokenize
+from semrl_jax.data.rows import (
+    DATA_SOURCE_FIELD,
+    BadRows,
+    QuestionAnswer,
+    RowReader,
+    row_reader,
+)
+from semrl_jax.data.templates import is_chat, prompt_renderer
+from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.errors import UserError
+
+TOO_LONG = ("drop", "refuse")
+
+_CHUNK_ROWS = 2048  # rendered and tokenised in one call
+_PROGRESS_S = 5.0
+
+FilePath = str | os.PathLike[str]
+
+
+def load_prompts(
+    paths: FilePath | Sequence[FilePath],
+    tokenizer: Tokenizer,
+    *,
+    row_format: str = "question_answer",
+    question_fields: str | Sequence[str] = ("question",),
+    answer_field: str = "answer",
+    answer_after: str = "",
+    template: str = "plain",
+    system_prompt: str = "",
+    max_prompt_tokens: int = 512,
+    add_special_tokens: bool = False,
+    skip_bad_rows: bool = False,
+    too_long: str = "drop",
+    num_rows: int = 0,
+    report: Callable[[str], object] | None = None,
+) -> PromptDataset:
+    """Loads JSON Lines (.jsonl) and Parquet (.parquet) files, in the order given.
+
+    Args:
+      paths: the files.
+      tokenizer: see `tokenizer.load_tokenizer`.
+      row_format, question_fields, answer_field, answer_after: see `rows.row_reader`. A row's field
+        "data_source" names its source, else the file's name without ending does.
+      template, system_prompt: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
+      max_prompt_tokens: the limit, template and special tokens included.
+      add_special_tokens: see `build_dataset`; False with a chat template, which holds them itself.
+      skip_bad_rows: leave bad rows out, count them and report the first few, instead of refusing.
+      too_long: what becomes of a prompt above the limit: "drop" leaves it out and counts it,
+        "refuse" is for sets that must not shrink.
+      num_rows: rows to read at most, over all files and bad ones included; 0 reads all.
+      report: takes a line for each of the first bad rows, for what was left out, and every few
+        seconds one that says how far the reading is.
+
+    Raises:
+      UserError: if an argument does not fit, a file is missing, unreadable, empty or given twice,
+        a row is bad or a prompt too long and that is not to be skipped, or no prompt is left. The
+        message names the file, the line (counted from 1) and the field.
+    """
+    files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    files = [pathlib.Path(path) for path in files]
+    reader = row_reader(row_format, question_fields, answer_field, answer_after)
+    if row_format == "simplerl" and template != "plain":
+        raise UserError(
+            f"data.template={template!r:.200} must be 'plain' with data.row_format='simplerl', "
+            "whose rows hold their template."
+        )
+    if add_special_tokens and is_chat(template):
+        raise UserError(
+            f"data.add_special_tokens must be False with data.template={template!r:.200}: the "
+            "chat template writes them itself."
+        )
+    if too_long not in TOO_LONG:
+        raise UserError(f"too_long={too_long!r} is unknown; choose from {TOO_LONG}.")
+    if max_prompt_tokens < 1 or num_rows < 0:
+        raise UserError(
+            f"max_prompt_tokens={max_prompt_tokens} must be at least 1 and num_rows={num_rows} at "
+            "least 0."
+        )
+    render = prompt_renderer(template, tokenizer, system_prompt=system_prompt)
+    bad_rows = BadRows(skip_bad_rows, report)
+    rows = itertools.islice(_rows_of_files(files, reader, bad_rows), num_rows or None)
+    examples: list[PromptExample] = []
+    long_lengths: list[int] = []
+    num_read = 0
+    reported_s = time.monotonic()
+    while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+        good = [(num_read + i, *row) for i, row in enumerate(chunk) if row is not None]
+        num_read += len(chunk)
+        prompts = render([problem.question for _, _, problem in good])
+        token_ids = tokenize(tokenizer, prompts, add_special_tokens)
+        for (index, where, problem), prompt, ids in zip(good, prompts, token_ids, strict=True):
+            if not ids:
+                bad_rows.add(where, RowError("the tokenizer has no token for any of its text."))
+            elif len(ids) > max_prompt_tokens:
+                if too_long == "refuse":
+                    raise UserError(
+                        f"{where}: the prompt has {len(ids)} tokens, more than max_prompt_tokens="
+                        f"{max_prompt_tokens}; raise that limit, or take the row out."
+                    )
+                long_lengths.append(len(ids))
+            else:
+                ids = np.array(ids, np.int32)
+                source = problem.data_source
+                examples.append(PromptExample(prompt, ids, problem.answer, source, index))
+        if report and time.monotonic() - reported_s > _PROGRESS_S:
+            report(f"{num_read} rows of prompt data read")
+            reported_s = time.monotonic()
+    dataset = PromptDataset(tuple(examples), len(long_lengths), bad_rows.count)
+    names = ", ".join(map(str, files))
+    if bad_rows.count == num_read:
+        raise UserError(f"{names}: all {num_read} rows are bad; the first: {bad_rows.first}")
+    if not examples:
+        raise UserError(
+            f"{names}: none of the {dataset.num_too_long} prompts has at most max_prompt_tokens="
+            f"{max_prompt_tokens} tokens; the shortest has {min(long_lengths)}."
+        )
+    if report and dataset.num_bad_rows:
+        report(f"{dataset.num_bad_rows} of {num_read} rows are bad and left out.")
+    if report and dataset.num_too_long:
+        report(
+            f"{dataset.num_too_long} of {num_read} prompts have more than max_prompt_tokens="
+            f"{max_prompt_tokens} tokens and are left out."
+        )
+    return dataset
+
+
+def _rows_of_files(
+    files: Sequence[pathlib.Path], reader: RowReader, bad_rows: BadRows
+) -> Iterator[tuple[str, QuestionAnswer] | None]:
+    """All rows, each with the words where it stands; None for one that is bad."""
+    if not files:
+        raise UserError("data.files is empty; name a .jsonl or .parquet file.")
+    seen: dict[tuple[int, int], pathlib.Path] = {}
+    readers = []
+    for path in files:  # all are looked up before one is read: a wrong name shows at once
+        readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,)))
+        identity = path.stat().st_dev, path.stat().st_ino
+        if identity in seen:
+            raise UserError(f"data.files has {str(path)!r} twice (as {str(seen[identity])!r}).")
+        seen[identity] = path
+    for path, rows in zip(files, readers, strict=True):
+        is_empty = True
+        for where, row in rows:
+            is_empty = False
+            try:
+                problem = reader.read(row, path.stem)
+            except RowError as e:
+                bad_rows.add(where, e)
+                yield None
+            else:
+                yield where, problem
+        if is_empty:
+            raise UserError(f"{path}: the file has no rows.")
