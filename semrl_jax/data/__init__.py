@@ -39,6 +39,7 @@ from semrl_jax.data.tokenizer import (
     save_character_tokenizer,
     tokenizer_hash,
 )
+from semrl_jax.data.trained_tokenizer import train_tokenizer
 
 __all__ = [
     "TEMPLATES",
@@ -69,6 +70,7 @@ __all__ = [
     "prompt_order",
     "save_character_tokenizer",
     "tokenizer_hash",
+    "train_tokenizer",
     "training_problems",
     "worked_response",
 ]
