@@ -13,6 +13,7 @@ from semrl_jax.data.demonstrations import (
     arithmetic_demonstrations,
     demonstration_rows,
 )
+from semrl_jax.data.files import RowError, read_rows
 from semrl_jax.data.padding import (
     PaddedTokens,
     bucket_length,
@@ -28,11 +29,19 @@ from semrl_jax.data.prompts import (
     arithmetic_held_out_prompts,
     arithmetic_prompts,
     build_dataset,
+    dataset_hash,
     load_prompts,
     next_prompts,
     prompt_order,
 )
-from semrl_jax.data.templates import TEMPLATES, apply_template
+from semrl_jax.data.rows import (
+    ROW_FORMATS,
+    BadRows,
+    QuestionAnswer,
+    RowReader,
+    row_reader,
+)
+from semrl_jax.data.templates import TEMPLATES, apply_template, prompt_renderer
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
     load_tokenizer,
@@ -42,13 +51,18 @@ from semrl_jax.data.tokenizer import (
 from semrl_jax.data.trained_tokenizer import train_tokenizer
 
 __all__ = [
+    "ROW_FORMATS",
     "TEMPLATES",
+    "BadRows",
     "Demonstrations",
     "PaddedTokens",
     "Position",
     "Problem",
     "PromptDataset",
     "PromptExample",
+    "QuestionAnswer",
+    "RowError",
+    "RowReader",
     "apply_template",
     "arithmetic_demonstrations",
     "arithmetic_held_out_prompts",
@@ -56,6 +70,7 @@ __all__ = [
     "bucket_length",
     "build_dataset",
     "character_tokenizer",
+    "dataset_hash",
     "demonstration_rows",
     "demonstration_texts",
     "held_out_problems",
@@ -68,6 +83,9 @@ __all__ = [
     "pad_responses",
     "pad_rows",
     "prompt_order",
+    "prompt_renderer",
+    "read_rows",
+    "row_reader",
     "save_character_tokenizer",
     "tokenizer_hash",
     "train_tokenizer",

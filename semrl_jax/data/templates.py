@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
+
+_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 TEMPLATES = {
     "plain": "{input}",
     "abel": "Question:\n{input}\nAnswer:\nLet's think step by step.\n",
     "qwen-boxed": (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\n{input}\n"
-        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        f"<|im_start|>user\n{{input}}\n{_BOXED}<|im_end|>\n"
         "<|im_start|>assistant\n"
     ),
+    "qwen25-math-cot": (
+        f"<|im_start|>system\n{_BOXED}<|im_end|>\n"
+        "<|im_start|>user\n{input}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    "mathstral": f"{{input}}\n{_BOXED}",
+    "direct": "Question: {input}\nAnswer: ",
+    "cot": "Question: {input}\nAnswer: ",
+    "deepseek-math": f"User: {{input}}\n{_BOXED}\n\nAssistant:",
+    "mistral": "[INST] {input}[/INST]",
+    "numina": "### Problem: {input}\n### Solution:",
 }
+
+CHAT = "chat"
+
+# Some chat templates write today's date. Prompts must not change from one day to the next, or a
+# resumed run would find other data; so it is the date that Llama 3's template falls back to.
+_FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    "|replace('%d', '26')|replace('%m', '07')|replace('%b', 'Jul')|replace('%B', 'July')"
+    "|replace('%Y', '2024')|replace('%y', '24')|replace('%A', 'Friday')|replace('%a', 'Fri') }}"
+    "{%- endmacro -%}"
+)
 
 
 def apply_template(name: str, question: str) -> str:
-    """Puts a question into a template.
+    """Puts a question into a template of text.
 
     Args:
       name: a name from `TEMPLATES`, or a text of one's own that contains {input}.
@@ -29,8 +55,79 @@ def apply_template(name: str, question: str) -> str:
     template = TEMPLATES.get(name, name)
     if "{input}" not in template:
         raise UserError(
-            f"data.template={name!r} is unknown; choose from {sorted(TEMPLATES)}, or give a text "
-            "that contains {input}."
+            f"data.template={name!r:.200} is unknown; choose from {sorted([*TEMPLATES, CHAT])}, or "
+            "give a text that contains {input}."
         )
     before, _, after = template.partition("{input}")
     return before + question + after
+
+
+def is_chat(template: str) -> bool:
+    """Whether the template is the tokenizer's own; its text then holds all special tokens."""
+    return template == CHAT or template.startswith(f"{CHAT}:")
+
+
+def prompt_renderer(
+    template: str, tokenizer: Tokenizer, *, system_prompt: str = ""
+) -> Callable[[Sequence[str]], list[str]]:
+    """Makes the function from questions to prompt texts.
+
+    Args:
+      template: see `apply_template`; or "chat", the tokenizer's own chat template around the
+        question as the user's message, up to where the assistant's begins; or "chat:TEXT", the same
+        around TEXT, whose {input} is the question. A chat template that asks for today's date is
+        given 26 July 2024.
+      tokenizer: only its chat template is used.
+      system_prompt: the message before the user's, for "chat" only; "" is no message.
+
+    Raises:
+      UserError: if the template is unknown, the tokenizer has no chat template or it refuses these
+        messages, or a system prompt is given without "chat".
+    """
+    if not is_chat(template):
+        apply_template(template, "")
+        if system_prompt:
+            raise UserError(
+                f"data.system_prompt={system_prompt!r:.200} needs data.template='chat'; other "
+                "templates hold their own."
+            )
+        return lambda questions: [apply_template(template, question) for question in questions]
+    text = "{input}" if template == CHAT else template.removeprefix(f"{CHAT}:")
+    if "{input}" not in text:
+        raise UserError(f"data.template={template!r:.200} must contain {{input}} after 'chat:'.")
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"data.template={template!r:.200}, but the tokenizer has no chat template; choose from "
+            f"{sorted(TEMPLATES)}, or give a text that contains {{input}}."
+        )
+    import jinja2
+
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+
+    def render(questions: Sequence[str]) -> list[str]:
+        if not questions:
+            return []
+        messages = [
+            [*system, {"role": "user", "content": apply_template(text, question)}]
+            for question in questions
+        ]
+        try:
+            chat_template = tokenizer.get_chat_template()
+            if "strftime_now" in chat_template:
+                chat_template = _FIXED_DATE + chat_template
+            return tokenizer.apply_chat_template(
+                messages,
+                chat_template=chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as e:
+            reason = " ".join(str(e).split())[:200]
+            roles = "a system and a user message" if system else "one user message"
+            raise UserError(
+                f"data.template={template!r:.200}: the tokenizer's chat template refuses {roles} "
+                f"({reason}); choose another template{' or no system prompt' if system else ''}."
+            ) from e
+
+    render(["1"])  # a template that refuses is named before any file is read
+    return render

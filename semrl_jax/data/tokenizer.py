@@ -63,8 +63,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads a tokenizer from a local Hugging Face directory; runs none of its code.
 
+    One without a padding token, such as Llama's, is given the one that the directory's
+    generation_config.json or config.json declares, if it is a special token, else the end token:
+    padding is told apart by masks, never by its id. A padding token that is no special token would
+    vanish from decoded text.
+
     Raises:
-      UserError: if there is no such directory, no tokenizer in it, or no end or padding token.
+      UserError: if there is no such directory, no tokenizer in it, or no end token.
     """
     path = pathlib.Path(path)
     if not path.is_dir():
@@ -86,13 +91,31 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     except (OSError, ValueError, KeyError) as e:
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"no tokenizer can be loaded from {str(path)!r}: {reason}") from e
-    for role in ("eos", "pad"):
-        if getattr(tokenizer, f"{role}_token_id") is None:
-            raise UserError(
-                f"the tokenizer in {str(path)!r} has no {role} token; name one as "
-                f"'{role}_token' in its tokenizer_config.json."
-            )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {str(path)!r} has no eos token; name one as 'eos_token' in its "
+            "tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        declared = _declared_pad_token(path, tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token if declared is None else declared
     return tokenizer
+
+
+def _declared_pad_token(path: pathlib.Path, tokenizer: Tokenizer) -> str | None:
+    """The special token that the model's files name as `pad_token_id`, if one does."""
+    special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    for name in ("generation_config.json", "config.json"):
+        try:
+            content = json.loads((path / name).read_text())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as e:
+            raise UserError(f"{str(path / name)!r} cannot be read: {e}") from e
+        token_id = content.get("pad_token_id") if isinstance(content, dict) else None
+        if type(token_id) is int and token_id in special:  # -1 and others' ids occur
+            return special[token_id]
+    return None
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -1,8 +1,20 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
-from semrl_jax.models.config import DecoderConfig, config_from_hf, config_to_hf
+from semrl_jax.models.config import (
+    MODEL_TYPES,
+    DecoderConfig,
+    RopeScaling,
+    config_from_hf,
+    config_to_hf,
+)
 from semrl_jax.models.decoder import Decoder, KVCache
-from semrl_jax.models.directory import load_config, load_params, save_directory
+from semrl_jax.models.directory import (
+    eos_token_ids,
+    find_directory,
+    load_config,
+    load_params,
+    save_directory,
+)
 from semrl_jax.models.policy import DTYPES, REMAT_POLICIES, Params, Policy
 from semrl_jax.models.sharding import (
     AXES,
@@ -12,21 +24,26 @@ from semrl_jax.models.sharding import (
     parameter_shardings,
     replicated,
 )
-from semrl_jax.models.weights import iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
 
 __all__ = [
     "AXES",
     "DATA_AXES",
     "DTYPES",
+    "MODEL_TYPES",
     "REMAT_POLICIES",
     "Decoder",
     "DecoderConfig",
     "KVCache",
     "Params",
+    "Piece",
     "Policy",
+    "RopeScaling",
     "batch_sharding",
     "config_from_hf",
     "config_to_hf",
+    "eos_token_ids",
+    "find_directory",
     "iterate_hf_tensors",
     "load_config",
     "load_params",

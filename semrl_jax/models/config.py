@@ -3,13 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
 from semrl_jax.types import config_hash
 
-MODEL_TYPES = ("qwen2",)
+
+class Family(NamedTuple):
+    """What a Hugging Face `model_type` fixes; sizes and options are fields of `DecoderConfig`."""
+
+    architecture: str  # the class in transformers
+    attention_bias: bool = False  # query, key and value projections have a bias
+    query_key_norm: bool = False  # queries and keys are normed, head by head, before rotary
+    can_slide: bool = False  # knows sliding_window
+    can_mix: bool = False  # may slide in some layers only
+
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", attention_bias=True, can_slide=True, can_mix=True),
+    "qwen3": Family("Qwen3ForCausalLM", query_key_norm=True, can_slide=True, can_mix=True),
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", can_slide=True),
+}
+MODEL_TYPES = tuple(FAMILIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context of pretraining.
+
+    Attributes:
+      rope_type: "linear" divides every frequency by `factor`; "llama3" those whose wavelength is
+        long beside the original context, and blends in between.
+      factor: > 0.
+      low_freq_factor, high_freq_factor: llama3 only: frequencies that turn fewer times than the
+        first in the original context are divided, those that turn oftener than the second kept.
+      original_max_position_embeddings: llama3 only: that context in tokens.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        if self.rope_type not in ("linear", "llama3"):
+            raise UserError(
+                f"rope_type={self.rope_type!r} is not supported; choose a model with "
+                "'default', 'linear' or 'llama3'."
+            )
+        if self.factor <= 0:
+            raise UserError(f"rope factor={self.factor} must be above 0.")
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError(
+                f"rope low_freq_factor={self.low_freq_factor} must lie between 0 and "
+                f"high_freq_factor={self.high_freq_factor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +76,10 @@ class DecoderConfig:
       rope_theta: base of the rotary embedding.
       rms_norm_eps: epsilon of the root mean square norms.
       max_position_embeddings: context length in tokens.
-      attention_bias: whether query, key and value projections have a bias.
       tie_embeddings: whether the output matrix is the embedding.
+      rope_scaling: None leaves the rotary frequencies as they are.
+      sliding_window: a token sees itself and the `sliding_window - 1` tokens before; None: all.
+      full_attention_layers: indices of layers that see all the same.
     """
 
     vocab_size: int
@@ -39,9 +92,11 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32_768
-    attention_bias: bool = True
     tie_embeddings: bool = False
     model_type: str = "qwen2"
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.model_type not in MODEL_TYPES:
@@ -64,15 +119,50 @@ class DecoderConfig:
             raise UserError(
                 f"model head_dim={self.head_dim} must be even: rotary positions turn pairs."
             )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Only what the family's class in transformers would do as well."""
+        family, window = FAMILIES[self.model_type], self.sliding_window
+        if window is not None and not family.can_slide:
+            raise UserError(f"model_type={self.model_type!r} has no sliding_window={window}.")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise UserError(f"model sliding_window={window!r} must be a whole number above 0.")
+        layers = self.full_attention_layers
+        if layers and (window is None or not family.can_mix):
+            raise UserError(
+                f"model full_attention_layers={layers} needs a sliding_window and a model_type "
+                f"that mixes layers, not {self.model_type!r}."
+            )
+        if any(not 0 <= layer < self.num_layers for layer in layers):
+            raise UserError(f"model full_attention_layers={layers} must be below num_layers.")
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether query, key and value projections have a bias."""
+        return FAMILIES[self.model_type].attention_bias
+
+    @property
+    def query_key_norm(self) -> bool:
+        """Whether queries and keys are normed before the rotary embedding."""
+        return FAMILIES[self.model_type].query_key_norm
 
     @property
     def hash(self) -> str:
         """Hex SHA-256 of the architecture; trainer and replica compare it."""
-        return config_hash(dataclasses.asdict(self))
+        description = dataclasses.asdict(self) | {"attention_bias": self.attention_bias}
+        # Options that came later count only where they are used: earlier hashes stay as they were.
+        for name in ("rope_scaling", "sliding_window", "full_attention_layers"):
+            if not description[name]:
+                del description[name]
+        return config_hash(description)
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Reads the fields of a Hugging Face `config.json`; UserError names what is not supported."""
+    """Reads the fields of a Hugging Face `config.json`; UserError names what is not supported.
+
+    Fields that are absent have the values that transformers gives them.
+    """
     if not isinstance(hf, Mapping):
         raise UserError(f"config.json must hold a JSON object, not {type(hf).__name__}.")
     model_type = hf.get("model_type")
@@ -81,15 +171,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: model_type={model_type!r} is not supported; choose a model of one of "
             f"{MODEL_TYPES}."
         )
+    _refuse_unsupported(hf)
     try:
         num_heads = hf["num_attention_heads"]
-        # transformers 5 nests the base in `rope_parameters`; earlier files have it flat.
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise UserError(f"config.json: rope_type={rope_type!r} is not supported.")
-        if hf.get("use_sliding_window"):
-            raise UserError("config.json: use_sliding_window=true is not supported.")
+        if model_type == "llama":
+            num_kv_heads = hf.get("num_key_value_heads")
+        else:  # transformers' defaults are those of one large model: rather ask
+            num_kv_heads = hf["num_key_value_heads"]
+        default_head_dim = 128 if model_type == "qwen3" else hf["hidden_size"] // num_heads
+        theta, scaling = _rope_from_hf(hf)
+        window, full_attention_layers = _windows_from_hf(hf)
         return DecoderConfig(
             model_type=model_type,
             vocab_size=hf["vocab_size"],
@@ -97,25 +188,58 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads", num_heads),
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
-            rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0))),
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=hf.get("head_dim") or default_head_dim,
+            rope_theta=theta,
             rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=hf.get("max_position_embeddings", 32_768),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            rope_scaling=scaling,
+            sliding_window=window,
+            full_attention_layers=full_attention_layers,
         )
     except KeyError as error:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError as error:
+        raise UserError(f"config.json: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"config.json: a field has the wrong type ({error}).") from None
 
 
-def config_to_hf(config: DecoderConfig, *, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
-    """The `config.json` that transformers and vLLM read; weights are float32."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
+def config_to_hf(
+    config: DecoderConfig,
+    *,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    base: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """The `config.json` that transformers and vLLM read.
+
+    Args:
+      config: the architecture.
+      eos_token_id, pad_token_id: None leaves what `base` has.
+      base: the `config.json` the model came with; what is not architecture stays as it is there.
+      dtype: of the weights beside it.
+
+    Raises:
+      UserError: if `base` describes another architecture than `config`.
+    """
+    family = FAMILIES[config.model_type]
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        rope |= dataclasses.asdict(config.rope_scaling)
+        if config.rope_scaling.rope_type == "linear":
+            rope = {key: rope[key] for key in ("rope_type", "rope_theta", "factor")}
+    # Remote code is never run, and the older name of the dtype must not contradict the newer.
+    kept = {k: v for k, v in (base or {}).items() if k not in ("auto_map", "torch_dtype")}
+    hf = {
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **kept,
+        "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -127,13 +251,108 @@ def config_to_hf(config: DecoderConfig, *, eos_token_id: int, pad_token_id: int)
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope,
+        # Where readers older than `rope_parameters` look.
+        "rope_scaling": None if config.rope_scaling is None else rope,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-        "dtype": "float32",
+        **_windows_to_hf(config),
+        "dtype": dtype,
+    }
+    if not (family.attention_bias or config.model_type == "mistral"):
+        hf["attention_bias"] = False
+    if eos_token_id is not None:
+        hf["eos_token_id"] = eos_token_id if isinstance(eos_token_id, int) else [*eos_token_id]
+    if pad_token_id is not None:
+        hf["pad_token_id"] = pad_token_id
+    if config_from_hf(hf) != config:
+        raise UserError(
+            f"the config.json to start from belongs to another model than {config}; give that of "
+            "the directory the model came from, or none."
+        )
+    return hf
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    """Options of the families' classes in transformers that the decoder does not have."""
+    # Qwen2 and Mistral do not read attention_bias.
+    if hf.get("attention_bias") and hf["model_type"] in ("llama", "qwen3"):
+        raise UserError("config.json: attention_bias=true is not supported.")
+    if hf.get("mlp_bias"):
+        raise UserError("config.json: mlp_bias=true is not supported.")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"config.json: hidden_act={hf['hidden_act']!r} is not supported, only 'silu'."
+        )
+
+
+def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling; transformers 5 nests both in `rope_parameters`, earlier files do not."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UserError(f"partial_rotary_factor={partial} is not supported.")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError("rope_parameters of each kind of layer are not supported.")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "llama3":
+        return theta, RopeScaling(rope_type, float(rope.get("factor", 1.0)))
+    original = hf.get("original_max_position_embeddings") or rope.get(
+        "original_max_position_embeddings", hf.get("max_position_embeddings", 2048)
+    )
+    return theta, RopeScaling(
+        rope_type,
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(original),
+    )
+
+
+def _windows_from_hf(hf: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+    """Window, and the layers that have none; absent fields as transformers' classes fill them."""
+    model_type, num_layers = hf["model_type"], hf["num_hidden_layers"]
+    if not FAMILIES[model_type].can_slide:
+        return None, ()
+    window = hf.get("sliding_window", 4096)
+    if model_type == "mistral":
+        return window, ()
+    if not hf.get("use_sliding_window"):
+        window = None
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28)
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != num_layers:
+        raise UserError(
+            f"layer_types must name 'full_attention' or 'sliding_attention' for each of "
+            f"num_hidden_layers={num_layers} layers, not {sorted(unknown) or len(kinds)}."
+        )
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    if window is None or len(full) == num_layers:
+        return None, ()
+    return window, full
+
+
+def _windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `_windows_from_hf`."""
+    family, full = FAMILIES[config.model_type], config.full_attention_layers
+    if not family.can_slide:
+        return {}
+    if not family.can_mix:
+        return {"sliding_window": config.sliding_window}
+    if config.sliding_window is None:
+        return {"use_sliding_window": False, "layer_types": ["full_attention"] * config.num_layers}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": len(full),  # the same where the first layers are the full ones
+        "layer_types": [
+            "full_attention" if layer in full else "sliding_attention"
+            for layer in range(config.num_layers)
+        ],
     }

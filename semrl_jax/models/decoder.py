@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,24 +18,56 @@ from semrl_jax.models.config import DecoderConfig
 
 
 class KVCache(NamedTuple):
-    """Keys and values of all layers; column c of row b counts if `valid[b, c]`."""
+    """Keys and values of all layers; `positions[b, c]` is -1 where column c of row b is empty."""
 
     keys: Float[Array, "L B S K H"]
     values: Float[Array, "L B S K H"]
-    valid: Bool[Array, "B S"]
+    positions: Int[Array, "B S"]
+
+
+def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
+    """Angle of each of the H/2 pairs from one position to the next; float32 radians.
+
+    theta^(-2i/H), stretched by `config.rope_scaling`. Llama 3 keeps frequencies that turn more than
+    high_freq_factor times in the original context, divides by `factor` those that turn fewer than
+    low_freq_factor times, and blends linearly in between.
+
+    Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
+    """
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
 def rotary(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], theta: float
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
 ) -> Float[Array, "B T N H"]:
-    """Turns the pairs (i, i + H/2) by position * theta^(-2i/H); computed in float32."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [H/2]
+    """Turns the pairs (i, i + H/2) by position * frequency; computed in float32."""
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]  # [B, T, H/2]
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def within_window(
+    mask: Bool[Array, "B T S"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    window: Int[Array, ""] | None,
+) -> Bool[Array, "B T S"]:
+    """Takes from `mask` the keys `window` or more positions before their query."""
+    if window is None:
+        return mask
+    return mask & (query_positions[:, :, None] - key_positions[:, None, :] < window)
 
 
 class DecoderLayer(nnx.Module):
@@ -51,17 +84,20 @@ class DecoderLayer(nnx.Module):
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"), rngs=rngs,
             )  # fmt: skip
 
-        def norm():
+        def norm(width):
             return nnx.RMSNorm(
-                hidden, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
+                width, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
             )
 
-        self.attention_norm = norm()
+        self.attention_norm = norm(hidden)
         self.query = linear(hidden, heads * config.head_dim, config.attention_bias)
         self.key = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
         self.value = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
         self.output = linear(heads * config.head_dim, hidden)
-        self.mlp_norm = norm()
+        if config.query_key_norm:
+            self.query_norm = norm(config.head_dim)
+            self.key_norm = norm(config.head_dim)
+        self.mlp_norm = norm(hidden)
         self.gate = linear(hidden, config.intermediate_size)
         self.up = linear(hidden, config.intermediate_size)
         self.down = linear(config.intermediate_size, hidden)
@@ -75,8 +111,10 @@ class DecoderLayer(nnx.Module):
         query = self.query(normed).reshape(batch, length, self.config.num_heads, -1)
         key = self.key(normed).reshape(batch, length, self.config.num_kv_heads, -1)
         value = self.value(normed).reshape(batch, length, self.config.num_kv_heads, -1)
-        theta = self.config.rope_theta
-        return rotary(query, positions, theta), rotary(key, positions, theta), value
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        frequencies = rotary_frequencies(self.config)
+        return rotary(query, positions, frequencies), rotary(key, positions, frequencies), value
 
     def residual(
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
@@ -128,7 +166,8 @@ class Decoder(nnx.Module):
         Args:
           token_ids: int32; any id where padded.
           positions: int32, from 0 at the first token of a segment.
-          segment_ids: int32; tokens attend to earlier tokens of their own segment, 0 is padding.
+          segment_ids: int32; tokens attend to earlier tokens of their own segment, as far back as
+            the layer's window; 0 is padding.
 
         Returns:
           States in the compute dtype; finite but meaningless at padding.
@@ -141,13 +180,17 @@ class Decoder(nnx.Module):
         )  # [B, S, S]
         graph, stacked = nnx.split(self.layers)
 
-        def layer_step(x, state):
+        def layer_step(x, scanned):
+            state, window = scanned
             layer = nnx.merge(graph, state)
             query, key, value = layer.heads(x, positions)
-            attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+            seen = within_window(mask, positions, positions, window)
+            attended = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
             return layer.residual(x, attended), None
 
-        x, _ = jax.lax.scan(self._checkpointed(layer_step), self.embed(token_ids), stacked)
+        x, _ = jax.lax.scan(
+            self._checkpointed(layer_step), self.embed(token_ids), (stacked, self._windows)
+        )
         return self.final_norm(x)
 
     def prefill(
@@ -166,14 +209,19 @@ class Decoder(nnx.Module):
         mask = valid[:, None, :] & (columns[:, None] >= columns[None, :])[None]  # [B, P, P]
         graph, stacked = nnx.split(self.layers)
 
-        def layer_step(x, state):
+        def layer_step(x, scanned):
+            state, window = scanned
             layer = nnx.merge(graph, state)
             query, key, value = layer.heads(x, positions)
-            attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+            seen = within_window(mask, positions, positions, window)
+            attended = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
             return layer.residual(x, attended), (x[:, -1], key, value)
 
-        x, (inputs, keys, values) = jax.lax.scan(layer_step, self.embed(token_ids), stacked)
-        return self.final_norm(x[:, -1:])[:, 0], inputs, KVCache(keys, values, valid)
+        x, (inputs, keys, values) = jax.lax.scan(
+            layer_step, self.embed(token_ids), (stacked, self._windows)
+        )
+        cache = KVCache(keys, values, jnp.where(valid, positions, -1))
+        return self.final_norm(x[:, -1:])[:, 0], inputs, cache
 
     def decode(
         self,
@@ -182,40 +230,53 @@ class Decoder(nnx.Module):
         columns: Int[Array, " B"],
         cache: KVCache,
     ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
-        """Runs one token a row, written at cache column `columns[b]`.
+        """Runs one token a row at `positions[b]`, written at cache column `columns[b]`.
+
+        Columns may be in any order: what a token sees is decided by the positions in the cache.
 
         Returns:
           Final state, the input of each layer, and the cache with the token's keys and values.
         """
         rows = jnp.arange(token_ids.shape[0])
-        valid = cache.valid.at[rows, columns].set(True)
+        key_positions = cache.positions.at[rows, columns].set(positions)
+        mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(carry, scanned):
             x, keys, values = carry
-            index, state = scanned
+            index, (state, window) = scanned
             layer = nnx.merge(graph, state)
             query, key, value = layer.heads(x, positions[:, None])
             # In the carry, so that XLA writes the B new columns in place of copying the cache.
             keys = keys.at[index, rows, columns].set(key[:, 0])
             values = values.at[index, rows, columns].set(value[:, 0])
+            seen = within_window(mask, positions[:, None], key_positions, window)
             attended = jax.nn.dot_product_attention(
-                query, keys[index], values[index], mask=valid[:, None, None, :]
+                query, keys[index], values[index], mask=seen[:, None]
             )
             return (layer.residual(x, attended), keys, values), x[:, 0]
 
         (x, keys, values), inputs = jax.lax.scan(
             layer_step,
             (self.embed(token_ids[:, None]), cache.keys, cache.values),
-            (jnp.arange(self.config.num_layers), stacked),
+            (jnp.arange(self.config.num_layers), (stacked, self._windows)),
         )
-        return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, valid)
+        return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, key_positions)
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final states to logits, in the compute dtype."""
         if self.config.tie_embeddings:
             return self.embed.embedding[...].T.astype(self.dtype)
         return self.head.kernel[...].astype(self.dtype)
+
+    @property
+    def _windows(self) -> Int[Array, " L"] | None:
+        """How far each layer sees, to scan beside its parameters; None: no layer is limited."""
+        config = self.config
+        if config.sliding_window is None:
+            return None
+        full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
+        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(config.sliding_window))
 
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""

@@ -2,61 +2,135 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import pathlib
+import re
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig, config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
-from semrl_jax.models.weights import iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.types import TensorSpec
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# What a model on the hub may put on this disk: no code and no pickles, nothing from subfolders.
+HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
+# Tensors that are no parameters: tables of angles that older transformers wrote.
+IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+PIECE_BYTES = 8 * 2**20  # read at once; a few copies of it are held
 
 
-def load_config(path: str | pathlib.Path) -> DecoderConfig:
+def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
+
+    Only configuration, safetensors and tokenizer files are fetched; no code is, nor run.
+
+    Raises:
+      UserError: if there is no such directory, or the hub does not give the model.
+    """
+    directory = pathlib.Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise UserError(f"model {str(path)!r} is a file; give the directory it lies in.")
+    owner, _, name = str(path).partition("/")
+    is_hub_id = all(re.fullmatch(r"\w[\w.-]*", part, re.ASCII) for part in (owner, name))
+    # Inside a directory that is there, a missing one is a slip rather than a model of the hub.
+    if not is_hub_id or pathlib.Path(owner).exists():
+        raise UserError(
+            f"model directory {str(path)!r} does not exist; give a local Hugging Face directory "
+            "or a hub id owner/name."
+        )
+    import huggingface_hub
+
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            str(path), allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
+        )
+    except (OSError, ValueError) as error:  # what huggingface_hub raises, offline included
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model {str(path)!r} is no local directory, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}: {reason}); download it elsewhere and give its directory."
+        ) from None
+    return pathlib.Path(snapshot)
+
+
+def load_config(path: str | os.PathLike[str]) -> DecoderConfig:
     """Reads `config.json`; UserError if the directory or a field is missing."""
-    return config_from_hf(_read_json(pathlib.Path(path) / "config.json"))
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        raise UserError(f"model directory {str(path)!r} does not exist.")
+    return config_from_hf(_read_json(path / CONFIG_FILE))
 
 
-def load_params(path: str | pathlib.Path, config: DecoderConfig) -> Params:
-    """Reads `model.safetensors` as float32 host parameters.
+def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Ids that end a response, from `generation_config.json`, else `config.json`; () if neither.
+
+    Raises:
+      UserError: if the field holds anything but ids.
+    """
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        file = pathlib.Path(path) / name
+        if not file.is_file():
+            continue
+        value = _read_json(file).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+            raise UserError(f"{file}: eos_token_id={value!r} must be a token id or a list of them.")
+        return tuple(ids)
+    return ()
+
+
+def load_params(
+    path: str | os.PathLike[str], config: DecoderConfig, shardings: Any = None
+) -> Params:
+    """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
+
+    Float32, bfloat16 and float16 files give their values bit for bit. What is held is the
+    parameters, once, and a few pieces of `PIECE_BYTES`.
+
+    Args:
+      path: the directory.
+      config: its architecture.
+      shardings: a tree as `parameter_shardings` gives, for jax.Arrays that are put on their
+        devices piece by piece; None for NumPy arrays.
 
     Raises:
       UserError: naming the file and each missing, extra or misshapen tensor.
     """
-    file = pathlib.Path(path) / WEIGHTS_FILE
-    if not file.is_file():
-        raise UserError(f"model.path={path}: {WEIGHTS_FILE} is missing.")
-    expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
-    try:
-        with safe_open(str(file), framework="numpy") as weights:
-            found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
-            # transformers may write a tied output matrix next to the embedding it equals.
-            if config.tie_embeddings:
-                found.pop("lm_head.weight", None)
-            problems = [
-                *(f"{name} is missing" for name in expected.keys() - found.keys()),
-                *(f"{name} is not part of the model" for name in found.keys() - expected.keys()),
-                *(
-                    f"{name} has shape {found[name]}, not {shape}"
-                    for name, shape in expected.items()
-                    if name in found and found[name] != shape
-                ),
-            ]
-            if problems:
-                raise UserError(f"{file}: {'; '.join(sorted(problems)[:5])}.")
-            return params_from_hf({name: weights.get_tensor(name) for name in expected}, config)
-    except SafetensorError as error:
-        raise UserError(f"{file} cannot be read: {error}.") from None
+    path = pathlib.Path(path)
+    specs = tensor_specs(config, "float32")
+    files = _weight_files(path, specs)
+    _check_tensors(path, files, specs, config)
+    return params_from_hf(_read_pieces(files, specs), config, shardings)
 
 
 def save_directory(
-    path: str | pathlib.Path, params: Params, config: DecoderConfig, tokenizer
+    path: str | os.PathLike[str],
+    params: Params,
+    config: DecoderConfig,
+    tokenizer: Any,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a directory that transformers, vLLM and `load_params` read, whole or not at all.
 
@@ -64,31 +138,174 @@ def save_directory(
       path: replaced if it exists.
       params: parameters as `Policy.init` gives them.
       config: their architecture.
-      tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`.
+      tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`; None writes no
+        tokenizer files.
+      dtype: of the weights: "float32", "bfloat16" or "float16".
+      max_shard_bytes: weights beyond that go to several files and an index; the host holds one of
+        them at a time. A tensor is never split.
+      eos_token_id, pad_token_id: written to both config files; None: what `base` has, else the
+        tokenizer's, else none.
+      base: `config.json` of the directory the parameters came from; its other fields are kept.
+
+    Raises:
+      UserError: for another dtype or size, or a `base` of another architecture.
     """
-    path = pathlib.Path(path)
-    staging = path.with_name(path.name + ".writing")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    tensors: dict[str, np.ndarray] = {
-        spec.name: array for spec, array in iterate_hf_tensors(params, config, "float32")
+    if dtype not in FILE_DTYPES.values():
+        raise UserError(f"dtype={dtype!r} must be one of {tuple(FILE_DTYPES.values())}.")
+    if max_shard_bytes < 1:
+        raise UserError(f"max_shard_bytes={max_shard_bytes} must be at least 1.")
+    base = base or {}
+    special = {
+        name: _first_of(given, base.get(name), getattr(tokenizer, name, None))
+        for name, given in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id))
     }
-    save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-    hf = config_to_hf(
-        config, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (staging / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer.save_pretrained(staging)
-    shutil.rmtree(path, ignore_errors=True)
+    hf = config_to_hf(config, **special, base=base, dtype=dtype)
+    path = pathlib.Path(path)
+    staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
+    for leftover in (staging, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    staging.mkdir(parents=True)
+    _save_weights(staging, params, config, dtype, max_shard_bytes)
+    _write_json(staging / CONFIG_FILE, hf)
+    generation = {name: hf[name] for name in special if hf[name] is not None}
+    _write_json(staging / GENERATION_FILE, generation)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(staging)
+    if path.exists():
+        path.rename(old)
     staging.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _read_json(file: pathlib.Path) -> dict:
+def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, pathlib.Path]:
+    """The file of each tensor: the only one, or as the index has it."""
+    if not path.is_dir():
+        raise UserError(f"model directory {str(path)!r} does not exist.")
+    if (path / WEIGHTS_FILE).is_file():
+        return {spec.name: path / WEIGHTS_FILE for spec in specs}
+    index = path / INDEX_FILE
+    if not index.is_file():
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pth") for file in path.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"{path} holds {pickles[0]} but no {WEIGHTS_FILE}: pickles are not read; convert "
+                "it with transformers' save_pretrained(..., safe_serialization=True)."
+            )
+        raise UserError(f"{path}: {WEIGHTS_FILE} is missing, and so is {INDEX_FILE}.")
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{index}: weight_map must map tensor names to files.")
+    for tensor, name in names.items():
+        # A name alone: an index must not lead out of its directory.
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise UserError(f"{index}: {tensor} lies in {name!r}, which is no file name.")
+    for name in sorted(set(names.values())):
+        if not (path / name).is_file():
+            raise UserError(f"{path / name} is missing; {INDEX_FILE} lists it.")
+    return {tensor: path / name for tensor, name in names.items()}
+
+
+def _check_tensors(
+    path: pathlib.Path,
+    files: Mapping[str, pathlib.Path],
+    specs: Sequence[TensorSpec],
+    config: DecoderConfig,
+) -> None:
+    """Compares names, shapes and dtypes in the headers with the architecture."""
+    expected = {spec.name: spec.shape for spec in specs}
+    problems = [f"{INDEX_FILE}: {name} is missing" for name in expected.keys() - files.keys()]
+    for file in sorted(set(files.values())):
+        with _open(file) as weights:
+            found = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            for name, tensor in found.items():
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if IGNORED_TENSORS.fullmatch(name):
+                    continue
+                # A tied output matrix may lie next to the embedding it equals.
+                if name == "lm_head.weight" and config.tie_embeddings:
+                    continue
+                if name not in expected:
+                    problems.append(f"{file.name}: {name} is not part of the model")
+                elif shape != expected[name]:
+                    problems.append(f"{file.name}: {name} has shape {shape}, not {expected[name]}")
+                elif dtype not in FILE_DTYPES:
+                    problems.append(
+                        f"{file.name}: {name} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}"
+                    )
+            problems += [
+                f"{file.name}: {name} is missing"
+                for name in expected
+                if files.get(name) == file and name not in found
+            ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UserError(f"{path}: {'; '.join(sorted(problems)[:5])}{more}.")
+
+
+def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec]) -> Iterator[Piece]:
+    """Every tensor in pieces of at most `PIECE_BYTES` of float32, or of one row."""
+    for spec in specs:
+        file = files[spec.name]
+        num_rows = spec.shape[0]
+        step = max(1, PIECE_BYTES * num_rows // spec.num_bytes)
+        for start in range(0, num_rows, step):
+            # Opened for each piece: pages of a file that stays mapped count as this process's.
+            with _open(file) as weights:
+                rows = weights.get_slice(spec.name)[start : min(start + step, num_rows)]
+            yield Piece(spec.name, start, rows)
+
+
+def _open(file: pathlib.Path) -> safe_open:
+    """The file mapped into memory; UserError if it is torn or no safetensors file."""
+    try:
+        return safe_open(str(file), framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {error}.") from None
+
+
+def _save_weights(
+    directory: pathlib.Path, params: Params, config: DecoderConfig, dtype: str, max_bytes: int
+) -> None:
+    shards: list[list[TensorSpec]] = [[]]
+    num_bytes = 0
+    for spec in tensor_specs(config, dtype):
+        if shards[-1] and num_bytes + spec.num_bytes > max_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(spec)
+        num_bytes += spec.num_bytes
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WEIGHTS_FILE]
+    stream = iterate_hf_tensors(params, config, dtype)
+    for name, shard in zip(names, shards):
+        tensors = {spec.name: array for spec, array in itertools.islice(stream, len(shard))}
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+        del tensors  # before the next shard's tensors are fetched
+    if len(shards) > 1:
+        total = sum(spec.num_bytes for shard in shards for spec in shard)
+        weight_map = {spec.name: name for name, shard in zip(names, shards) for spec in shard}
+        _write_json(
+            directory / INDEX_FILE,
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+
+
+def _first_of(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file} is missing: model.path must be a Hugging Face model directory.")
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content

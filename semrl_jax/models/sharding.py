@@ -27,6 +27,8 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "layers/key/bias": PartitionSpec(None, "tensor"),
     "layers/value/kernel": PartitionSpec(None, "fsdp", "tensor"),
     "layers/value/bias": PartitionSpec(None, "tensor"),
+    "layers/query_norm/scale": PartitionSpec(None, None),
+    "layers/key_norm/scale": PartitionSpec(None, None),
     "layers/output/kernel": PartitionSpec(None, "tensor", "fsdp"),
     "layers/mlp_norm/scale": PartitionSpec(None, None),
     "layers/gate/kernel": PartitionSpec(None, "fsdp", "tensor"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Int
 
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.policy import Params
@@ -21,12 +25,23 @@ LAYER_NAMES = {
     ("key", "bias"): "self_attn.k_proj.bias",
     ("value", "kernel"): "self_attn.v_proj.weight",
     ("value", "bias"): "self_attn.v_proj.bias",
+    ("query_norm", "scale"): "self_attn.q_norm.weight",
+    ("key_norm", "scale"): "self_attn.k_norm.weight",
     ("output", "kernel"): "self_attn.o_proj.weight",
     ("mlp_norm", "scale"): "post_attention_layernorm.weight",
     ("gate", "kernel"): "mlp.gate_proj.weight",
     ("up", "kernel"): "mlp.up_proj.weight",
     ("down", "kernel"): "mlp.down_proj.weight",
 }
+TRANSPOSE_ROWS = 64  # written together: their cache lines stay in the first-level cache
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a Hugging Face tensor, in any floating dtype."""
+
+    name: str
+    start: int  # of the first row
+    rows: np.ndarray
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -40,7 +55,8 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
     shapes = {
         "attention_norm": (width,), "query": (heads, width), "key": (kv_heads, width),
-        "value": (kv_heads, width), "output": (width, heads), "mlp_norm": (width,),
+        "value": (kv_heads, width), "query_norm": (config.head_dim,),
+        "key_norm": (config.head_dim,), "output": (width, heads), "mlp_norm": (width,),
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
     }  # fmt: skip
     specs = [TensorSpec("model.embed_tokens.weight", (config.vocab_size, width), dtype)]
@@ -78,33 +94,136 @@ def iterate_hf_tensors(
         yield emit(params["head"]["kernel"], transpose=True)
 
 
-def params_from_hf(tensors: Mapping[str, np.ndarray], config: DecoderConfig) -> Params:
-    """Float32 host parameters from Hugging Face tensors; names and shapes are the caller's duty."""
+def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
+    """Float32 parameters from the rows of Hugging Face tensors; each value is cast, no more.
 
-    def take(name, transpose=False):
-        array = np.asarray(tensors[name], np.float32)
-        return np.ascontiguousarray(array.T) if transpose else array
+    Memory is allocated once and filled piece by piece, so that what is held is the parameters and
+    a few copies of one piece.
 
-    layers: Params = {}
-    for (module, kind), name in _layer_names(config).items():
-        stacked = np.stack(
-            [
-                take(f"model.layers.{layer}.{name}", transpose=kind == "kernel")
-                for layer in range(config.num_layers)
-            ]
-        )
-        layers.setdefault(module, {})[kind] = stacked
-    params: Params = {
-        "embed": {"embedding": take("model.embed_tokens.weight")},
-        "layers": layers,
-        "final_norm": {"scale": take("model.norm.weight")},
-    }
-    if not config.tie_embeddings:
-        params["head"] = {"kernel": take("lm_head.weight", transpose=True)}
+    Args:
+      pieces: every row of every tensor of `tensor_specs`, in any order; names and shapes are the
+        caller's duty.
+      config: the architecture.
+      shardings: a tree as `parameter_shardings` gives; None keeps the parameters on the host.
+
+    Returns:
+      NumPy arrays, or with `shardings` jax.Arrays, of which this process fills the parts on its
+      own devices.
+    """
+    places = _places(config)
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for spec in tensor_specs(config, "float32"):
+        path, layer = places[spec.name]
+        shape = spec.shape[::-1] if path[-1] == "kernel" else spec.shape
+        shapes[path] = shape if layer is None else (config.num_layers, *shape)
+    leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf] = {}
+    for path, shape in shapes.items():
+        if shardings is None:
+            leaves[path] = _HostLeaf(shape)
+        else:
+            leaves[path] = _DeviceLeaf(shape, functools.reduce(lambda d, k: d[k], path, shardings))
+    for name, start, rows in pieces:
+        path, layer = places[name]
+        leaves[path].put(layer, start, rows, transpose=path[-1] == "kernel")
+    params: Params = {}
+    for path, leaf in leaves.items():
+        node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
+        node[path[-1]] = leaf.finish()
     return params
 
 
+class _HostLeaf:
+    """One parameter in host memory."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._array = np.empty(shape, np.float32)
+
+    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
+        target = self._array if layer is None else self._array[layer]
+        if transpose:
+            target = target.T
+        step = TRANSPOSE_ROWS if transpose else len(rows)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            target[start + first : start + first + len(some)] = some
+
+    def finish(self) -> np.ndarray:
+        return self._array
+
+
+class _DeviceLeaf:
+    """One parameter on this process's devices: each device's part is zeros, then filled in place.
+
+    Part by part and not as one sharded array: there is no program that the compiler could choose to
+    run on a gathered copy.
+    """
+
+    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding):
+        self._shape, self._sharding = shape, sharding
+        self._bounds: dict[jax.Device, list[tuple[int, int]]] = {}
+        self._parts: dict[jax.Device, jax.Array] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
+            self._bounds[device] = bounds
+            part = [stop - start for start, stop in bounds]
+            self._parts[device] = jnp.zeros(part, jnp.float32, device=device)
+
+    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
+        for device, bounds in self._bounds.items():
+            first, axes = [], bounds
+            if layer is not None:
+                (low, high), axes = bounds[0], bounds[1:]
+                if not low <= layer < high:
+                    continue
+                first = [layer - low]
+            axes = axes[::-1] if transpose else axes  # as the rows have them
+            (low, high), *others = axes
+            begin, end = max(start, low), min(start + len(rows), high)
+            if begin >= end:
+                continue
+            block = rows[(slice(begin - start, end - start), *(slice(*axis) for axis in others))]
+            corner = [begin - low, *(0 for _ in others)]
+            first += corner[::-1] if transpose else corner
+            self._parts[device] = _put_block(
+                self._parts[device],
+                jax.device_put(block, device),
+                jax.device_put(np.array(first, np.int32), device),
+                transpose=transpose,
+            )
+        # Otherwise pieces would be read faster than devices take them, and pile up.
+        jax.block_until_ready(list(self._parts.values()))
+
+    def finish(self) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            self._shape, self._sharding, list(self._parts.values())
+        )
+
+
+@functools.partial(jax.jit, static_argnames="transpose", donate_argnames="part")
+def _put_block(part: Array, block: Array, first: Int[Array, " axes"], *, transpose: bool) -> Array:
+    """Writes a block, cast and of fewer axes perhaps, at the element `first` of a part."""
+    block = (block.T if transpose else block).astype(part.dtype)
+    block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
+    return jax.lax.dynamic_update_slice(part, block, list(first))
+
+
 def _layer_names(config: DecoderConfig) -> dict[tuple[str, str], str]:
-    return {
-        key: name for key, name in LAYER_NAMES.items() if key[1] != "bias" or config.attention_bias
+    def has(module: str, kind: str) -> bool:
+        if module in ("query_norm", "key_norm"):
+            return config.query_key_norm
+        return kind != "bias" or config.attention_bias
+
+    return {key: name for key, name in LAYER_NAMES.items() if has(*key)}
+
+
+def _places(config: DecoderConfig) -> dict[str, tuple[tuple[str, ...], int | None]]:
+    """Hugging Face name -> path of our parameter, and the layer of its stack."""
+    places: dict[str, tuple[tuple[str, ...], int | None]] = {
+        "model.embed_tokens.weight": (("embed", "embedding"), None),
+        "model.norm.weight": (("final_norm", "scale"), None),
+        "lm_head.weight": (("head", "kernel"), None),
     }
+    for layer in range(config.num_layers):
+        for key, name in _layer_names(config).items():
+            places[f"model.layers.{layer}.{name}"] = (("layers", *key), layer)
+    return places

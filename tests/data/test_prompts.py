@@ -1,10 +1,6 @@
-"""Prompt datasets: order and position, length filter, files good and bad."""
-
-import json
+"""Prompt datasets: order and position, length filter."""
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +11,6 @@ from semrl_jax.data import (
     arithmetic_held_out_prompts,
     arithmetic_prompts,
     build_dataset,
-    load_prompts,
     next_prompts,
     prompt_order,
 )
@@ -127,91 +122,3 @@ def test_arithmetic_prompts(tokenizer):
         assert example.prompt_ids.shape == (12,)
         assert tokenizer.decode(example.prompt_ids) == example.prompt
     assert len(arithmetic_held_out_prompts(tokenizer, 10)) == 10
-
-
-ROWS = [
-    {"q": "1+1=?", "meta": {"truth": "2"}, "messages": [{"content": "1+1"}], "a.b": 5},
-    {"q": "{input}", "meta": {"truth": "3"}, "messages": [{"content": "2+1"}], "a.b": 27.0},
-]
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_loads_files_by_field_paths(tokenizer, tmp_path, suffix):
-    path = write(tmp_path / f"set{suffix}", ROWS)
-    dataset = load_prompts(
-        path, tokenizer, question_field="q", answer_field="meta.truth", template="Q:{input}\nA:"
-    )
-    assert [e.prompt for e in dataset.examples] == ["Q:1+1=?\nA:", "Q:{input}\nA:"]
-    assert [e.answer for e in dataset.examples] == ["2", "3"]
-    assert [(e.data_source, e.index) for e in dataset.examples] == [("set", 0), ("set", 1)]
-    dataset = load_prompts(
-        path,
-        tokenizer,
-        question_field="messages.0.content",
-        answer_field="a.b",
-        data_source="other",
-        max_prompt_tokens=3,
-    )
-    assert [e.prompt for e in dataset.examples] == ["1+1", "2+1"]
-    assert [e.answer for e in dataset.examples] == ["5", "27"]
-    assert dataset.examples[0].data_source == "other"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"{", r"line 3: not valid JSON"),
-        (b'{"question": "\xff"}', r"line 3: not valid JSON"),
-        (b"[" * 100_000, r"line 3: not valid JSON"),
-        (b"[1]", r"line 3: must be a JSON object, not list"),
-        (b'{"answer": "1"}', r"line 3: field 'question' is missing; the row has \['answer'\]"),
-        (b'{"question": "1"}', r"line 3: field 'answer' is missing"),
-        (b'{"question": 1, "answer": "1"}', r"line 3: field 'question' must be text, not 1"),
-        (b'{"question": " ", "answer": "1"}', r"line 3: field 'question' must be text"),
-        (b'{"question": "1", "answer": ""}', r"line 3: field 'answer' must be text or a finite"),
-        (b'{"question": "1", "answer": null}', r"line 3: field 'answer' .* not None"),
-        (b'{"question": "1", "answer": true}', r"line 3: field 'answer' .* not True"),
-        (b'{"question": "1", "answer": NaN}', r"line 3: field 'answer' .* not nan"),
-        (b'{"question": "1", "answer": ["1"]}', r"line 3: field 'answer' .* not \['1'\]"),
-    ],
-)
-def test_bad_row_names_file_line_and_field(tokenizer, tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"question": "1", "answer": "1"}\n\n' + line + b"\n")
-    with pytest.raises(UserError, match=rf"bad\.jsonl, {message}") as caught:
-        load_prompts(path, tokenizer)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_files_are_the_users_error(tokenizer, tmp_path):
-    with pytest.raises(UserError, match=r"absent\.jsonl' does not exist"):
-        load_prompts(tmp_path / "absent.jsonl", tokenizer)
-    (tmp_path / "set.csv").touch()
-    with pytest.raises(UserError, match=r"must end in \.jsonl or \.parquet"):
-        load_prompts(tmp_path / "set.csv", tokenizer)
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match="has no rows"):
-        load_prompts(tmp_path / "empty.jsonl", tokenizer)
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match=r"torn\.parquet: not a readable Parquet file") as caught:
-        load_prompts(tmp_path / "torn.parquet", tokenizer)
-    assert "\n" not in str(caught.value)
-    path = write(tmp_path / "rows.parquet", [{"question": "1", "answer": "1"}, {"question": "1"}])
-    with pytest.raises(UserError, match=r"rows\.parquet, row 2: field 'answer' .* not None"):
-        load_prompts(path, tokenizer)
-
-
-def test_unknown_template_names_the_known_ones(tokenizer, tmp_path):
-    path = write(tmp_path / "set.jsonl", [{"question": "1", "answer": "1"}])
-    with pytest.raises(
-        UserError, match=r"'abell' is unknown; choose from \['abel', 'plain', 'qwen"
-    ):
-        load_prompts(path, tokenizer, template="abell")

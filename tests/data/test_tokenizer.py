@@ -104,13 +104,54 @@ def test_what_cannot_be_loaded_is_the_users_error(tmp_path, directory):
         load_tokenizer(directory)
 
 
-@pytest.mark.parametrize("role", ["eos", "pad"])
-def test_missing_role_is_the_users_error(directory, role):
+def drop_role(directory, role):
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text())
     del config[f"{role}_token"]
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"has no {role} token; name one as '{role}_token'"):
+
+
+def test_missing_end_token_is_the_users_error(directory):
+    drop_role(directory, "eos")
+    with pytest.raises(UserError, match="has no eos token; name one as 'eos_token'"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("files", "pad_token"),
+    [
+        ({}, "<eos>"),
+        ({"config.json": {"model_type": "llama"}}, "<eos>"),
+        ({"config.json": {"model_type": "llama", "pad_token_id": 0}}, "<pad>"),
+        ({"generation_config.json": {"pad_token_id": 0}}, "<pad>"),
+        (
+            {"generation_config.json": {"pad_token_id": 1}, "config.json": {"pad_token_id": 0}},
+            "<eos>",
+        ),
+        # Neither beyond the vocabulary nor a digit, which would vanish from decoded text.
+        ({"config.json": {"model_type": "llama", "pad_token_id": -1}}, "<eos>"),
+        ({"config.json": {"model_type": "llama", "pad_token_id": 5}}, "<eos>"),
+        ({"generation_config.json": []}, "<eos>"),
+    ],
+)
+def test_missing_pad_token_is_the_declared_or_the_end_token(directory, files, pad_token):
+    before = tokenizer_hash(load_tokenizer(directory))
+    drop_role(directory, "pad")
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.pad_token == pad_token
+    assert tokenizer.pad_token_id == {"<pad>": 0, "<eos>": 1}[pad_token]
+    assert len(tokenizer) == 34  # nothing was added
+    assert tokenizer.decode([5, 2, 1], skip_special_tokens=True) == "30"
+    assert tokenizer_hash(tokenizer) == tokenizer_hash(load_tokenizer(directory))
+    assert (tokenizer_hash(tokenizer) == before) is (pad_token == "<pad>")
+
+
+def test_unreadable_model_file_is_the_users_error(directory):
+    drop_role(directory, "pad")
+    (directory / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config\.json' cannot be read"):
         load_tokenizer(directory)
 
 

@@ -93,7 +93,7 @@ def test_shards_and_formats_that_cannot_be_read_are_named(pair, tmp_path):
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"vocab_size": None}, "field 'vocab_size' is missing"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types must name .* not \["),
         ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
     ],
 )

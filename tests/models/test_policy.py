@@ -107,7 +107,7 @@ def test_prefill_and_decode_equal_the_full_pass(pair):
     state, inputs, cache = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
     cache = models.KVCache(
         *(jnp.pad(a, ((0, 0), (0, 0), (0, num_new), (0, 0), (0, 0))) for a in cache[:2]),
-        jnp.pad(cache.valid, ((0, 0), (0, num_new))),
+        jnp.pad(cache.positions, ((0, 0), (0, num_new)), constant_values=-1),
     )
     states, layer_inputs = [state], [inputs]
     decode = jax.jit(policy.decode)

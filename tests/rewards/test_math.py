@@ -55,6 +55,10 @@ def test_arithmetic_response_is_right_by_its_box():
         (r"\boxed{0.1}", r"10\%", True),
         (r"\boxed{1 2}", "12", False),
         (r"\boxed{5 \text{ dollars}}", r"\$5", True),
+        (r"\boxed{1234}", "1,234", True),  # as GSM8K writes its answers
+        ("so 1,234.", "1234", True),
+        (r"\boxed{1234}", "1,234,567", False),
+        (r"\boxed{27.0}", "27", True),
         ("7 apples", "7", True),
         ("<|im_end|>7", "7", False),
         (r"\boxed{}", "", False),

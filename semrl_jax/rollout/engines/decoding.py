@@ -69,7 +69,9 @@ def empty_slots(policy: Policy, dtype: jnp.dtype, batch: int, columns: int) -> S
     shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
     return Slots(
         cache=KVCache(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, columns), bool)
+            jnp.zeros(shape, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.full((batch, columns), -1, jnp.int32),
         ),
         final_states=jnp.zeros((batch, config.hidden_size), dtype),
         layer_inputs=jnp.zeros((config.num_layers, batch, config.hidden_size), dtype),
@@ -106,8 +108,12 @@ def admit(
             cache.values.at[:, rows, :num_prompt_columns].set(prompt.values, mode="drop"),
             # The response columns of the slot's previous owner are forgotten.
             put(
-                cache.valid,
-                jnp.pad(prompt.valid, ((0, 0), (0, cache.valid.shape[1] - num_prompt_columns))),
+                cache.positions,
+                jnp.pad(
+                    prompt.positions,
+                    ((0, 0), (0, cache.positions.shape[1] - num_prompt_columns)),
+                    constant_values=-1,
+                ),
             ),
         ),
         final_states=put(slots.final_states, final_states),
@@ -178,7 +184,9 @@ def decode_chunk(
             tokens,
             slots.num_prompt + slots.num_generated,
             # A finished slot writes its last column again; its cache is dead.
-            jnp.minimum(num_prompt_columns + slots.num_generated, slots.cache.valid.shape[1] - 1),
+            jnp.minimum(
+                num_prompt_columns + slots.num_generated, slots.cache.positions.shape[1] - 1
+            ),
             slots.cache,
         )
         slots = Slots(
@@ -198,14 +206,18 @@ def decode_chunk(
 def reshape_slots(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
     """Slots `rows` (beyond the batch: free slots), with a cache of `columns` columns."""
     cache = slots.cache
-    grown = columns - cache.valid.shape[1]
+    grown = columns - cache.positions.shape[1]
     wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
     take = functools.partial(jnp.take, indices=rows, mode="fill", fill_value=0)
     return Slots(
         cache=KVCache(
             jnp.pad(take(cache.keys, axis=1), wide),
             jnp.pad(take(cache.values, axis=1), wide),
-            jnp.pad(take(cache.valid, axis=0), ((0, 0), (0, grown))),
+            jnp.pad(
+                jnp.take(cache.positions, rows, axis=0, mode="fill", fill_value=-1),
+                ((0, 0), (0, grown)),
+                constant_values=-1,
+            ),
         ),
         final_states=take(slots.final_states, axis=0),
         layer_inputs=take(slots.layer_inputs, axis=1),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from semrl_jax.models import Params, Policy, params_from_hf, tensor_specs
+from semrl_jax.models import Params, Piece, Policy, params_from_hf, tensor_specs
 from semrl_jax.models.weights import numpy_dtype
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
@@ -139,11 +139,12 @@ class JaxEngine(Engine):
         return turn
 
     def _load(self) -> None:
-        tensors = {
-            name: buffer.view(numpy_dtype(spec.dtype)).reshape(spec.shape)
-            for name, (spec, buffer) in self._staged.items()
-        }
-        host = params_from_hf(tensors, self._policy.config)
+        host = params_from_hf(self._take_staged(), self._policy.config)
         with self._device_lock:
             self._params = jax.block_until_ready(jax.device_put(host))
-        self._staged = {}
+
+    def _take_staged(self) -> Iterator[Piece]:
+        """Hands out what was staged; each buffer is freed once the next is asked for."""
+        while self._staged:
+            name, (spec, buffer) = self._staged.popitem()
+            yield Piece(name, 0, buffer.view(numpy_dtype(spec.dtype)).reshape(spec.shape))

@@ -1,0 +1,195 @@
+"""Fetches or converts prompt data into one file for config.data.files.
+
+    python -m launch.prepare_data --dataset=gsm8k --split=train --output=data/gsm8k.jsonl
+
+Downloads the split from the Hugging Face hub, or with --input=FILE converts a copy that is already
+here. Every row is read as the trainer reads it; bad ones are named and left out. GSM8K becomes rows
+of question, answer and data_source; SimpleRL-Zoo's rows stay as they are. The output is written
+whole or not at all and replaces an older one. Exit codes: 0 done, 2 wrong setting, file or no
+network (one line says which).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from absl import flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+
+class Source(NamedTuple):
+    """A data set on the hub."""
+
+    repository: str
+    file: str  # with {split}
+    row_format: str
+    answer_after: str = ""
+
+
+SIMPLERL_SETS = [
+    f"simplelr_{template}_{level}"
+    for template in ("abel", "qwen")
+    for level in ("gsm8k_level1", "level1to4", "level3to5")
+]
+DATASETS = {
+    "gsm8k": Source(
+        "openai/gsm8k", "main/{split}-00000-of-00001.parquet", "question_answer", "####"
+    )
+} | {
+    name: Source("hkust-nlp/SimpleRL-Zoo-Data", f"{name}/{{split}}.parquet", "simplerl")
+    for name in SIMPLERL_SETS
+}
+SPLITS = ("train", "test")
+ENDINGS = (".jsonl", ".parquet")
+PROGRESS_S = 2.0
+
+DATASET = flags.DEFINE_string("dataset", None, f"one of {', '.join(DATASETS)}")
+SPLIT = flags.DEFINE_string("split", "train", f"one of {', '.join(SPLITS)}")
+INPUT = flags.DEFINE_string("input", "", "a local .jsonl or .parquet file to convert instead")
+OUTPUT = flags.DEFINE_string("output", None, "the file to write, .jsonl or .parquet")
+
+T = TypeVar("T")
+
+
+def main() -> int:
+    name, output = cli.required(DATASET), pathlib.Path(cli.required(OUTPUT))
+    if name not in DATASETS:
+        raise UserError(f"--dataset={name!r} must be one of {', '.join(DATASETS)}.")
+    if SPLIT.value not in SPLITS:
+        raise UserError(f"--split={SPLIT.value!r} must be one of {', '.join(SPLITS)}.")
+    if output.suffix not in ENDINGS or output.is_dir():
+        raise UserError(f"--output={output} must be a file ending in {' or '.join(ENDINGS)}.")
+    source = DATASETS[name]
+    path = pathlib.Path(INPUT.value or download(name, source.file.format(split=SPLIT.value)))
+    if output.exists() and path.exists() and output.samefile(path):
+        raise UserError(f"--output={output} is the input; name another file.")
+    rows, num_bad_rows = read_valid_rows(path, name)
+    write_rows(output, rows)
+    bad = f"; {num_bad_rows} bad rows left out" if num_bad_rows else ""
+    print(f"{len(rows)} rows of {path} written to {output}{bad}.")
+    print(f"Train on it with --config.data.files={output}", end="")
+    print("" if source.row_format == "question_answer" else " --config.data.row_format=simplerl")
+    return 0
+
+
+def download(name: str, file: str) -> str:
+    """The path of a file of the set, in the hub's cache; the copy there serves without a network.
+
+    Raises:
+      UserError: if there is no network, no such file or no right to it.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError  # of the HTTP library, whichever the hub uses
+
+    repository = DATASETS[name].repository
+    print(f"fetching {file} of {repository}", flush=True)
+    try:
+        # The download tries again for half a minute; this asks once, and a missing network shows.
+        huggingface_hub.get_hf_file_metadata(
+            huggingface_hub.hf_hub_url(repository, file, repo_type="dataset")
+        )
+        return huggingface_hub.hf_hub_download(repository, file, repo_type="dataset")
+    except (HTTPError, OSError) as e:
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        cached = huggingface_hub.try_to_load_from_cache(repository, file, repo_type="dataset")
+        reason = " ".join(str(e).split())[:150]
+        if isinstance(cached, str):
+            print(f"the hub does not answer ({reason}); taking the copy fetched earlier")
+            return cached
+        raise UserError(
+            f"{file} of {repository} cannot be fetched ({reason}); where there is a network, run "
+            f"'hf download {repository} {file} --repo-type=dataset', and pass the file it names "
+            "as --input=FILE."
+        ) from e
+
+
+def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]], int]:
+    """The good rows of a set's file, as they are to be written, and the number of bad ones.
+
+    Raises:
+      UserError: if the file cannot be read or has no good row.
+    """
+    from semrl_jax import data
+
+    source = DATASETS[name]
+    reader = data.row_reader(source.row_format, answer_after=source.answer_after)
+    # SimpleRL-Zoo's rows stay whole; of others only the fields that are read.
+    fields = reader.fields if source.row_format == "question_answer" else ()
+    bad_rows = data.BadRows(skip=True, report=print)
+    rows = []
+    for where, row in with_progress(data.read_rows(path, fields), "read"):
+        try:
+            problem = reader.read(row, default_source=name)
+        except data.RowError as error:
+            bad_rows.add(where, error)
+        else:
+            rows.append(row if source.row_format == "simplerl" else problem._asdict())
+    if bad_rows.count and not rows:
+        raise UserError(f"all {bad_rows.count} rows are bad; the first: {bad_rows.first}")
+    if not rows:
+        raise UserError(f"{path}: the file has no rows.")
+    return rows, bad_rows.count
+
+
+def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Writes a .jsonl or .parquet file, whole or not at all.
+
+    Raises:
+      UserError: if it cannot be written, or the format cannot hold a row.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("wb") as file:
+            if path.suffix == ".parquet":
+                _write_parquet(file, rows)
+            else:
+                for row in with_progress(rows, "written"):
+                    file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"--output={path} cannot be written ({e.strerror}).") from e
+    except (TypeError, ValueError, OverflowError) as e:  # pyarrow's own are among them
+        raise UserError(
+            f"--output={path} cannot hold these rows ({e}); try the other format."
+        ) from e
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+
+
+def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    names = dict.fromkeys(name for row in rows for name in row)  # in order of appearance
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+
+
+def with_progress(items: Iterable[T], done: str) -> Iterator[T]:
+    """Passes rows on, with a line every two seconds."""
+    reported_s = time.monotonic()
+    for count, item in enumerate(items):
+        if time.monotonic() - reported_s > PROGRESS_S:
+            print(f"{count} rows {done}", flush=True)
+            reported_s = time.monotonic()
+        yield item
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

@@ -1,0 +1,141 @@
+"""Rows of JSON Lines and Parquet files, one after the other, each with the words where it stands.
+
+A file that cannot be read ends the reading with a `UserError`. A bad row is handed on as a
+`RowError`, so that the caller may skip it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from semrl_jax.errors import UserError
+
+MAX_LINE_BYTES = 16 * 2**20  # a longer line is no problem but another kind of file
+_PARQUET_BATCH_ROWS = 1024
+
+
+class RowError(UserError):
+    """A row is bad; the message says why, and not yet where."""
+
+
+Row = dict[str, Any] | RowError
+
+
+def read_rows(
+    path: str | os.PathLike[str], fields: Sequence[str] = (), optional_fields: Sequence[str] = ()
+) -> Iterator[tuple[str, Row]]:
+    """Reads a JSON Lines (.jsonl, UTF-8) or Parquet (.parquet) file in constant memory.
+
+    Args:
+      path: the file.
+      fields: paths into the rows, see `rows.RowReader`. Of a Parquet file only their columns are
+        read, and all of them must be there; of JSON Lines every field is read. () reads all.
+      optional_fields: the same for fields that a file may lack.
+
+    Yields:
+      Where the row stands ("FILE, line 3"; counted from 1, blank lines too), and the row.
+
+    Raises:
+      UserError: at the call if there is no such file or its ending is unknown; while reading if it
+        is unreadable, or a Parquet file has no such column.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        raise UserError(f"prompt file {str(path)!r} is a directory; name the files in it.")
+    if not path.is_file():
+        raise UserError(f"prompt file {str(path)!r} does not exist.")
+    if path.suffix == ".jsonl":
+        return _read_json_lines(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, fields, optional_fields)
+    raise UserError(f"prompt file {str(path)!r} must end in .jsonl or .parquet.")
+
+
+def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
+    try:
+        with path.open("rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_BYTES)
+                if not line:
+                    return
+                where = f"{path}, line {number}"
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_LINE_BYTES)
+                    yield where, RowError(f"is longer than {MAX_LINE_BYTES // 2**20} MiB.")
+                elif line.strip():
+                    yield where, _parse_line(line)
+    except OSError as e:
+        raise UserError(f"prompt file {str(path)!r} cannot be read ({e.strerror}).") from e
+
+
+def _parse_line(line: bytes) -> Row:
+    try:
+        row = json.loads(line.rstrip(b"\r\n").decode())
+    except UnicodeDecodeError as e:
+        return RowError(f"not UTF-8 text ({e.reason} at byte {e.start + 1}).")
+    except json.JSONDecodeError as e:
+        return RowError(f"not valid JSON ({e.msg} at column {e.pos + 1}).")
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, deep nesting
+        return RowError(f"not valid JSON ({e}).")
+    if not isinstance(row, dict):
+        return RowError(f"must be a JSON object, not {type(row).__name__}.")
+    return row
+
+
+def _read_parquet(
+    path: pathlib.Path, fields: Sequence[str], optional_fields: Sequence[str]
+) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = _columns(path, file.schema_arrow.names, fields, optional_fields)
+            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, columns=columns):
+                for row in _batch_rows(batch):
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise UserError(f"{path}: not a readable Parquet file ({reason}).") from e
+
+
+def _columns(
+    path: pathlib.Path, names: list[str], fields: Sequence[str], optional_fields: Sequence[str]
+) -> list[str] | None:
+    """The columns that hold the fields; None is all."""
+    if not fields:
+        return None
+    columns = set()
+    for field in (*fields, *optional_fields):
+        column = field if field in names else field.partition(".")[0]
+        if column in names:
+            columns.add(column)
+        elif field not in optional_fields:
+            raise UserError(
+                f"{path}: field {field!r} is missing; the file has the columns {names!s:.200}."
+            )
+    return sorted(columns)
+
+
+def _batch_rows(batch: Any) -> list[Row]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # Parquet does not check its texts: find the bad ones
+        rows: list[Row] = []
+        for i in range(batch.num_rows):
+            try:
+                rows += batch.slice(i, 1).to_pylist()
+            except UnicodeDecodeError as e:
+                rows.append(RowError(f"holds text that is not UTF-8 ({e.reason})."))
+        return rows

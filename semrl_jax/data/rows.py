@@ -1,0 +1,201 @@
+"""What a row of a prompt file means: question, reference answer, data source."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from semrl_jax.data.files import Row, RowError
+from semrl_jax.errors import UserError
+
+ROW_FORMATS = ("question_answer", "simplerl")
+DATA_SOURCE_FIELD = "data_source"
+MAX_REPORTED_BAD_ROWS = 5
+
+_QUESTION_FIELDS, _ANSWER_FIELD = ("question",), "answer"
+
+
+class QuestionAnswer(NamedTuple):
+    """A problem: the question as it stands in the file, the reference answer, where it is from."""
+
+    question: str
+    answer: str
+    data_source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RowReader:
+    """Finds question and answer in a row.
+
+    A field is a key, or a path into nested rows such as "reward_model.ground_truth" or
+    "prompt.0.content".
+
+    Attributes:
+      question_fields: texts, or lists of texts; several are stripped and joined by one space, a
+        single text is kept as it is.
+      answer_field: a text, or a finite number; 27.0 reads 27.
+      answer_after: the answer is what follows the last such mark; "" takes the whole field.
+    """
+
+    question_fields: tuple[str, ...]
+    answer_field: str
+    answer_after: str = ""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (*self.question_fields, self.answer_field)
+
+    def read(self, row: Row, default_source: str) -> QuestionAnswer:
+        """Reads a row; its source is its own field "data_source" or, without one, the default.
+
+        Raises:
+          RowError: if the row is bad; the message names the field.
+        """
+        if isinstance(row, RowError):
+            raise row
+        question = self._question(row)
+        answer = self._answer(row)
+        source = row.get(DATA_SOURCE_FIELD)
+        if source is None:
+            source = default_source
+        elif not isinstance(source, str) or not source.strip():
+            raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
+        _check_unicode(DATA_SOURCE_FIELD, source)
+        return QuestionAnswer(question, answer, source)
+
+    def _question(self, row: dict[str, Any]) -> str:
+        parts: list[str] = []
+        for field in self.question_fields:
+            value = field_value(row, field)
+            texts = value if isinstance(value, list) and value else [value]
+            if not all(isinstance(text, str) and text.strip() for text in texts):
+                raise RowError(f"field {field!r} must be text, not {value!r:.80}.")
+            for text in texts:
+                _check_unicode(field, text)
+            parts += texts
+        return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
+
+    def _answer(self, row: dict[str, Any]) -> str:
+        value = field_value(row, self.answer_field)
+        answer = _answer_text(value)
+        if not answer:
+            raise RowError(
+                f"field {self.answer_field!r} must be text or a finite number, not {value!r:.80}."
+            )
+        _check_unicode(self.answer_field, answer)
+        if self.answer_after:
+            _, mark, answer = answer.rpartition(self.answer_after)
+            answer = answer.strip()
+            if not mark or not answer:
+                raise RowError(
+                    f"field {self.answer_field!r} has no answer after {self.answer_after!r}: "
+                    f"{value!r:.80}."
+                )
+        return answer
+
+
+def row_reader(
+    row_format: str = "question_answer",
+    question_fields: str | Sequence[str] = _QUESTION_FIELDS,
+    answer_field: str = _ANSWER_FIELD,
+    answer_after: str = "",
+) -> RowReader:
+    """Makes the reader of a format.
+
+    Args:
+      row_format: "question_answer", fields by name; or "simplerl", SimpleRL-Zoo's rows, whose
+        question is the text of the first message under `prompt`, its template included, and whose
+        answer is `reward_model.ground_truth`.
+      question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has fields of its
+        own.
+
+    Raises:
+      UserError: if the format is unknown, a field's name is empty, or fields are given beside
+        "simplerl".
+    """
+    if isinstance(question_fields, str):
+        question_fields = (question_fields,)
+    question_fields = tuple(question_fields)
+    if row_format not in ROW_FORMATS:
+        raise UserError(f"data.row_format={row_format!r} is unknown; choose from {ROW_FORMATS}.")
+    if row_format == "simplerl":
+        if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
+            raise UserError(
+                f"data.question_fields={question_fields} and data.answer_field={answer_field!r} "
+                "are not read with data.row_format='simplerl'; leave them as they are."
+            )
+        question_fields, answer_field = ("prompt.0.content",), "reward_model.ground_truth"
+    if not question_fields or not all((*question_fields, answer_field)):
+        raise UserError(
+            f"data.question_fields={question_fields} and data.answer_field={answer_field!r} must "
+            "each name a field."
+        )
+    return RowReader(question_fields, answer_field, answer_after)
+
+
+class BadRows:
+    """Counts bad rows and names the first few; raises at the first one unless told to skip.
+
+    Args:
+      skip: whether to go on.
+      report: takes a line for each of the first bad rows skipped.
+    """
+
+    def __init__(self, skip: bool, report: Callable[[str], object] | None = None):
+        self.count = 0
+        self.first = ""
+        self._skip = skip
+        self._report = report
+
+    def add(self, where: str, error: RowError) -> None:
+        """Takes one bad row.
+
+        Raises:
+          UserError: names it, unless it is to be skipped.
+        """
+        line = f"{where}: {error}"
+        if not self._skip:
+            raise UserError(line) from error
+        self.count += 1
+        self.first = self.first or line
+        if self._report and self.count <= MAX_REPORTED_BAD_ROWS:
+            self._report(f"bad row skipped: {line}")
+
+
+def field_value(row: dict[str, Any], field: str) -> Any:
+    """The value at a field's path.
+
+    Raises:
+      RowError: if it is not there.
+    """
+    if field in row:
+        return row[field]
+    value: Any = row
+    for key in field.split("."):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            raise RowError(f"field {field!r} is missing; the row has {sorted(row)!s:.200}.")
+    return value
+
+
+def _answer_text(value: Any) -> str | None:
+    """27.0 reads 27: tables of numbers turn whole answers into floats."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() else repr(value)
+    return None
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:  # JSON's "\\ud800" is half a pair; no tokenizer takes it
+        raise RowError(f"field {field!r} holds a lone surrogate at character {e.start}.") from e

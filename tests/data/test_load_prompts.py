@@ -1,0 +1,374 @@
+"""Prompt files good and bad: what is loaded, what is left out, what a mistake is told."""
+
+import hashlib
+import json
+import os
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from semrl_jax.data import PromptDataset, PromptExample, dataset_hash, load_prompts
+from semrl_jax.data.files import MAX_LINE_BYTES, read_rows
+from semrl_jax.data.prompts import _CHUNK_ROWS
+from semrl_jax.errors import UserError
+
+ROWS = [
+    {"q": "1+1=?", "meta": {"truth": "2"}, "messages": [{"content": "1+1"}], "a.b": 5, "c": "(0)"},
+    {"q": "{input}", "meta": {"truth": "3"}, "messages": [{"content": "2"}], "a.b": 27.0, "c": "1"},
+]
+GOOD = b'{"question": "1", "answer": "1"}\n'
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    return path
+
+
+def problem(question="1", answer="1", **fields):
+    return {"question": question, "answer": answer, **fields}
+
+
+def prompts_of(dataset):
+    return [example.prompt for example in dataset.examples]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_loads_files_by_field_paths(tokenizer, tmp_path, suffix):
+    path = write(tmp_path / f"set{suffix}", ROWS)
+    dataset = load_prompts(
+        path, tokenizer, question_fields="q", answer_field="meta.truth", template="Q:{input}\nA:"
+    )
+    assert prompts_of(dataset) == ["Q:1+1=?\nA:", "Q:{input}\nA:"]
+    assert [e.answer for e in dataset.examples] == ["2", "3"]
+    assert [(e.data_source, e.index) for e in dataset.examples] == [("set", 0), ("set", 1)]
+    dataset = load_prompts(
+        path,
+        tokenizer,
+        question_fields=("messages.0.content", "c"),
+        answer_field="a.b",
+        max_prompt_tokens=7,
+    )
+    assert prompts_of(dataset) == ["1+1 (0)", "2 1"]
+    assert [e.answer for e in dataset.examples] == ["5", "27"]
+    np.testing.assert_array_equal(dataset.examples[1].prompt_ids, [4, 23, 3])
+    assert dataset.examples[1].prompt_ids.dtype == np.int32
+
+
+def test_parts_of_a_question_are_joined_by_one_space(tokenizer, tmp_path):
+    rows = [{"question": " 1 \n", "options": ["A)1 ", " B)2"], "answer": "A"}]
+    path = write(tmp_path / "set.jsonl", rows)
+    joined = load_prompts(path, tokenizer, question_fields=("question", "options"))
+    assert prompts_of(joined) == ["1 A)1 B)2"]
+    assert prompts_of(load_prompts(path, tokenizer)) == [" 1 \n"]  # a single text stays as it is
+
+
+def test_files_are_read_in_the_order_given(tokenizer, tmp_path):
+    a = write(tmp_path / "a.jsonl", [problem("1"), problem("12345"), problem("2")])
+    b = write(
+        tmp_path / "b.parquet", [problem("3", data_source="x"), problem("4", data_source=None)]
+    )
+    dataset = load_prompts((b, a), tokenizer, max_prompt_tokens=3)
+    assert prompts_of(dataset) == ["3", "4", "1", "2"]
+    assert [e.index for e in dataset.examples] == [0, 1, 2, 4]  # the long one keeps its number
+    assert [e.data_source for e in dataset.examples] == ["x", "b", "a", "a"]
+    assert (dataset.num_too_long, dataset.num_bad_rows) == (1, 0)
+    for num_rows, expected in [(1, ["3"]), (3, ["3", "4", "1"]), (9, ["3", "4", "1", "2"])]:
+        dataset = load_prompts((b, a), tokenizer, max_prompt_tokens=3, num_rows=num_rows)
+        assert prompts_of(dataset) == expected
+
+
+def test_chunks_do_not_show(tokenizer, tmp_path):
+    size = 2 * _CHUNK_ROWS + 1
+    path = write(tmp_path / "set.jsonl", [problem(str(i), i) for i in range(size)])
+    dataset = load_prompts(path, tokenizer)
+    assert [(e.prompt, e.answer, e.index) for e in dataset.examples] == [
+        (str(i), str(i), i) for i in range(size)
+    ]
+
+
+def simplerl(content="Q:1", truth="7", index=0, **fields):
+    messages = [{"content": content, "role": "user"}, {"content": "second", "role": "user"}]
+    return {
+        "data_source": "simplelr_qwen",
+        "prompt": messages,
+        "ability": "math",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": index, "split": "train"},
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_simplerl_rows(tokenizer, tmp_path, suffix):
+    rows = [simplerl("Q:{1}\nA:", index=5), simplerl("2", "1,234", index=5)]
+    path = write(tmp_path / f"train{suffix}", rows)
+    dataset = load_prompts([path], tokenizer, row_format="simplerl")
+    assert prompts_of(dataset) == ["Q:{1}\nA:", "2"]
+    assert [(e.answer, e.data_source, e.index) for e in dataset.examples] == [
+        ("7", "simplelr_qwen", 0),
+        ("1,234", "simplelr_qwen", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (simplerl(prompt=[]), r"field 'prompt\.0\.content' is missing; the row has \['ability'"),
+        (simplerl(prompt="text"), r"field 'prompt\.0\.content' is missing"),
+        (simplerl(content=" "), r"field 'prompt\.0\.content' must be text, not ' '"),
+        (simplerl(truth=""), r"field 'reward_model\.ground_truth' must be text or a finite"),
+        (simplerl(data_source=3), r"field 'data_source' must be text, not 3"),
+        (simplerl(data_source=""), r"field 'data_source' must be text, not ''"),
+    ],
+)
+def test_bad_simplerl_rows(tokenizer, tmp_path, row, message):
+    path = write(tmp_path / "train.jsonl", [simplerl(), row])
+    with pytest.raises(UserError, match=rf"train\.jsonl, line 2: {message}"):
+        load_prompts(path, tokenizer, row_format="simplerl")
+
+
+def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
+    path = write(tmp_path / "train.jsonl", [simplerl()])
+    with pytest.raises(UserError, match=r"template='abel' must be 'plain' with .*='simplerl'"):
+        load_prompts(path, tokenizer, row_format="simplerl", template="abel")
+    with pytest.raises(UserError, match=r"data\.answer_field='x' are not read with"):
+        load_prompts(path, tokenizer, row_format="simplerl", answer_field="x")
+    with pytest.raises(UserError, match=r"data\.row_format='verl' is unknown; choose from \('que"):
+        load_prompts(path, tokenizer, row_format="verl")
+    for fields in ({"question_fields": ()}, {"answer_field": ""}, {"question_fields": ("a", "")}):
+        with pytest.raises(UserError, match="must each name a field"):
+            load_prompts(path, tokenizer, **fields)
+
+
+def test_answer_after_the_last_mark(tokenizer, tmp_path):
+    rows = [problem("1", "work #### 3\n#### 1,234 \n"), problem("2", "####-5")]
+    path = write(tmp_path / "set.jsonl", rows)
+    dataset = load_prompts(path, tokenizer, answer_after="####")
+    assert [e.answer for e in dataset.examples] == ["1,234", "-5"]
+    for answer in ("no mark", "mark ####", "#### \n", 5):
+        write(path, [*rows, problem("3", answer)])
+        with pytest.raises(UserError, match=r"set\.jsonl, line 3: field 'answer' has no answer af"):
+            load_prompts(path, tokenizer, answer_after="####")
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (27.0, "27"),
+        (-0.0, "0"),
+        (0.5, "0.5"),
+        (1e22, "1" + "0" * 22),
+        (10**400, "1" + "0" * 400),
+        (" a ", "a"),
+    ],
+)
+def test_answers_are_texts(tokenizer, tmp_path, value, answer):
+    path = write(tmp_path / "set.jsonl", [problem("1", value)])
+    assert load_prompts(path, tokenizer).examples[0].answer == answer
+
+
+BAD_LINES = [
+    (b"{", r"not valid JSON \(Expecting property name.* at column 2\)"),
+    (b'{"question": "\xff"}', r"not UTF-8 text \(invalid start byte at byte 15\)"),
+    (b"\0\0\0\0", r"not valid JSON"),
+    (b'{"question": "\0"}', r"not valid JSON \(Invalid control character"),
+    (b"[" * 100_000, r"not valid JSON"),
+    (b'{"question": "1", "answer": ' + b"1" * 5000 + b"}", r"not valid JSON"),
+    (b"[1]", r"must be a JSON object, not list"),
+    (b'{"answer": "1"}', r"field 'question' is missing; the row has \['answer'\]"),
+    (b'{"question": "1"}', r"field 'answer' is missing"),
+    (b'{"question": 1, "answer": "1"}', r"field 'question' must be text, not 1"),
+    (b'{"question": " ", "answer": "1"}', r"field 'question' must be text"),
+    (b'{"question": [], "answer": "1"}', r"field 'question' must be text"),
+    (b'{"question": ["1", 2], "answer": "1"}', r"field 'question' must be text"),
+    (b'{"question": "\\ud800", "answer": "1"}', r"field 'question' holds a lone surrogate"),
+    (b'{"question": "1", "answer": "1\\udfff"}', r"field 'answer' holds a lone surrogate at chara"),
+    ('{"question": "ß", "answer": "1"}'.encode(), r"the tokenizer has no token for any of its"),
+    (b'{"question": "1", "answer": ""}', r"field 'answer' must be text or a finite"),
+    (b'{"question": "1", "answer": null}', r"field 'answer' .* not None"),
+    (b'{"question": "1", "answer": true}', r"field 'answer' .* not True"),
+    (b'{"question": "1", "answer": NaN}', r"field 'answer' .* not nan"),
+    (b'{"question": "1", "answer": 1e999}', r"field 'answer' .* not inf"),
+    (b'{"question": "1", "answer": ["1"]}', r"field 'answer' .* not \['1'\]"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_bad_row_names_file_line_and_field(tokenizer, tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n")
+    with pytest.raises(UserError, match=rf"bad\.jsonl, line 3: {message}") as caught:
+        load_prompts(path, tokenizer)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_bad_rows_are_skipped_and_counted(tokenizer, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(GOOD + b"".join(line + b"\n" for line, _ in BAD_LINES) + GOOD)
+    lines = []
+    dataset = load_prompts(path, tokenizer, skip_bad_rows=True, report=lines.append)
+    assert [e.index for e in dataset.examples] == [0, len(BAD_LINES) + 1]
+    assert dataset.num_bad_rows == len(BAD_LINES)
+    assert len(lines) == 6
+    assert lines[0].startswith(f"bad row skipped: {path}, line 2: not valid JSON")
+    assert lines[-1] == f"{len(BAD_LINES)} of {len(BAD_LINES) + 2} rows are bad and left out."
+    assert load_prompts(path, tokenizer, skip_bad_rows=True).num_bad_rows == len(BAD_LINES)
+    path.write_bytes(b"[1]\n{\n")
+    with pytest.raises(UserError, match=r"all 2 rows are bad; the first: .*bad\.jsonl, line 1: mu"):
+        load_prompts(path, tokenizer, skip_bad_rows=True)
+
+
+def test_a_line_without_end_is_skipped_in_little_memory(tokenizer, tmp_path):
+    path = tmp_path / "long.jsonl"
+    with path.open("wb") as file:
+        file.write(GOOD + b'{"question": "')
+        for _ in range(50):
+            file.write(b"1" * 2**20)
+        file.write(b'", "answer": 1}\n' + GOOD)
+    with pytest.raises(UserError, match=r"long\.jsonl, line 2: is longer than 16 MiB") as caught:
+        load_prompts(path, tokenizer)
+    assert len(str(caught.value)) < 300
+    dataset = load_prompts(path, tokenizer, skip_bad_rows=True)
+    assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_bad_rows == 1
+    # The longest line that is read, its end included.
+    row = b'{"question": "1", "answer": 1, "pad": "%s"}'
+    path.write_bytes(row % (b"x" * (MAX_LINE_BYTES - 1 - len(row % b""))) + b"\n" + GOOD)
+    assert len(load_prompts(path, tokenizer)) == 2
+
+
+def test_marks_and_ends_of_text_files(tokenizer, tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b" \r\n" + GOOD.strip())
+    assert len(load_prompts(path, tokenizer)) == 2
+    path.write_bytes(GOOD.decode().encode("utf-16"))
+    with pytest.raises(UserError, match=r"windows\.jsonl, line 1: not UTF-8 text"):
+        load_prompts(path, tokenizer)
+
+
+def test_bad_files_are_the_users_error(tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"absent\.jsonl' does not exist"):
+        load_prompts(tmp_path / "absent.jsonl", tokenizer)
+    with pytest.raises(UserError, match="is a directory; name the files in it"):
+        load_prompts(tmp_path, tokenizer)
+    for name in ("set.csv", "set", "set.jsonl.gz"):
+        (tmp_path / name).write_bytes(GOOD)
+        with pytest.raises(UserError, match=rf"{name}' must end in \.jsonl or \.parquet"):
+            load_prompts(tmp_path / name, tokenizer)
+    with pytest.raises(UserError, match=r"data\.files is empty"):
+        load_prompts([], tokenizer)
+    good = write(tmp_path / "good.jsonl", [problem()])
+    for content in (b"", b"\n \n"):
+        (tmp_path / "empty.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=r"empty\.jsonl: the file has no rows"):
+            load_prompts([good, tmp_path / "empty.jsonl"], tokenizer, skip_bad_rows=True)
+    os.symlink(good, tmp_path / "link.jsonl")
+    for again in (good, tmp_path / "." / "good.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(UserError, match=r"data\.files has '.*' twice"):
+            load_prompts([good, again], tokenizer)
+
+
+def test_bad_parquet_is_the_users_error(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.parquet", [problem(str(i)) for i in range(5000)])
+    content = path.read_bytes()
+    assert len(load_prompts(path, tokenizer)) == 5000
+    middle = len(content) // 4
+    for broken in (
+        b"PAR1 and no more",
+        content[:-20],
+        content[: len(content) // 2],
+        content[:middle] + b"\xff" * 400 + content[middle + 400 :],
+        b"",
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"rows\.parquet: not a readable Parquet f") as caught:
+            load_prompts(path, tokenizer)
+        assert "\n" not in str(caught.value)
+    write(path, [problem(), {"question": "1"}])
+    with pytest.raises(UserError, match=r"rows\.parquet, row 2: field 'answer' .* not None"):
+        load_prompts(path, tokenizer)
+    with pytest.raises(UserError, match=r"field 'x\.y' is missing; the file has the columns \['qu"):
+        load_prompts(path, tokenizer, question_fields="x.y", skip_bad_rows=True)
+    write(path, [])
+    with pytest.raises(UserError, match="is missing"):
+        load_prompts(path, tokenizer)
+    texts = pyarrow.array([b"1", b"\xff", b"2"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"question": texts, "answer": ["1"] * 3}), path)
+    with pytest.raises(UserError, match=r"rows\.parquet, row 2: holds text that is not UTF-8"):
+        load_prompts(path, tokenizer)
+    assert prompts_of(load_prompts(path, tokenizer, skip_bad_rows=True)) == ["1", "2"]
+
+
+def test_only_needed_columns_of_parquet_are_read(tmp_path):
+    path = write(tmp_path / "rows.parquet", [{**row, "unused": "x" * 99} for row in ROWS])
+    rows = [row for _, row in read_rows(path, ("messages.0.content", "a.b"), ("none.such",))]
+    assert all(row.keys() == {"messages", "a.b"} for row in rows)
+    rows = [row for _, row in read_rows(path, ("meta.truth",), ("c",))]
+    assert rows == [{"meta": row["meta"], "c": row["c"]} for row in ROWS]
+    where, row = next(read_rows(path))
+    assert where == f"{path}, row 1" and row.keys() == {*ROWS[0], "unused"}
+
+
+def test_long_prompts_are_dropped_or_refused(tokenizer, tmp_path):
+    path = write(tmp_path / "set.jsonl", [problem("1" * n) for n in (3, 4, 2, 9)])
+    lines = []
+    dataset = load_prompts(path, tokenizer, max_prompt_tokens=3, report=lines.append)
+    assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_too_long == 2
+    assert lines == ["2 of 4 prompts have more than max_prompt_tokens=3 tokens and are left out."]
+    # The template counts, to the last token.
+    fits = {"template": "Q:{input}", "too_long": "refuse"}
+    assert len(load_prompts(path, tokenizer, max_prompt_tokens=11, **fits)) == 4
+    with pytest.raises(UserError, match=r"set\.jsonl, line 4: the prompt has 11 tokens, more than"):
+        load_prompts(path, tokenizer, max_prompt_tokens=10, **fits)
+    with pytest.raises(
+        UserError, match=r"none of the 4 prompts has at most .*=1 .* shortest has 2"
+    ):
+        load_prompts(path, tokenizer, max_prompt_tokens=1)
+    with pytest.raises(UserError, match="too_long='truncate' is unknown"):
+        load_prompts(path, tokenizer, too_long="truncate")
+    for numbers in ({"max_prompt_tokens": 0}, {"num_rows": -1}):
+        with pytest.raises(UserError, match="must be at least 1 and num_rows"):
+            load_prompts(path, tokenizer, **numbers)
+
+
+def test_special_tokens_are_added_only_if_asked(tmp_path):
+    class Adding:
+        def __call__(self, texts, add_special_tokens):
+            return {"input_ids": [[9] * add_special_tokens + [1]] * len(texts)}
+
+    path = write(tmp_path / "set.jsonl", [problem()])
+    for add, expected in [(False, [1]), (True, [9, 1])]:
+        dataset = load_prompts(path, Adding(), add_special_tokens=add)
+        assert dataset.examples[0].prompt_ids.tolist() == expected
+
+
+def example(ids=(1, 2), answer="3", source="s", prompt="p", index=0):
+    return PromptExample(prompt, np.array(ids, np.int32), answer, source, index)
+
+
+def test_hash_tells_datasets_apart():
+    def of(*examples):
+        return dataset_hash(PromptDataset(examples))
+
+    base = of(example(), example(ids=(7,)))
+    assert base == of(example(), example(ids=(7,)))
+    others = [
+        of(example()),
+        of(example(ids=(7,)), example()),
+        of(example(ids=(1, 3)), example(ids=(7,))),
+        of(example(answer="4"), example(ids=(7,))),
+        of(example(source="t"), example(ids=(7,))),
+        of(example(answer="3s", source=""), example(ids=(7,))),
+        of(example(answer="", source="3s"), example(ids=(7,))),
+        of(example(ids=(1,)), example(ids=(2, 7))),
+    ]
+    assert len({base, *others}) == len(others) + 1
+    # Written out: a change would make every run that is resumed refuse its data.
+    lengths = [bytes([n, 0, 0, 0, 0, 0, 0, 0]) for n in (8, 1, 1)]
+    parts = b"\1\0\0\0\2\0\0\0", b"3", b"s"
+    content = b"".join(length + part for length, part in zip(lengths, parts))
+    assert of(example()) == hashlib.sha256(content).hexdigest()

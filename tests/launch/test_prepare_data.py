@@ -1,0 +1,203 @@
+"""launch.prepare_data: files converted for real, a hub on this machine, and no network."""
+
+import hashlib
+import http.server
+import json
+import subprocess
+import sys
+import threading
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from launch.prepare_data import DATASETS
+from semrl_jax.data import load_prompts
+from tests.launch.conftest import ROOT, run
+
+GSM8K = [
+    {"question": "1+1?", "answer": "It is 2.\n#### 2", "idx": 0},
+    {"question": "no mark", "answer": "2", "idx": 1},
+    {"question": "600*2?", "answer": "#### 1,200", "idx": 2},
+]
+SIMPLERL = [
+    {
+        "data_source": "simplelr_qwen",
+        "prompt": [{"role": "user", "content": f"Q:{i}\nA:"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": i, "question": "é"},
+    }
+    for i, truth in enumerate(["2", "", "4"])
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from semrl_jax.data import character_tokenizer
+
+    return character_tokenizer()
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare(name, output, *flags, **env):
+    flags = (f"--dataset={name}", f"--output={output}", *flags)
+    return run("launch.prepare_data", *flags, env=env)
+
+
+def assert_one_line(result, *messages):
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("python -m launch.prepare_data: ")
+    assert all(message in lines[0] for message in messages), lines[0]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(".jsonl", ".parquet"), (".parquet", ".jsonl")])
+def test_gsm8k_becomes_question_and_answer(tokenizer, tmp_path, given, wanted):
+    source = write(tmp_path / f"source{given}", GSM8K)
+    output = tmp_path / "made" / f"gsm8k{wanted}"
+    result = prepare("gsm8k", output, f"--input={source}")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    bad, summary, usage = result.stdout.splitlines()
+    place = "line" if given == ".jsonl" else "row"
+    assert bad.startswith(f"bad row skipped: {source}, {place} 2: field 'answer' has no answer")
+    assert summary == f"2 rows of {source} written to {output}; 1 bad rows left out."
+    assert usage == f"Train on it with --config.data.files={output}"
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+    dataset = load_prompts(output, tokenizer)
+    assert [(e.prompt, e.answer, e.data_source) for e in dataset.examples] == [
+        ("1+1?", "2", "gsm8k"),
+        ("600*2?", "1,200", "gsm8k"),
+    ]
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(".parquet", ".jsonl"), (".jsonl", ".parquet")])
+def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
+    source = write(tmp_path / f"train{given}", SIMPLERL)
+    output = tmp_path / f"set{wanted}"
+    output.write_text("older")
+    result = prepare("simplelr_qwen_level3to5", output, f"--input={source}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"files={output} --config.data.row_format=simplerl\n")
+    if wanted == ".jsonl":
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+    else:
+        rows = pyarrow.parquet.read_table(output).to_pylist()
+    assert rows == [SIMPLERL[0], SIMPLERL[2]]
+    dataset = load_prompts(output, tokenizer, row_format="simplerl")
+    assert [(e.prompt, e.answer) for e in dataset.examples] == [("Q:0\nA:", "2"), ("Q:2\nA:", "4")]
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
+    source = write(tmp_path / "source.jsonl", GSM8K)
+    output = tmp_path / "made.jsonl"
+    local = f"--input={source}"
+    assert_one_line(prepare("gsm9k", output, local), "--dataset='gsm9k' must be one of gsm8k, sim")
+    assert_one_line(prepare("gsm8k", tmp_path / "made.csv", local), "must be a file ending in .js")
+    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split='val' must be one of train")
+    assert_one_line(prepare("gsm8k", source, local), "is the input; name another file")
+    assert_one_line(prepare("gsm8k", source / "a.jsonl", local), "cannot be written")
+    assert_one_line(prepare("gsm8k", output, "--input=absent.jsonl"), "'absent.jsonl' does not ex")
+    assert_one_line(run("launch.prepare_data", "--dataset=gsm8k"), "--output is needed")
+    wrong = prepare("simplelr_abel_level1to4", output, local)
+    assert_one_line(wrong, "all 3 rows are bad; the first:", "line 1: field 'prompt.0.content' is")
+    mixed = [SIMPLERL[0], {**SIMPLERL[2], "ability": {"a": 1}}]
+    write(source, mixed)
+    result = prepare("simplelr_abel_level1to4", tmp_path / "made.parquet", local)
+    assert_one_line(result, "made.parquet cannot hold these rows", "try the other format")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
+
+
+def test_without_network_the_file_to_fetch_is_named(tmp_path):
+    output = tmp_path / "made.jsonl"
+    wanted = "run 'hf download openai/gsm8k main/test-00000-of-00001.parquet --repo-type=dataset'"
+    for env in (
+        {"HF_HUB_OFFLINE": "1"},
+        {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
+    ):
+        env |= {"HF_HOME": str(tmp_path / "cache"), "NO_PROXY": "*"}
+        result = run(
+            "launch.prepare_data", "--dataset=gsm8k", f"--output={output}", "--split=test",
+            env=env, timeout=15,
+        )  # fmt: skip
+        assert_one_line(result, wanted, "--input=FILE")
+        assert not output.exists()
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with the files of the dictionary it yields, from path to bytes; and its environment."""
+    files = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            content = files.get(self.path)
+            self.send_response(404 if content is None else 200)
+            if content is None:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            else:
+                self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            return content or b""
+
+        def do_GET(self):
+            self.wfile.write(self.do_HEAD())
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    env = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "cache"),
+        "NO_PROXY": "*",
+    }
+    yield files, env
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_fetches_from_the_hub_and_then_from_its_cache(hub, tmp_path):
+    files, env = hub
+    output = tmp_path / "made.jsonl"
+    missing = prepare("gsm8k", output, **env)
+    assert_one_line(missing, "cannot be fetched", "404", "hf download openai/gsm8k main/train-000")
+    content = write(tmp_path / "served.parquet", GSM8K).read_bytes()
+    files["/datasets/openai/gsm8k/resolve/main/main/train-00000-of-00001.parquet"] = content
+    result = prepare("gsm8k", output, **env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("fetching main/train-00000-of-00001.parquet of openai/gsm8k\n")
+    made = output.read_text()
+    assert [json.loads(line)["answer"] for line in made.splitlines()] == ["2", "1,200"]
+    output.unlink()
+    result = prepare("gsm8k", output, **env | {"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 0, result.stderr
+    assert "taking the copy fetched earlier" in result.stdout
+    assert output.read_text() == made
+
+
+def test_help_needs_neither_jax_nor_the_hub():
+    result = run("launch.prepare_data", "--help", timeout=20)
+    assert result.returncode == 0 and not result.stderr
+    assert "python -m launch.prepare_data" in result.stdout
+    assert all(name in result.stdout for name in DATASETS)
+    program = (
+        "import sys, launch.prepare_data\n"
+        "bad = {'jax', 'huggingface_hub', 'transformers', 'pyarrow'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

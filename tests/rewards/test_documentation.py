@@ -1,0 +1,67 @@
+"""The code of docs/verifiers.md does what the page says."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from semrl_jax.rewards import Verdict, VerifierPool
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "verifiers.md").read_text()
+EXAMPLE, TEST = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "my_verifiers.py").write_text(EXAMPLE)
+    return tmp_path
+
+
+def test_example_runs_in_the_pool(directory, monkeypatch):
+    monkeypatch.syspath_prepend(str(directory))
+    with VerifierPool(num_workers=1, function="my_verifiers:tagged_answer") as pool:
+        for response, reference, expected in [
+            ("so <answer> 1,234\n</answer>", "1234", Verdict(1.0, True, True, "1,234")),
+            ("<answer>1</answer><answer>2</answer>", "1", Verdict(-0.5, False, True, "2")),
+            (r"\boxed{1}", "1", Verdict(-1.0, False, False, None)),
+        ]:
+            assert pool.submit(response, reference).result(timeout=30) == expected
+
+
+def test_example_test_passes_and_can_fail(directory):
+    (directory / "test_it.py").write_text(TEST)
+    command = [sys.executable, "test_it.py"]
+    options = {"cwd": directory, "capture_output": True, "text": True, "timeout": 60}
+    options["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}
+    passed = subprocess.run(command, **options)
+    assert passed.returncode == 0, passed.stderr
+    assert "'num_verdicts': 2, 'num_timeouts': 0" in passed.stdout
+    (directory / "my_verifiers.py").write_text(EXAMPLE.replace("<answer>", "<result>"))
+    assert subprocess.run(command, **options).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("raise SystemExit", "exception"),
+        ("return bytearray(3 << 30)", "exception"),  # above the memory limit: MemoryError
+        ("return None", "invalid"),
+        ("return float('inf')", "invalid"),
+        ("return {'score': 1.0, 'reason': ''}", "invalid"),
+        ("time.sleep(60)", "timeout"),
+        ("os._exit(0)", "crash"),
+    ],
+)
+def test_table_of_failures(tmp_path, monkeypatch, body, kind):
+    module = f"failing_{abs(hash(body))}"
+    code = f"import os, time\ndef name(response, reference):\n    {body}\n"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with VerifierPool(num_workers=1, timeout_s=1.0, function=f"{module}:name") as pool:
+        verdict = pool.submit("1", "1").result(timeout=30)
+    assert (verdict.score, verdict.correct, verdict.error_kind) == (0.0, False, kind)
+    assert f"`{kind}`" in PAGE
