@@ -4,8 +4,8 @@
       python -m launch.prepare_data --dataset=simplelr_abel_level1to4 --split=$split \\
           --output=data/simplelr_abel_level1to4_$split.parquet
     done
-    python -m launch.train --config=configs/verl/grpo_llama3_2_3b.py --workdir=runs/grpo_llama3_2_3b \\
-        --config.rollout.addresses=HOST:PORT
+    python -m launch.train --config=configs/verl/grpo_llama3_2_3b.py \\
+        --workdir=runs/grpo_llama3_2_3b --config.rollout.addresses=HOST:PORT
 
 Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
 Published (one run, mean Pass@1 of 15 sets): 31.0 before, 43.4 after.

@@ -4,8 +4,8 @@
       python -m launch.prepare_data --dataset=simplelr_abel_level3to5 --split=$split \\
           --output=data/simplelr_abel_level3to5_$split.parquet
     done
-    python -m launch.train --config=configs/verl/grpo_mathstral_7b.py --workdir=runs/grpo_mathstral_7b \\
-        --config.rollout.addresses=HOST:PORT
+    python -m launch.train --config=configs/verl/grpo_mathstral_7b.py \\
+        --workdir=runs/grpo_mathstral_7b --config.rollout.addresses=HOST:PORT
 
 Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
 Published (one run, mean Pass@1 of 15 sets): 44.2 before, 55.3 after.

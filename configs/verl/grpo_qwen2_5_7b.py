@@ -4,8 +4,8 @@
       python -m launch.prepare_data --dataset=simplelr_qwen_level3to5 --split=$split \\
           --output=data/simplelr_qwen_level3to5_$split.parquet
     done
-    python -m launch.train --config=configs/verl/grpo_qwen2_5_7b.py --workdir=runs/grpo_qwen2_5_7b \\
-        --config.rollout.addresses=HOST:PORT
+    python -m launch.train --config=configs/verl/grpo_qwen2_5_7b.py \\
+        --workdir=runs/grpo_qwen2_5_7b --config.rollout.addresses=HOST:PORT
 
 Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
 Published (one run, mean Pass@1 of 15 sets): 53.6 before, 59.8 after.

@@ -119,6 +119,7 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
     Raises:
       UserError: for a wrong setting, directory, address or token, before anything is trained.
       RuntimeError: if the updates stay non-finite, or no replica can sample.
+      OSError: if the disk refuses what the run writes; the last sound checkpoint stays.
     """
     validate(config)
     reporter = Reporter()
@@ -160,7 +161,7 @@ def _train(run: Run) -> int:
             for finished in run_steps(run, state, writer, bar):
                 state = finished
                 step = int(state.step)
-                if run.saves(step):
+                if run.checkpoints.due(step, num_steps):
                     run.checkpoints.save(state)
                 every = config.logging.plot_every_steps
                 if every and step % every == 0:
@@ -169,15 +170,15 @@ def _train(run: Run) -> int:
         started = time.monotonic()
         reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
         run.checkpoints.save(state)
-        run.checkpoints.wait()
+        run.checkpoints.check()
         reporter.line(
             f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command resumes"
         )
         return EXIT_PREEMPTED
     finally:
         writer.close()
-    run.checkpoints.wait()
     write_report(directory.path)
+    run.checkpoints.check()
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
 

@@ -14,7 +14,7 @@ from semrl_jax.errors import UserError
 def training_prompts(
     config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
 ) -> data.PromptDataset:
-    """Prompts of the generator or of `data.files`; says what was left out of the latter.
+    """Prompts of the generator or of `data.files`; `report` hears what was left out of those.
 
     Raises:
       UserError: for a file, row or template that cannot be used.
@@ -28,12 +28,7 @@ def training_prompts(
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
     )
-    left_out = {
-        f"over rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}": prompts.num_too_long,
-        "bad": prompts.num_bad_rows,
-    }
-    parts = [f"{count} left out as {what}" for what, count in left_out.items() if count]
-    report("; ".join([f"data: {len(prompts)} prompts", *parts]))
+    report(f"{len(prompts)} training prompts")
     return prompts
 
 

@@ -289,12 +289,6 @@ class Run:
         counts |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
         return {name: float(value) for name, value in counts.items()}
 
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after this many steps."""
-        options = self.config.checkpoints
-        last = self.config.training.num_steps
-        return step % options.every_steps == 0 or step in (*options.extra_steps, last)
-
     def needs_policy_states(self, step: int) -> bool:
         """Whether the pass that computes `old_logprobs` should keep its hidden states."""
         return self.config.hidden_states.source == "policy" or self.compares(step)
@@ -425,6 +419,7 @@ def open_run(
                 Checkpoints(
                     workdir.checkpoints,
                     keep=config.checkpoints.keep,
+                    every_steps=config.checkpoints.every_steps,
                     keep_every=config.checkpoints.keep_every,
                     extra_steps=tuple(config.checkpoints.extra_steps),
                     warn=reporter.line,

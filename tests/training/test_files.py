@@ -66,9 +66,9 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     assert train(config, str(straight)) == 0
     config.training.num_steps = 1
     assert train(config, str(resumed)) == 0
-    moved = problems.rename(tmp_path / "moved.jsonl")  # what counts is what the file holds
-    config.data.files = (str(moved),)
-    config.evaluation.files = (str(write_problems(tmp_path / "apples.jsonl")),)
+    (tmp_path / "moved").mkdir()
+    moved = problems.rename(tmp_path / "moved" / problems.name)  # what counts is what it holds
+    config.data.files = config.evaluation.files = (str(moved),)
     config.training.num_steps = 2
     assert train(config, str(resumed)) == 0
     assert "resumed" in capsys.readouterr().out
@@ -110,8 +110,8 @@ def test_bad_rows_are_skipped_and_counted_where_asked_for(config, problems, tmp_
     config.evaluation.every_steps = 0
     assert train(config, str(tmp_path / "run")) == 0
     out = capsys.readouterr().out
-    assert "data: 6 prompts; 1 left out as bad" in out
-    assert "line 7" in out
+    assert "1 of 7 rows are bad and left out" in out and "line 7" in out
+    assert "6 training prompts" in out
 
 
 def spoil_model(model, tmp_path, tensors=None, **fields):
@@ -150,9 +150,7 @@ MODELS = {
         "model.extra is not part of the model",
     ),
     "misshapen tensor": (
-        lambda model, tmp: spoil_model(
-            model, tmp, {"model.norm.weight": np.zeros(31, np.float32)}
-        ),
+        lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": np.zeros(31, np.float32)}),
         r"model.norm.weight has shape \(31,\), not \(32,\)",
     ),
     "vocabulary": (
@@ -238,6 +236,6 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     workdir = tmp_path / "run"
     assert train(config, str(workdir)) == 0
     config.data.files = (str(write_problems(tmp_path / "apples.jsonl", QUESTIONS[:5])),)
-    with pytest.raises(UserError, match="the data of the run in .* has changed"):
+    with pytest.raises(UserError, match=r"the data of the run in .* has changed"):
         train(config, str(workdir))
     assert (workdir / "config.json").exists()  # a run that was there stays

@@ -3,10 +3,11 @@
 import os
 import time
 
+print("a verifier may print")
+
 
 def by_length(response, reference):
     """A score that an untrained policy already varies in."""
-    print("a verifier may print")
     return {"score": float(len(response) % 7), "correct": len(response) % 2 == 0}
 
 
