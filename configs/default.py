@@ -13,8 +13,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.seed = 0  # everything random follows from it
 
     config.model = ml_collections.ConfigDict()
-    config.model.path = ""  # Hugging Face directory; empty: random weights of the sizes below
+    config.model.path = ""  # Hugging Face directory or hub id; empty: random, of the sizes below
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
+    config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the KL anchor
     config.model.remat = "none"  # none, dots, full: what the backward pass recomputes
     config.model.hidden_size = 128  # this and the rest: of a random model only
     config.model.intermediate_size = 256
@@ -30,9 +31,18 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.tensor = 1
 
     config.data = ml_collections.ConfigDict()
-    config.data.task = "arithmetic"  # the built-in generator of prompts with answers
+    config.data.task = "arithmetic"  # the built-in generator; or files: those named below
     config.data.num_prompts = 4096  # training prompts the generator makes
     config.data.prompts_per_step = 48
+    config.data.files = ()  # .jsonl and .parquet, repeat the flag; docs/data.md
+    config.data.row_format = "question_answer"  # or simplerl
+    config.data.question_fields = ("question",)  # several are joined by a space
+    config.data.answer_field = "answer"
+    config.data.answer_after = ""  # the answer is what follows this mark, as #### in GSM8K
+    config.data.template = "plain"  # or abel, qwen-boxed, ..., chat, a text with {input}
+    config.data.system_prompt = ""  # of the template chat
+    config.data.add_special_tokens = False  # whether the tokenizer adds its own, such as BOS
+    config.data.skip_bad_rows = False  # count and skip them instead of stopping
 
     config.rollout = ml_collections.ConfigDict()
     config.rollout.addresses = ()  # host:port, repeat the flag; empty: embedded replica
@@ -98,6 +108,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.aggregation = "token_mean"  # or response_mean
 
     config.rewards = ml_collections.ConfigDict()
+    config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md
+    config.rewards.failure_score = 0.0  # where that function raised, hung or returned nonsense
+    config.rewards.memory_limit_gib = 2.0  # of one worker; 0: none
     config.rewards.mode = "independent"  # independent or mix
     config.rewards.unboxed_penalty = -1.0  # wrong and unboxed, in independent mode
     config.rewards.timeout_s = 10.0
@@ -130,11 +143,19 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
-    config.evaluation.num_problems = 512
+    config.evaluation.num_problems = 512  # at most: of the held-out set, or of each file
+    config.evaluation.files = ()  # with data.task=files; each is a benchmark by its name
+    config.evaluation.row_format = config.data.get_ref("row_format")  # these follow data
+    config.evaluation.question_fields = config.data.get_ref("question_fields")
+    config.evaluation.answer_field = config.data.get_ref("answer_field")
+    config.evaluation.answer_after = config.data.get_ref("answer_after")
+    config.evaluation.template = config.data.get_ref("template")
 
     config.checkpoints = ml_collections.ConfigDict()
     config.checkpoints.every_steps = 40
-    config.checkpoints.keep = 2
+    config.checkpoints.keep = 2  # newest
+    config.checkpoints.keep_every = 0  # multiples of this are kept for good; 0: none
+    config.checkpoints.extra_steps = ()  # saved and kept whatever the cadence
 
     config.logging = ml_collections.ConfigDict()
     config.logging.rollouts_every_steps = 10  # 0: never

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from semrl_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def run(main: Callable[[], int], usage: str) -> None:
@@ -35,9 +36,10 @@ def run(main: Callable[[], int], usage: str) -> None:
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_ERRNOS:
             raise
-        print(f"{program}: {error}; free some space, the same command goes on", file=sys.stderr)
+        reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"{program}: {reason}; free some space, the same command goes on", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130

@@ -48,6 +48,7 @@ from semrl_jax.data.tokenizer import (
     save_character_tokenizer,
     tokenizer_hash,
 )
+from semrl_jax.data.trained_tokenizer import train_tokenizer
 
 __all__ = [
     "ROW_FORMATS",
@@ -87,6 +88,7 @@ __all__ = [
     "row_reader",
     "save_character_tokenizer",
     "tokenizer_hash",
+    "train_tokenizer",
     "training_problems",
     "worked_response",
 ]

@@ -8,11 +8,14 @@ from typing import Any
 import ml_collections
 
 from semrl_jax.algorithms import KL_ESTIMATORS
+from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import METHODS, METRICS, WINDOWS
 from semrl_jax.models import DTYPES, REMAT_POLICIES
 from semrl_jax.shaping import validate_shaping
+
+TASKS = ("arithmetic", "files")
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -46,6 +49,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "seed", "training.num_steps", "training.weight_decay", "rollout.temperature",
         "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
+        "rewards.memory_limit_gib", "checkpoints.keep_every",
         "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
         "algorithms.loss.entropy_coefficient",
     )  # fmt: skip
@@ -54,13 +58,16 @@ def validate(config: ml_collections.ConfigDict) -> None:
         if not value >= 0:
             raise UserError(f"{field}={value} must be at least 0.")
     choices = {
-        "data.task": ("arithmetic",),
+        "data.task": TASKS,
+        "data.row_format": ROW_FORMATS,
+        "evaluation.row_format": ROW_FORMATS,
         "hidden_states.source": ("rollout", "policy", "none"),
         "hidden_states.dtype": ("bfloat16", "float32"),
         "rollout.weight_dtype": ("", "float32", "bfloat16"),
         "algorithms.aggregation": ("token_mean", "response_mean"),
         "rewards.mode": ("independent", "mix"),
         "model.compute_dtype": tuple(DTYPES),
+        "model.reference_dtype": tuple(DTYPES),
         "model.remat": REMAT_POLICIES,
         "metrics.window": WINDOWS,
         "metrics.method": METHODS,
@@ -88,21 +95,53 @@ def validate(config: ml_collections.ConfigDict) -> None:
     limits = {
         "rewards.num_workers": 1024,
         "metrics.num_threads": 1024,
-        "evaluation.num_problems": NUM_HELD_OUT,  # of the arithmetic task, the only one yet
         "seed": 2**32 - 1,
     }
     for field, limit in limits.items():
         value = _get(config, field)
         if value > limit:
             raise UserError(f"{field}={value} must be at most {limit}.")
+    for step in config.checkpoints.extra_steps:
+        if step < 1:
+            raise UserError(f"checkpoints.extra_steps has {step}; steps count from 1.")
+    _check_data(config)
+    _check_sizes(config)
+    _check_method(config)
+    _check_not_built(config)
+
+
+def _check_data(config: ml_collections.ConfigDict) -> None:
+    data, evaluation = config.data, config.evaluation
+    if data.task == "files":
+        if not data.files:
+            raise UserError("data.task='files' needs data.files; name a .jsonl or .parquet file.")
+        if not config.model.path:
+            raise UserError(
+                "data.task='files' needs model.path: a random model of config.model's sizes has "
+                "the tokenizer of the arithmetic task alone; python -m launch.random_model makes a "
+                "small directory to try with."
+            )
+        return
+    if data.files or evaluation.files:
+        raise UserError(
+            f"data.files={tuple(data.files)}, evaluation.files={tuple(evaluation.files)}: files "
+            f"are not read with data.task={data.task!r}; set data.task='files'."
+        )
+    if evaluation.num_problems > NUM_HELD_OUT:
+        raise UserError(
+            f"evaluation.num_problems={evaluation.num_problems} must be at most {NUM_HELD_OUT}, "
+            "the held-out arithmetic problems."
+        )
     if config.rollout.max_prompt_tokens < MAX_PROMPT_TOKENS:
         raise UserError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} must be at least the "
             f"{MAX_PROMPT_TOKENS} tokens of an arithmetic prompt."
         )
-    _check_sizes(config)
-    _check_method(config)
-    _check_not_built(config)
+    if data.num_prompts < data.prompts_per_step:
+        raise UserError(
+            f"data.num_prompts={data.num_prompts} must be at least "
+            f"data.prompts_per_step={data.prompts_per_step}."
+        )
 
 
 def _check_sizes(config: ml_collections.ConfigDict) -> None:
@@ -117,11 +156,6 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"training.responses_per_step={training.responses_per_step} is derived and must be "
             f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
-        )
-    if data.num_prompts < data.prompts_per_step:
-        raise UserError(
-            f"data.num_prompts={data.num_prompts} must be at least "
-            f"data.prompts_per_step={data.prompts_per_step}."
         )
     if data.prompts_per_step % training.prompts_per_minibatch:
         raise UserError(

@@ -14,7 +14,7 @@ from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
 from semrl_jax.training.console import Bar, Reporter, summary_line
-from semrl_jax.training.policy_setup import build_policy, starting_params
+from semrl_jax.training.policy_setup import build_policy, starting_directory
 from semrl_jax.training.report import write_report
 from semrl_jax.training.run import Run, open_run
 from semrl_jax.training.scoring import ScoredRollout
@@ -98,7 +98,7 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
     try:
         with stop.installed(), stop.interruptible():
             policy, tokenizer = build_policy(config)
-            starting_params(config, policy, tokenizer, directory.warm_start, reporter)
+            starting_directory(config, policy, tokenizer, directory.warm_start, reporter)
     except UserError:
         directory.discard()
         raise
@@ -143,10 +143,8 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
 
 def _train(run: Run) -> int:
     config, directory, reporter = run.config, run.workdir, run.reporter
-    state = run.initial_state()
-    restored = run.checkpoints.restore(state)
-    if restored is not None:
-        state = restored
+    state = run.first_state()
+    if int(state.step):
         reporter.line(f"resumed {directory.path} at step {int(state.step)}")
     for change in directory.changed:
         reporter.line(f"setting changed since the run began: {change}")
@@ -164,7 +162,7 @@ def _train(run: Run) -> int:
             for finished in run_steps(run, state, writer, bar):
                 state = finished
                 step = int(state.step)
-                if step % config.checkpoints.every_steps == 0 or step == num_steps:
+                if run.checkpoints.due(step, num_steps):
                     run.checkpoints.save(state)
                 every = config.logging.plot_every_steps
                 if every and step % every == 0:

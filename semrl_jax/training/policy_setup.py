@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import ml_collections
+from jax.sharding import Mesh
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
@@ -14,8 +15,11 @@ from semrl_jax.models import (
     DecoderConfig,
     Params,
     Policy,
+    eos_token_ids,
+    find_directory,
     load_config,
     load_params,
+    parameter_shardings,
     save_directory,
 )
 from semrl_jax.training.console import Reporter
@@ -29,8 +33,9 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
       UserError: if the directory is missing, unsupported or has no fitting tokenizer.
     """
     if config.model.path:
-        architecture = load_config(config.model.path)
-        tokenizer = data.load_tokenizer(config.model.path)
+        directory = find_directory(config.model.path)
+        architecture = load_config(directory)
+        tokenizer = data.load_tokenizer(directory)
         if len(tokenizer) > architecture.vocab_size:
             raise UserError(
                 f"model.path={config.model.path}: the tokenizer has {len(tokenizer)} tokens, the "
@@ -42,23 +47,40 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
     return Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
 
 
-def starting_params(
+def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, and those `model.path` names beside it."""
+    ids = {tokenizer.eos_token_id}
+    if config.model.path:
+        ids.update(eos_token_ids(find_directory(config.model.path)))
+    return tuple(sorted(ids))
+
+
+def starting_directory(
     config: ml_collections.ConfigDict,
     policy: Policy,
     tokenizer: Any,
     warm_start: pathlib.Path,
     reporter: Reporter,
-) -> Params:
-    """Float32 host parameters of `model.path`, or of the warm start, which is made once a run.
-
-    Raises:
-      UserError: if the weights are missing or do not fit the architecture.
-    """
+) -> pathlib.Path:
+    """The model that training starts from: `model.path`, or the warm start, made once a run."""
     if config.model.path:
-        return load_params(config.model.path, policy.config)
+        return find_directory(config.model.path)
     if not (warm_start / "config.json").exists():
         make_warm_start(config, policy, tokenizer, warm_start, reporter)
-    return load_params(warm_start, policy.config)
+    return warm_start
+
+
+def starting_params(
+    directory: pathlib.Path, policy: Policy, mesh: Mesh, dtype: str = "float32"
+) -> Params:
+    """The parameters of a model directory on the mesh.
+
+    Raises:
+      UserError: if the weights are missing or do not fit the architecture or the mesh.
+    """
+    shardings = parameter_shardings(policy.shapes(), mesh)
+    params = load_params(directory, policy.config, shardings)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:

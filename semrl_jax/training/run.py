@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import optax
@@ -27,11 +28,17 @@ from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.policy_setup import build_policy, starting_params
+from semrl_jax.training.policy_setup import (
+    build_policy,
+    end_token_ids,
+    starting_directory,
+    starting_params,
+)
+from semrl_jax.training.prompts import held_out_problems, training_prompts
 from semrl_jax.training.replicas import open_client
 from semrl_jax.training.scoring import Measurer, ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
-from semrl_jax.training.state import TrainState, init_state, make_optimizer
+from semrl_jax.training.state import TrainState, abstract_state, init_state, make_optimizer
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
@@ -56,10 +63,11 @@ class Run:
     stop: StopRequest
     mesh: Mesh
     policy: models.Policy
-    start_params: models.Params  # on the host; where training starts, and the KL reference
-    reference: models.Params
+    start: pathlib.Path  # model directory that training starts from
+    reference: models.Params  # its parameters, the anchor of the KL
     optimizer: optax.GradientTransformation
     tokenizer: Any
+    end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
     problems: Sequence[data.PromptExample]
     client: RolloutClient
@@ -83,7 +91,8 @@ class Run:
     def evaluates(self, step: int) -> bool:
         """Whether the held-out problems are due with the weights of this step."""
         every = self.config.evaluation.every_steps
-        return bool(every) and (step % every == 0 or step == self.config.training.num_steps)
+        due = every and (step % every == 0 or step == self.config.training.num_steps)
+        return bool(due and self.problems)
 
     def evaluate(
         self, params: models.Params, version: WeightVersion, step: int, clock: Clock, bar: Bar
@@ -109,9 +118,13 @@ class Run:
                 temperature=0.0,
                 arrived=counter(bar, "evaluate", len(requests)),
             )
-        return greedy_scalars(
-            self.config.data.task, [s.rollout for s in scored], [s.verdict for s in scored]
-        )
+        scalars: dict[str, float] = {}
+        for benchmark in dict.fromkeys(problem.data_source for problem in self.problems):
+            of_it = [s for s, p in zip(scored, self.problems) if p.data_source == benchmark]
+            scalars |= greedy_scalars(
+                benchmark, [s.rollout for s in of_it], [s.verdict for s in of_it]
+            )
+        return scalars
 
     def sample(
         self,
@@ -256,15 +269,20 @@ class Run:
         """Text of a response; special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def initial_state(self) -> TrainState:
-        """The state before the first update."""
-        shaping = self.config.shaping
-        return init_state(
-            self.start_params,
-            self.optimizer,
-            init_shaping_state(shaping.indicators, guidance=shaping.guidance),
-            self.mesh,
+    def first_state(self) -> TrainState:
+        """The newest sound checkpoint, or the state before the first update."""
+        options = self.config.shaping
+        shaping = init_shaping_state(options.indicators, guidance=options.guidance)
+        restored = self.checkpoints.restore(
+            abstract_state(self.policy.shapes(), self.optimizer, shaping, self.mesh)
         )
+        if restored is not None:
+            return restored
+        if self.config.model.reference_dtype == "float32":
+            params = jax.tree.map(jnp.copy, self.reference)  # updates donate theirs
+        else:
+            params = starting_params(self.start, self.policy, self.mesh)
+        return init_state(params, self.optimizer, shaping, self.mesh)
 
     def counters(self) -> dict[str, float]:
         """Events and bytes on the wire since the last call: of one step, so that a resumed run
@@ -305,7 +323,7 @@ class Run:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            eos_token_ids=(self.tokenizer.eos_token_id,),
+            eos_token_ids=self.end_token_ids,
             stop_token_ids=tuple(self.config.rollout.stop_token_ids),
         )
         rollouts = self.client.generate(
@@ -361,19 +379,33 @@ def open_run(
                 timeout_s=config.rewards.timeout_s,
                 mode=config.rewards.mode,
                 unboxed_penalty=config.rewards.unboxed_penalty,
+                function=config.rewards.function,
+                failure_score=config.rewards.failure_score,
+                memory_limit_gib=config.rewards.memory_limit_gib,
             )
         )
-        policy, tokenizer = build_policy(config)
-        check_vocabulary(config, policy.config.vocab_size)
         device_lock = threading.Lock()
-        # Before the warm start: a wrong address or token should not cost it first.
+        # What a mistake may be in comes first; the weights and the warm start are costly.
         with stop.interruptible():
+            policy, tokenizer = build_policy(config)
+            check_model_limits(config, policy.config)
+            prompts = training_prompts(config, tokenizer, reporter.line)
+            problems = held_out_problems(config, tokenizer)
+            if config.rewards.function:
+                answer = prompts.examples[0].answer
+                verifier.validate(f"\\boxed{{{answer}}}", answer)
+            workdir.check_inputs(
+                {
+                    "data": data.dataset_hash(prompts),
+                    "tokenizer": data.tokenizer_hash(tokenizer),
+                    "architecture": policy.config.hash,
+                }
+            )
             client = stack.enter_context(
                 open_client(config, policy, tokenizer, workdir, device_lock, reporter)
             )
-            params = starting_params(config, policy, tokenizer, workdir.warm_start, reporter)
-        prompts = data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
-        problems = data.arithmetic_held_out_prompts(tokenizer, config.evaluation.num_problems)
+            start = starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+            reference = starting_params(start, policy, mesh, config.model.reference_dtype)
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(
@@ -388,7 +420,14 @@ def open_run(
             )
         checkpoints = stack.enter_context(
             contextlib.closing(
-                Checkpoints(workdir.checkpoints, keep=config.checkpoints.keep, warn=reporter.line)
+                Checkpoints(
+                    workdir.checkpoints,
+                    keep=config.checkpoints.keep,
+                    every_steps=config.checkpoints.every_steps,
+                    keep_every=config.checkpoints.keep_every,
+                    extra_steps=tuple(config.checkpoints.extra_steps),
+                    warn=reporter.line,
+                )
             )
         )
         training = config.training
@@ -399,8 +438,8 @@ def open_run(
             stop=stop,
             mesh=mesh,
             policy=policy,
-            start_params=params,
-            reference=jax.device_put(params, models.parameter_shardings(params, mesh)),
+            start=start,
+            reference=reference,
             optimizer=make_optimizer(
                 learning_rate=training.learning_rate,
                 learning_rate_warmup_steps=training.learning_rate_warmup_steps,
@@ -410,8 +449,9 @@ def open_run(
                 max_grad_norm=training.max_grad_norm,
             ),
             tokenizer=tokenizer,
+            end_token_ids=end_token_ids(config, tokenizer),
             prompts=prompts,
-            problems=problems.examples,
+            problems=problems,
             client=client,
             verifier=verifier,
             measurer=measurer,
@@ -420,9 +460,17 @@ def open_run(
         )
 
 
-def check_vocabulary(config: ml_collections.ConfigDict, vocab_size: int) -> None:
-    """Raises UserError for sampling settings outside the vocabulary."""
-    rollout = config.rollout
+def check_model_limits(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+) -> None:
+    """Raises UserError for sampling settings outside the model's context or vocabulary."""
+    rollout, vocab_size = config.rollout, architecture.vocab_size
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} must be at most "
+            f"the model's context of {architecture.max_position_embeddings} tokens."
+        )
     if rollout.top_k > vocab_size:
         raise UserError(
             f"rollout.top_k={rollout.top_k} must be at most the {vocab_size} tokens of the "

@@ -69,23 +69,53 @@ def init_state(
     shaping: ShapingState,
     mesh: Mesh,
 ) -> TrainState:
-    """State before the first update, laid out over the mesh."""
+    """State before the first update, laid out over the mesh; takes `params` over."""
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    layout = jax.tree.map(
+        lambda leaf: leaf.sharding, abstract_state(params, optimizer, shaping, mesh).optimizer
+    )
+    return TrainState(
+        params=params,
+        optimizer=jax.jit(optimizer.init, out_shardings=layout)(params),
+        shaping=jax.device_put(shaping, replicated(mesh)),
+        step=jax.device_put(jnp.int32(0), replicated(mesh)),
+        skipped_in_row=jax.device_put(jnp.int32(0), replicated(mesh)),
+        position=DataPosition(0, 0),
+    )
+
+
+def abstract_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    shaping: ShapingState,
+    mesh: Mesh,
+) -> TrainState:
+    """Shapes, dtypes and shardings of a state: what a checkpoint is restored into.
+
+    `params` may be arrays or `Policy.shapes()`; nothing is computed.
+    """
+    everywhere = replicated(mesh)
     shardings = parameter_shardings(params, mesh)
-    params = jax.device_put(params, shardings)
+    optimizer_shapes = jax.eval_shape(optimizer.init, params)
     # Moments lie as their parameters do. Said here, since the first update would otherwise compile
     # for the layout of `init` and the second for that of the first.
     optimizer_shardings = optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
+        optimizer_shapes,
         shardings,
-        transform_non_params=lambda _: replicated(mesh),
+        transform_non_params=lambda _: everywhere,
     )
+
+    def laid_out(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(
-        params=params,
-        optimizer=jax.jit(optimizer.init, out_shardings=optimizer_shardings)(params),
-        shaping=jax.device_put(shaping, replicated(mesh)),
-        step=jax.device_put(jnp.int32(0), replicated(mesh)),
-        skipped_in_row=jax.device_put(jnp.int32(0), replicated(mesh)),
+        params=jax.tree.map(laid_out, params, shardings),
+        optimizer=jax.tree.map(laid_out, optimizer_shapes, optimizer_shardings),
+        shaping=jax.tree.map(lambda leaf: laid_out(leaf, everywhere), shaping),
+        step=scalar,
+        skipped_in_row=scalar,
         position=DataPosition(0, 0),
     )

@@ -26,6 +26,7 @@ MAY_DIFFER = (
     "rollout.connect_timeout_s",
     "rollout.call_timeout_s",
     "rollout.stall_timeout_s",
+    "data.files",  # wherever they lie: `check_inputs` holds their contents
     "evaluation.",
     "checkpoints.",
     "logging.",
@@ -68,12 +69,33 @@ class Workdir:
     def metrics_file(self) -> pathlib.Path:
         return self.path / "metrics.jsonl"
 
+    def check_inputs(self, hashes: dict[str, str]) -> None:
+        """Records what the run reads from elsewhere, or compares it with what it began with.
+
+        Args:
+          hashes: by what they are of.
+
+        Raises:
+          UserError: if one has changed since.
+        """
+        file = self.path / "inputs.json"
+        if not file.exists():
+            write_json(file, hashes)
+            return
+        recorded = json.loads(file.read_text())
+        for name, value in hashes.items():
+            if recorded.get(name, value) != value:
+                raise UserError(
+                    f"the {name} of the run in {self.path} has changed since it began (see "
+                    f"{file.name}); restore what was there or name a new workdir."
+                )
+
     def discard(self) -> None:
         """Removes the record of a run that a wrong setting stopped before it had anything."""
         if not any(
             path.exists() for path in (self.checkpoints, self.metrics_file, self.warm_start)
         ):
-            for name in ("config.json", ".lock"):
+            for name in ("config.json", "inputs.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty: what else is there is not ours
                 self.path.rmdir()
@@ -125,9 +147,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     else:
         run_id, changed = secrets.token_hex(8), ()
         record = {"run_id": run_id, "config": settings, "versions": versions()}
-        staging = config_file.with_suffix(".writing")
-        staging.write_text(json.dumps(record, indent=2) + "\n")
-        staging.rename(config_file)
+        write_json(config_file, record)
     return Workdir(
         path=directory,
         run_id=run_id,
@@ -136,6 +156,13 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         changed=changed,
         lock=lock,
     )
+
+
+def write_json(file: pathlib.Path, content: Any) -> None:
+    """Writes a file that appears whole or not at all."""
+    staging = file.with_suffix(".writing")
+    staging.write_text(json.dumps(content, indent=2) + "\n")
+    staging.rename(file)
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""Makes a small Qwen2 directory with random weights, and a tokenizer trained on your data.
+
+    python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
+
+Something to try a data set, a template or a verifier with before a real model is fetched; it knows
+nothing. The text is every string in the JSON lines given. Exit codes: 0 done, 2 wrong setting.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from absl import flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+TEXT = flags.DEFINE_multi_string("text", [], ".jsonl file to train the tokenizer on; repeat")
+OUTPUT = flags.DEFINE_string("output", None, "directory to make")
+VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 1024, "tokens, bytes and special ones included")
+HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 64, "width")
+INTERMEDIATE_SIZE = flags.DEFINE_integer("intermediate_size", 128, "feed-forward width")
+NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "layers")
+NUM_HEADS = flags.DEFINE_integer("num_heads", 2, "query heads")
+NUM_KV_HEADS = flags.DEFINE_integer("num_kv_heads", 1, "key-value heads")
+CONTEXT = flags.DEFINE_integer("context", 4096, "tokens of prompt and response")
+SEED = flags.DEFINE_integer("seed", 0, "of the weights")
+
+
+def main() -> int:
+    output = pathlib.Path(cli.required(OUTPUT))
+    if not TEXT.value:
+        raise UserError("--text is needed: a .jsonl file to train the tokenizer on.")
+    if output.exists():
+        raise UserError(f"--output={output} exists; name a new directory.")
+    if HIDDEN_SIZE.value % NUM_HEADS.value:
+        raise UserError(
+            f"--num_heads={NUM_HEADS.value} must divide --hidden_size={HIDDEN_SIZE.value}."
+        )
+    texts = [text for file in TEXT.value for text in strings_of_file(pathlib.Path(file))]
+    import jax
+
+    from semrl_jax import data, models
+
+    tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
+    config = models.DecoderConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE.value,
+        intermediate_size=INTERMEDIATE_SIZE.value,
+        num_layers=NUM_LAYERS.value,
+        num_heads=NUM_HEADS.value,
+        num_kv_heads=NUM_KV_HEADS.value,
+        head_dim=HIDDEN_SIZE.value // NUM_HEADS.value,
+        max_position_embeddings=CONTEXT.value,
+        tie_embeddings=True,
+    )
+    params = models.Policy(config).init(jax.random.key(SEED.value))
+    models.save_directory(output, params, config, tokenizer)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"done: {output} has {count / 1e6:.2f} M parameters and {len(tokenizer)} tokens")
+    return 0
+
+
+def strings_of_file(file: pathlib.Path) -> Iterator[str]:
+    """Every string in the lines of a JSON Lines file, keys left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--text={file} cannot be read: {error}.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield from strings(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"--text={file}, line {number}: not valid JSON ({error}).") from None
+
+
+def strings(value: Any) -> Iterator[str]:
+    """The strings in a JSON value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from strings(item)
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

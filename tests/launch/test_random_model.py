@@ -1,0 +1,47 @@
+"""A small model made from a user's own text, as a command."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from semrl_jax import data, models
+from tests.launch.conftest import run
+from tests.launch.test_bad_input import assert_one_line
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {n} plus {n}?", "answer": {"steps": ["#### 2"]}} for n in "12"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_the_directory_holds_a_working_model(text, tmp_path):
+    output = tmp_path / "model"
+    result = run("launch.random_model", f"--text={text}", f"--output={output}", "--vocab_size=270")
+    assert result.returncode == 0, result.stderr
+    config, tokenizer = models.load_config(output), data.load_tokenizer(output)
+    assert config.vocab_size == len(tokenizer) <= 270
+    params = models.load_params(output, config)
+    expected = models.Policy(config).init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(expected))
+    again = run("launch.random_model", f"--text={text}", f"--output={output}")
+    assert_one_line(again, "exists; name a new directory")
+
+
+def test_mistakes_are_named(text, tmp_path):
+    output = f"--output={tmp_path / 'model'}"
+    assert_one_line(run("launch.random_model", output), "--text is needed")
+    assert_one_line(run("launch.random_model", f"--text={text}"), "--output is needed")
+    missing = run("launch.random_model", "--text=/nowhere", output)
+    assert_one_line(missing, "--text=/nowhere cannot be read")
+    assert_one_line(
+        run("launch.random_model", f"--text={text}", output, "--num_heads=3"),
+        "--num_heads=3 must divide --hidden_size=64",
+    )
+    text.write_text('{"question": "?"}\n{')
+    assert_one_line(run("launch.random_model", f"--text={text}", output), "line 2: not valid JSON")
+    assert not (tmp_path / "model").exists()

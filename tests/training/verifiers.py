@@ -1,0 +1,27 @@
+"""Verifiers as users might write them, named in `rewards.function` by the tests of the trainer."""
+
+import os
+import time
+
+print("a verifier may print")
+
+
+def by_length(response, reference):
+    """A score that an untrained policy already varies in."""
+    return {"score": float(len(response) % 7), "correct": len(response) % 2 == 0}
+
+
+def nonsense(response, reference):
+    return "right"
+
+
+def sleeps(response, reference):
+    time.sleep(3600)
+
+
+def exits(response, reference):
+    os._exit(3)
+
+
+def raises(response, reference):
+    raise KeyError(reference)
