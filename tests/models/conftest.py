@@ -27,8 +27,39 @@ class Pair:
     directory: pathlib.Path
 
 
-def make_pair(directory, **overrides) -> Pair:
-    """Saves a random float32 Qwen2 by transformers and loads it by ours."""
+# Each with what sets it apart: windows and original contexts are far below the tests' sequences,
+# head widths are not hidden_size / num_attention_heads.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,  # wavelengths of 6 to 2000 tokens: kept, blended and divided ones
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2-window": (transformers.Qwen2Config, SLIDING | {"max_window_layers": 1}),
+    "llama": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": (transformers.LlamaConfig, {"rope_parameters": LINEAR_ROPE, "head_dim": 32}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 8, "head_dim": 32}),
+    "mistral-whole": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "qwen3-window": (
+        transformers.Qwen3Config,
+        SLIDING
+        | {
+            "head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def make_pair(directory, family="qwen2", **overrides) -> Pair:
+    """Saves a random float32 model by transformers and loads it by ours."""
     sizes = {
         "vocab_size": 97,
         "hidden_size": 64,
@@ -41,9 +72,10 @@ def make_pair(directory, **overrides) -> Pair:
         "eos_token_id": 1,
         "rope_theta": 10_000.0,
     }
-    config = transformers.Qwen2Config(**(sizes | overrides))
+    config_class, options = FAMILIES[family]
+    config = config_class(**(sizes | options | overrides))
     torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config).eval().float()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms off their neutral values
             parameter.normal_(mean=0.0 if parameter.dim() > 1 else 0.6, std=0.2)

@@ -1,8 +1,16 @@
 """Hugging Face directories: what we write transformers reads, and the other way round."""
 
 import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -11,6 +19,34 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
+from tests.models.conftest import FAMILIES, make_pair
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family_pair(request, tmp_path_factory):
+    """One model of each family; every other one has a matrix of its own for the output."""
+    tied = list(FAMILIES).index(request.param) % 2 == 0
+    return make_pair(
+        tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=tied
+    )
+
+
+def all_tensors(directory):
+    """Every tensor of a directory, as written."""
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].tobytes() == tensor.tobytes(), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -38,6 +74,7 @@ def test_saved_directory_loads_in_transformers_with_the_same_logits(tmp_path, ti
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == (
         model.config.eos_token_id
     )
+    assert models.eos_token_ids(tmp_path / "model") == (tokenizer.eos_token_id,)
     ids = np.arange(10, dtype=np.int32)[None]
     states = jax.jit(policy.final_states)(params, ids, ids, np.ones_like(ids))
     with torch.no_grad():
@@ -46,60 +83,413 @@ def test_saved_directory_loads_in_transformers_with_the_same_logits(tmp_path, ti
     np.testing.assert_allclose(policy.logits(params, states[0]), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_streamed_names_are_those_of_transformers(pair):
-    ours = {spec.name: spec.shape for spec in models.tensor_specs(pair.policy.config, "float32")}
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 40_000], ids=["single", "sharded"])
+def test_round_trips_are_bit_for_bit(family_pair, tmp_path, max_shard_bytes):
+    """Theirs -> ours -> theirs -> ours; transformers gives the same logits as from its own file."""
+    pair, config = family_pair, family_pair.policy.config
+    models.save_directory(
+        tmp_path / "ours", pair.params, config, None, max_shard_bytes=max_shard_bytes
+    )
+    files = sorted(file.name for file in (tmp_path / "ours").glob("*.safetensors"))
+    assert (files == ["model.safetensors"]) == (max_shard_bytes == 10**9)
+    assert_same_bits(all_tensors(tmp_path / "ours"), all_tensors(pair.directory))
+    assert models.load_config(tmp_path / "ours") == config
+    jax.tree.map(
+        np.testing.assert_array_equal, models.load_params(tmp_path / "ours", config), pair.params
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(model) is type(pair.torch_model) and model.dtype == torch.float32
+    ids = torch.arange(2, 60)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, pair.torch_model(ids).logits)
+    # Shards that transformers makes are read as well.
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
+    assert (tmp_path / "theirs" / "model.safetensors").exists() == (max_shard_bytes == 10**9)
+    jax.tree.map(
+        np.testing.assert_array_equal, models.load_params(tmp_path / "theirs", config), pair.params
+    )
+
+
+def test_shards_hold_at_most_what_was_asked(pair, tmp_path):
+    models.save_directory(
+        tmp_path / "model", pair.params, pair.policy.config, None, max_shard_bytes=40_000
+    )
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    sizes = [[tensor.nbytes for tensor in load_file(file).values()] for file in files]
+    assert len(files) > 5
+    assert all(sum(tensors) <= 40_000 or len(tensors) == 1 for tensors in sizes)
+    assert [file.name for file in files] == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    for bad, message in ((0, "max_shard_bytes=0 must be"), (-1, "max_shard_bytes=-1 must be")):
+        with pytest.raises(UserError, match=message):
+            models.save_directory(
+                tmp_path / "model", pair.params, pair.policy.config, None, max_shard_bytes=bad
+            )
+
+
+# Normal, subnormal and extreme values; casts to float32 are exact, so all must come back.
+VALUES = {
+    "float32": np.array([1.0, -2.5, 1e-45, -1e-40, 3e38, 1e-38, 0.0, -0.0], np.float32),
+    "bfloat16": np.array([1.0, -2.5, 9.2e-41, -1e-39, 3e38, 1e-38, 0.0, -0.0], ml_dtypes.bfloat16),
+    "float16": np.array([1.0, -2.5, 6e-8, -1e-5, 65504.0, 7e-5, 0.0, -0.0], np.float16),
+}
+
+
+ONE, FOUR, EIGHT = (1, 1, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("float32", ONE),
+        ("float16", ONE),
+        ("bfloat16", FOUR),
+        # Each device compiles programs of its own: too slow for the fast suite.
+        *(
+            pytest.param(dtype, sizes, marks=pytest.mark.slow)
+            for dtype, sizes in (
+                ("bfloat16", ONE), ("float32", FOUR), ("float32", EIGHT), ("float16", (8, 1, 1, 1)),
+                ("bfloat16", (1, 8, 1, 1)),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_every_dtype_and_sharding_gives_the_files_values(tmp_path, dtype, sizes, monkeypatch):
+    """Pieces of at most 20 rows of the embedding: they end in the middle of devices' parts."""
+    monkeypatch.setattr("semrl_jax.models.directory.PIECE_BYTES", 20 * 32 * 4)
+    config = models.DecoderConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, model_type="qwen3",
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    tensors = {
+        spec.name: random.choice(VALUES[dtype], spec.shape)
+        for spec in models.tensor_specs(config, dtype)
+    }
+    policy = models.Policy(config)
+    host = models.params_from_hf((models.Piece(n, 0, t) for n, t in tensors.items()), config)
+    models.save_directory(tmp_path / "model", host, config, None, dtype=dtype)
+    assert_same_bits(load_file(tmp_path / "model" / "model.safetensors"), tensors)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
+    gate = tensors["model.layers.1.mlp.gate_proj.weight"].astype(np.float32)
+    expected = models.load_params(tmp_path / "model", config)
+    assert expected["layers"]["gate"]["kernel"][1].tobytes() == gate.T.tobytes()
+    jax.tree.map(np.testing.assert_array_equal, expected, host)
+    mesh = models.make_mesh(dict(zip(models.AXES, sizes)), jax.devices()[: math.prod(sizes)])
+    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    sharded = models.load_params(tmp_path / "model", config, shardings)
+    assert jax.tree.map(lambda leaf: leaf.sharding, sharded) == shardings
+    for leaf, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == jnp.float32
+        for shard in leaf.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == want[shard.index].tobytes()
+
+
+def test_parameters_have_the_tree_of_the_policy(family_pair):
+    shapes = family_pair.policy.shapes()
+    assert jax.tree.structure(shapes) == jax.tree.structure(family_pair.params)
+    assert jax.tree.map(np.shape, shapes) == jax.tree.map(np.shape, family_pair.params)
+    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    # Every name has a row in the table.
+    assert jax.tree.structure(models.parameter_shardings(shapes, mesh)) == jax.tree.structure(
+        shapes
+    )
+
+
+def test_streamed_names_are_those_of_transformers(family_pair):
+    pair, config = family_pair, family_pair.policy.config
+    ours = {spec.name: spec.shape for spec in models.tensor_specs(config, "float32")}
     theirs = {
         name: tuple(tensor.shape)
         for name, tensor in pair.torch_model.state_dict().items()
-        if not (name == "lm_head.weight" and pair.policy.config.tie_embeddings)
+        if not (name == "lm_head.weight" and config.tie_embeddings)
     }
     assert ours == theirs
-    for spec, array in models.iterate_hf_tensors(pair.params, pair.policy.config, "float32"):
+    for spec, array in models.iterate_hf_tensors(pair.params, config, "float32"):
         np.testing.assert_array_equal(array, pair.torch_model.state_dict()[spec.name].numpy())
         assert array.nbytes == spec.num_bytes
 
 
-def test_shards_and_formats_that_cannot_be_read_are_named(pair, tmp_path):
+def test_harmless_extras_are_ignored(pair, tmp_path):
+    tensors = load_file(pair.directory / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        models.load_params(tmp_path, pair.policy.config),
+        pair.params,
+    )
+
+
+def test_files_that_cannot_be_read_are_named(pair, tmp_path):
     config = pair.policy.config
+    with pytest.raises(UserError, match=r"'nowhere' does not exist"):
+        models.load_config("nowhere")
+    with pytest.raises(UserError, match=r"'nowhere' does not exist"):
+        models.load_params("nowhere", config)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         models.load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
-        models.load_config(tmp_path)
-    with pytest.raises(UserError, match=r"model.safetensors is missing"):
-        models.load_params(tmp_path, config)
-    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match="cannot be read"):
-        models.load_params(tmp_path, config)
-    tensors = load_file(f"{pair.directory}/model.safetensors")
-    for change, message in (
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda t: t.update(extra=np.zeros(2)), "extra is not part of the model"),
-        (
-            lambda t: t.update({"model.norm.weight": np.zeros(3, np.float32)}),
-            r"model.norm.weight has shape \(3,\), not \(64,\)",
-        ),
-    ):
-        changed = dict(tensors)
-        change(changed)
-        save_file(changed, tmp_path / "model.safetensors")
+    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not list")):
+        (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=message):
+            models.load_config(tmp_path)
+    with pytest.raises(UserError, match=r"model.safetensors is missing, and so is model.safet"):
+        models.load_params(tmp_path, config)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds pytorch_model.bin .* pickles are not read; conve"):
+        models.load_params(tmp_path, config)
+    whole = (pair.directory / "model.safetensors").read_bytes()
+    for content in (b"", b"nonsense", whole[: len(whole) // 2], whole[:-1], whole[:100]):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
             models.load_params(tmp_path, config)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-        ({"vocab_size": None}, "field 'vocab_size' is missing"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
-        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types must name .* not \["),
-        ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        (lambda t: t.pop("model.norm.weight"), "model.safetensors: model.norm.weight is missing"),
+        (lambda t: t.update(extra=np.zeros(2)), "extra is not part of the model"),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(3, np.float32)}),
+            r"model.norm.weight has shape \(3,\), not \(64,\)",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(64, np.int8)}),
+            r"model.norm.weight is of dtype I8, not of \('F32', 'BF16', 'F16'\)",
+        ),
     ],
 )
-def test_unsupported_architectures_are_refused(pair, tmp_path, change, message):
-    config = json.loads((pair.directory / "config.json").read_text()) | change
-    config = {key: value for key, value in config.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_tensors_that_do_not_fit_are_named(pair, tmp_path, change, message):
+    tensors = load_file(pair.directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        models.load_config(tmp_path)
+        models.load_params(tmp_path, pair.policy.config)
+
+
+def without_shard(directory, index):
+    (directory / "model-00002-of-00002.safetensors").unlink()
+
+
+def without_entry(directory, index):
+    del index["weight_map"]["model.norm.weight"]
+
+
+def without_map(directory, index):
+    del index["weight_map"]
+
+
+def at_the_wrong_shard(directory, index):
+    index["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+
+
+def at_an_unknown_shard(directory, index):
+    index["weight_map"]["model.norm.weight"] = "model-00003.safetensors"
+
+
+def outside(directory, index):
+    index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
+
+
+def torn(directory, index):
+    file = directory / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_shard, r"model-00002-of-00002.safetensors is missing; .*index.json lists it"),
+        (without_entry, r"index.json: model.norm.weight is missing"),
+        (without_map, r"weight_map must map tensor names to files"),
+        (at_the_wrong_shard, r"model-00001-of-00002.safetensors: model.norm.weight is missing"),
+        (at_an_unknown_shard, r"model-00003.safetensors is missing"),
+        (outside, r"model.norm.weight lies in '../secret.safetensors', which is no file name"),
+        (torn, r"model-00002-of-00002.safetensors cannot be read"),
+    ],
+)
+def test_shards_that_do_not_fit_are_named(pair, tmp_path, change, message):
+    directory, config = tmp_path / "model", pair.policy.config
+    num_bytes = sum(spec.num_bytes for spec in models.tensor_specs(config, "float32"))
+    models.save_directory(directory, pair.params, config, None, max_shard_bytes=num_bytes * 2 // 3)
+    index_file = directory / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    change(directory, index)
+    index_file.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message) as error:
+        models.load_params(directory, config)
+    assert "\n" not in str(error.value)
+
+
+def test_other_fields_of_the_original_config_are_kept(tmp_path):
+    """As Llama 3.2 has them; the ids of the tokenizer do not replace the original's three."""
+    base = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False,
+        "rope_scaling": {
+            "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "bos_token_id": 3, "eos_token_id": [5, 6, 7], "pretraining_tp": 1, "use_cache": True,
+        "initializer_range": 0.02, "torch_dtype": "bfloat16", "auto_map": {"AutoModel": "code.py"},
+    }  # fmt: skip
+    config = models.config_from_hf(base)
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(tmp_path / "model", params, config, data.character_tokenizer(), base=base)
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert written["bos_token_id"] == 3 and written["eos_token_id"] == [5, 6, 7]
+    assert written["initializer_range"] == 0.02 and written["pretraining_tp"] == 1
+    assert written["dtype"] == "float32"
+    assert "torch_dtype" not in written and "auto_map" not in written
+    assert models.eos_token_ids(tmp_path / "model") == (5, 6, 7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.rope_parameters["factor"] == 32.0
+    assert model.config.rope_parameters["rope_theta"] == 500000.0
+    models.save_directory(tmp_path / "model", params, config, None, base=base, eos_token_id=(9, 8))
+    assert models.eos_token_ids(tmp_path / "model") == (9, 8)
+    with pytest.raises(UserError, match="belongs to another model"):
+        models.save_directory(
+            tmp_path / "model", params, config, None,
+            base=base | {"original_max_position_embeddings": 77},
+        )  # fmt: skip
+
+
+def test_a_failed_save_leaves_the_old_directory(pair, tmp_path, monkeypatch):
+    config = pair.policy.config
+    models.save_directory(tmp_path / "model", pair.params, config, None)
+    (tmp_path / "model" / "mark").write_text("old")
+
+    def full_disk(*_, **__):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("semrl_jax.models.directory.save_file", full_disk)
+        with pytest.raises(OSError, match="no space"):
+            models.save_directory(tmp_path / "model", pair.params, config, None)
+    assert (tmp_path / "model" / "mark").read_text() == "old"
+    models.save_directory(tmp_path / "model", pair.params, config, None)
+    assert not (tmp_path / "model" / "mark").exists()
+    assert [child.name for child in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(UserError, match="dtype='int8' must be one of"):
+        models.save_directory(tmp_path / "model", pair.params, config, None, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6, 7]}, {"eos_token_id": 5}, (5, 6, 7)),
+        ({"eos_token_id": 5}, {"eos_token_id": [6]}, (5,)),
+        ({"eos_token_id": None}, {"eos_token_id": [6, 5]}, (6, 5)),
+        (None, {"eos_token_id": 0}, (0,)),
+        (None, {}, ()),
+        (None, None, ()),
+    ],
+)
+def test_end_ids_come_from_generation_config_then_config(tmp_path, generation, config, expected):
+    for name, content in (("generation_config", generation), ("config", config)):
+        if content is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert models.eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", -1, [1, None], True])
+def test_end_ids_that_are_no_ids_are_refused(tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=r"config.json: eos_token_id=.* must be a token id or a li"):
+        models.eos_token_ids(tmp_path)
+
+
+def test_local_directories_are_found_and_missing_ones_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "model").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    assert models.find_directory("runs/model") == pathlib.Path("runs/model")
+    assert models.find_directory(str(tmp_path)) == tmp_path
+
+    def no_hub(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_hub)
+    for path in (
+        "/nowhere/model", "./nowhere/model", "../nowhere", "~/model", "nowhere", "a/b/c", "a/",
+        "runs/other", "a b/c",
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=r"model directory '.*' does not exist; give a lo"):
+            models.find_directory(path)
+    with pytest.raises(UserError, match="'file' is a file"):
+        models.find_directory("file")
+
+
+def test_hub_ids_are_fetched_without_code_and_pickles(tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns):
+        wanted = [
+            "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+            "tokenizer.json", "tokenizer.model", "merges.txt", "vocab.json", "chat_template.jinja",
+        ]  # fmt: skip
+        refused = [
+            "pytorch_model.bin", "modeling.py", "model.pth", "onnx/config.json", "training.pt",
+            "original/consolidated.safetensors", "README.md", "model.gguf",
+        ]  # fmt: skip
+        kept = huggingface_hub.utils.filter_repo_objects(
+            wanted + refused, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        asked[repo_id] = (list(kept), wanted)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert models.find_directory("some-owner/Some.Model_1-B") == tmp_path
+    kept, wanted = asked["some-owner/Some.Model_1-B"]
+    assert kept == wanted
+
+
+def test_hub_that_cannot_be_reached_is_one_clear_line(tmp_path, monkeypatch):
+    """conftest.py sets HF_HUB_OFFLINE, so nothing leaves the machine."""
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'owner/name' is no local dir.*give its dir") as error:
+        models.find_directory("owner/name")
+    assert "\n" not in str(error.value)
+
+
+MEASURE = """
+import sys
+from benchmarks.model_loading import load
+import pathlib
+print(load(sys.argv[1], pathlib.Path(sys.argv[2]))["peak MiB"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_shard_bytes", [10**10, 10**8], ids=["single", "sharded"])
+@pytest.mark.parametrize("way", ["host", "devices"])
+def test_loading_holds_the_parameters_and_one_layer(tmp_path, way, max_shard_bytes):
+    """Peak of resident memory in a process of its own; the embedding is larger than a layer."""
+    config = models.DecoderConfig(
+        vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_layers=5, num_heads=16,
+        num_kv_heads=4, head_dim=64, tie_embeddings=False,
+    )  # fmt: skip
+    specs = models.tensor_specs(config, "float32")
+    params = models.params_from_hf(
+        (models.Piece(spec.name, 0, np.full(spec.shape, 0.5, np.float32)) for spec in specs), config
+    )
+    models.save_directory(
+        tmp_path / "model", params, config, None, dtype="float32", max_shard_bytes=max_shard_bytes
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, way, str(tmp_path / "model")],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    held = sum(spec.num_bytes for spec in specs) / 2**20
+    layer = sum(s.num_bytes for s in specs if s.name.startswith("model.layers.0.")) / 2**20
+    assert 0.95 * held < float(result.stdout) < held + layer

@@ -1,0 +1,153 @@
+"""What is read from and written to a Hugging Face `config.json`."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from tests.models.conftest import FAMILIES, LLAMA3_ROPE
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def hf_config(model_type, **fields):
+    fields = {"model_type": model_type} | SIZES | fields
+    return {key: value for key, value in fields.items() if value != "absent"}
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_family_is_read_as_transformers_writes_it(family):
+    config_class, options = FAMILIES[family]
+    theirs = config_class(**(SIZES | options | {"rope_theta": 700.0, "rms_norm_eps": 1e-5}))
+    config = models.config_from_hf(json.loads(theirs.to_json_string(use_diff=False)))
+    rope = theirs.rope_parameters
+    assert config.rope_theta == rope["rope_theta"]
+    assert (config.rope_scaling is None) == (rope["rope_type"] == "default")
+    if config.rope_scaling is not None:
+        assert config.rope_scaling.factor == rope["factor"]
+    assert config.head_dim == getattr(theirs, "head_dim", 16)
+    assert config.num_kv_heads == 2 and config.rms_norm_eps == 1e-5
+    assert config.sliding_window == getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", [])
+    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    assert config.full_attention_layers == (full if config.sliding_window else ())
+    assert models.config_from_hf(models.config_to_hf(config)) == config
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "llama"])
+def test_absent_fields_are_what_transformers_takes(model_type):
+    fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
+    theirs = transformers.AutoConfig.for_model(**fields)
+    config = models.config_from_hf(fields)
+    assert config.head_dim == getattr(theirs, "head_dim", 16)
+    assert config.sliding_window == getattr(theirs, "sliding_window", None)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+
+
+FLAT_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+OLD_ROPE = {("type" if k == "rope_type" else k): v for k, v in FLAT_ROPE.items()}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_scaling": FLAT_ROPE, "rope_theta": 500.0},
+        {"rope_scaling": OLD_ROPE, "rope_theta": 500.0},
+        {"rope_parameters": FLAT_ROPE, "rope_theta": 500.0},
+        {"rope_scaling": LLAMA3_ROPE, "rope_theta": 7.0, "rope_parameters": {"rope_theta": 8.0}},
+    ],
+)
+def test_nested_and_flat_rope_fields_mean_the_same(fields):
+    fields = hf_config("llama", **fields)
+    config = models.config_from_hf(fields)
+    assert config.rope_theta == 500.0
+    assert dataclasses.asdict(config.rope_scaling) | {"rope_theta": 500.0} == LLAMA3_ROPE
+    theirs = transformers.LlamaConfig(**json.loads(json.dumps(fields)))
+    assert theirs.rope_parameters["rope_theta"] == 500.0
+
+
+def test_hashes_of_earlier_versions_stay():
+    """Recorded with the version that knew Qwen2 alone; checkpoints and replicas compare them."""
+    sizes = {"num_layers": 24, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64}
+    config = models.DecoderConfig(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, rope_theta=1e6,
+        tie_embeddings=True, **sizes,
+    )  # fmt: skip
+    assert config.hash == "a2fad12262e9f5a8fd16642806fcbf9ee30bec605576573f618f441436dda306"
+    scaling = models.RopeScaling("linear", 2.0)
+    others = [
+        dataclasses.replace(config, **change)
+        for change in (
+            {"sliding_window": 8}, {"sliding_window": 9}, {"rope_scaling": scaling},
+            {"sliding_window": 8, "full_attention_layers": (0,)}, {"model_type": "llama"},
+            {"rope_scaling": dataclasses.replace(scaling, factor=3.0)},
+        )
+    ]  # fmt: skip
+    assert len({config.hash, *(other.hash for other in others)}) == 7
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("gpt2", {}, "model_type='gpt2' is not supported"),
+        ("qwen2", {"vocab_size": "absent"}, "field 'vocab_size' is missing"),
+        ("mistral", {"num_key_value_heads": "absent"}, "field 'num_key_value_heads' is missing"),
+        ("qwen2", {"vocab_size": 0}, "vocab_size=0 must be a whole number of at least 1"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ("llama", {"head_dim": 7}, "head_dim=7 must be even"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "field 'factor' is missing"),
+        (
+            "llama",
+            {"rope_scaling": FLAT_ROPE | {"low_freq_factor": 4.0}},
+            "low_freq_factor=4.0 must lie between 0 and high_freq_factor=4.0",
+        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0.0 must be above 0"),
+        ("llama", {"rope_scaling": "llama3"}, "a field has the wrong type"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters of each kind of layer are not supported",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0 must be a whole number above 0"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types .*chunked_attention"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "num_hidden_layers=3 layers, not 1"),
+    ],
+)
+def test_unsupported_architectures_are_refused(model_type, change, message):
+    with pytest.raises(UserError, match=r"^config\.json: .*" + message):
+        models.config_from_hf(hf_config(model_type, **change))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama", "sliding_window": 8}, "'llama' has no sliding_window=8"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "full_attention_layers": (0,)},
+            "that mixes layers, not 'mistral'",
+        ),
+        ({"full_attention_layers": (0,)}, "needs a sliding_window"),
+        ({"sliding_window": 8, "full_attention_layers": (3,)}, "must be below num_layers"),
+    ],
+)
+def test_options_the_family_does_not_have_are_refused(fields, message):
+    config = models.config_from_hf(hf_config("qwen2"))
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(config, **fields)
