@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch.prepare_data import DATASETS, with_progress
+from launch.prepare_data import DATASETS, with_progress, write_rows
 from semrl_jax.data import load_prompts
 from tests.launch.conftest import ROOT, run
 
@@ -94,6 +94,12 @@ def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
     assert rows == [SIMPLERL[0], SIMPLERL[2]]
     dataset = load_prompts(output, tokenizer, row_format="simplerl")
     assert [(e.prompt, e.answer) for e in dataset.examples] == [("Q:0\nA:", "2"), ("Q:2\nA:", "4")]
+
+
+def test_parquet_has_the_columns_of_all_rows(tmp_path):
+    write_rows(tmp_path / "a.parquet", [{"a": 1}, {"a": 2, "b": "x"}])
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    assert table.to_pydict() == {"a": [1, 2], "b": [None, "x"]}
 
 
 def test_long_work_says_how_far_it_is(monkeypatch, capsys):
