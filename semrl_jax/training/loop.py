@@ -157,6 +157,7 @@ def _train(run: Run) -> int:
     remove_rollouts(directory.rollouts, first_step)
     writer = MetricWriter(directory.path, first_step)
     num_steps = config.training.num_steps
+    run.counters()  # what opening the run took is no step's
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
             for finished in run_steps(run, state, writer, bar):

@@ -75,10 +75,7 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     # The last row of the first attempt has the evaluation that only ends a run.
     expected, actual = stable(read_rows(straight)), stable(read_rows(resumed))
     assert [row["step"] for row in actual] == [0, 1, 2]
-    for row, want in zip(actual, expected, strict=True):
-        assert {k: v for k, v in row.items() if not k.startswith(("rollout/", "reward/num_"))} == {
-            k: v for k, v in want.items() if not k.startswith(("rollout/", "reward/num_"))
-        }
+    assert actual == expected
     first = expected[0]
     assert first["eval/apples/num_problems"] == 4
     assert 0 < first["reward/correct"] < 1  # by the user's verifier
