@@ -76,8 +76,11 @@ def main() -> int:
     write_rows(output, rows)
     bad = f"; {num_bad_rows} bad rows left out" if num_bad_rows else ""
     print(f"{len(rows)} rows of {path} written to {output}{bad}.")
-    print(f"Train on it with --config.data.files={output}", end="")
-    print("" if source.row_format == "question_answer" else " --config.data.row_format=simplerl")
+    section = "data" if SPLIT.value == "train" else "evaluation"
+    row_format = (
+        "" if source.row_format == "question_answer" else " --config.data.row_format=simplerl"
+    )
+    print(f"Flags: --config.data.task=files --config.{section}.files={output}{row_format}")
     return 0
 
 

@@ -70,7 +70,7 @@ def test_gsm8k_becomes_question_and_answer(tokenizer, tmp_path, given, wanted):
     place = "line" if given == ".jsonl" else "row"
     assert bad.startswith(f"bad row skipped: {source}, {place} 2: field 'answer' has no answer")
     assert summary == f"2 rows of {source} written to {output}; 1 bad rows left out."
-    assert usage == f"Train on it with --config.data.files={output}"
+    assert usage == f"Flags: --config.data.task=files --config.data.files={output}"
     assert [path.name for path in output.parent.iterdir()] == [output.name]
     dataset = load_prompts(output, tokenizer)
     assert [(e.prompt, e.answer, e.data_source) for e in dataset.examples] == [
@@ -84,9 +84,10 @@ def test_simplerl_rows_stay_as_they_are(tokenizer, tmp_path, given, wanted):
     source = write(tmp_path / f"train{given}", SIMPLERL)
     output = tmp_path / f"set{wanted}"
     output.write_text("older")
-    result = prepare("simplelr_qwen_level3to5", output, f"--input={source}")
+    result = prepare("simplelr_qwen_level3to5", output, f"--input={source}", "--split=test")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith(f"files={output} --config.data.row_format=simplerl\n")
+    flags = f"--config.evaluation.files={output} --config.data.row_format=simplerl"
+    assert result.stdout.endswith(f"{flags}\n")
     if wanted == ".jsonl":
         rows = [json.loads(line) for line in output.read_text().splitlines()]
     else:
