@@ -66,11 +66,11 @@ def main() -> int:
         raise UserError(f"--dataset={name!r} must be one of {', '.join(DATASETS)}.")
     if SPLIT.value not in SPLITS:
         raise UserError(f"--split={SPLIT.value!r} must be one of {', '.join(SPLITS)}.")
-    if output.suffix not in ENDINGS or output.is_dir():
+    if output.suffix not in ENDINGS or os.path.isdir(output):
         raise UserError(f"--output={output} must be a file ending in {' or '.join(ENDINGS)}.")
     source = DATASETS[name]
     path = pathlib.Path(INPUT.value or download(name, source.file.format(split=SPLIT.value)))
-    if output.exists() and path.exists() and output.samefile(path):
+    if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
         raise UserError(f"--output={output} is the input; name another file.")
     rows, num_bad_rows = read_valid_rows(path, name)
     write_rows(output, rows)
