@@ -1,0 +1,185 @@
+"""Converts between checkpoints and Hugging Face model directories.
+
+    python -m launch.convert --source=runs/quickstart --target=exported
+
+A run directory becomes a directory that transformers, vLLM and --config.model.path take, from its
+newest sound checkpoint or that of --step. A Hugging Face directory becomes a checkpoint of its
+parameters alone, with config.json and tokenizer beside it; converted again, it is the same weights
+bit for bit. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line says
+which).
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from absl import flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+DTYPES = ("float32", "bfloat16")
+# What goes along with the parameters: configuration and tokenizer.
+BESIDE = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
+
+SOURCE = flags.DEFINE_string("source", None, "run, checkpoint or Hugging Face directory")
+TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist, or be empty")
+STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest sound one")
+DTYPE = flags.DEFINE_string("dtype", "float32", f"of Hugging Face weights, one of {DTYPES}")
+MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "size at which weights go to several files")
+
+
+def main() -> int:
+    convert(
+        pathlib.Path(cli.required(SOURCE)),
+        pathlib.Path(cli.required(TARGET)),
+        step=STEP.value,
+        dtype=DTYPE.value,
+        max_shard_gb=MAX_SHARD_GB.value,
+    )
+    return 0
+
+
+def convert(
+    source: pathlib.Path,
+    target: pathlib.Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    max_shard_gb: float = 5.0,
+) -> None:
+    """Makes `target` from `source`; see the flags.
+
+    Raises:
+      UserError: if a flag is out of range, the source of neither kind or without a sound
+        checkpoint, or the target there already.
+    """
+    if not source.is_dir():
+        raise UserError(f"--source={source} is no directory.")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"--target={target} is there already; name a new directory.")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype={dtype!r} must be one of {DTYPES}.")
+    if not max_shard_gb > 0:
+        raise UserError(f"--max_shard_gb={max_shard_gb:g} must be above 0.")
+    record = read_record(source)
+    if (source / "checkpoints").is_dir():
+        model = model_directory(source, record)
+        folder = find_checkpoint(source / "checkpoints", step)
+        export(folder, target, model, dtype, round(max_shard_gb * 1e9))
+    elif "run_id" in record:
+        raise UserError(f"--source={source} is a run without a checkpoint.")
+    elif step is not None or dtype != "float32":
+        raise UserError(
+            f"--step and --dtype choose what is read from a checkpoint; --source={source} is a "
+            "Hugging Face directory, and checkpoints are float32: leave them out."
+        )
+    else:
+        import_parameters(source, target)
+
+
+def read_record(source: pathlib.Path) -> dict[str, Any]:
+    """config.json of a run or of a model."""
+    try:
+        record = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError):
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(
+            f"--source={source} is neither a run nor a Hugging Face directory: its config.json is "
+            "missing or unreadable."
+        )
+    return record
+
+
+def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Path:
+    """Where architecture and tokenizer of a directory with checkpoints are."""
+    from semrl_jax import models
+
+    if "run_id" not in record:
+        return source  # made by import_parameters
+    path = record["config"]["model"]["path"]
+    return models.find_directory(path) if path else source / "warm_start"
+
+
+def export(
+    folder: pathlib.Path,
+    target: pathlib.Path,
+    model: pathlib.Path,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Writes the parameters of a sound checkpoint as a Hugging Face directory like `model`."""
+    import jax
+
+    from semrl_jax import data, models
+    from semrl_jax.training.checkpoints import restore_params
+
+    config = models.load_config(model)
+    try:
+        tokenizer = data.load_tokenizer(model)
+    except UserError as error:
+        print(f"no tokenizer is written: {error}", flush=True)
+        tokenizer = None
+    print(f"reading {folder}", flush=True)
+    like = jax.eval_shape(models.Policy(config).init, jax.random.key(0))
+    params = restore_params(folder, like)
+    print(f"writing {target}", flush=True)
+    models.save_directory(
+        target,
+        params,
+        config,
+        tokenizer,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        eos_token_id=models.eos_token_ids(model) or None,
+        base=json.loads((model / "config.json").read_text()),
+    )
+    print(f"done: {target} is a Hugging Face model directory", flush=True)
+
+
+def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
+    """The checkpoint of `step`, or the newest one that matches its manifest."""
+    from semrl_jax.training.checkpoints import checkpoint_problem, checkpoint_steps
+
+    steps = checkpoint_steps(directory)
+    if step is not None and step not in steps:
+        raise UserError(f"--step={step} is not among the checkpoints of {directory}: {steps}.")
+    problem = "there is none"
+    for candidate in reversed(steps) if step is None else (step,):
+        folder = directory / str(candidate)
+        print(f"checking {folder}", flush=True)
+        problem = checkpoint_problem(folder)
+        if not problem:
+            return folder
+        if step is None:
+            print(f"checkpoint {candidate} is not used: {problem}.", flush=True)
+    raise UserError(f"{directory} has no sound checkpoint to convert ({problem}).")
+
+
+def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes the parameters of a Hugging Face directory as a checkpoint, whole or not at all."""
+    from semrl_jax import models
+    from semrl_jax.training.checkpoints import save_params
+
+    print(f"reading {source}", flush=True)
+    config = models.load_config(source)
+    params = models.load_params(source, config)
+    staging = target.with_name(target.name + ".writing")
+    shutil.rmtree(staging, ignore_errors=True)
+    (staging / "checkpoints").mkdir(parents=True)
+    print(f"writing {target}", flush=True)
+    for pattern in BESIDE:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".safetensors.index.json"):
+                shutil.copy(file, staging)
+    save_params((staging / "checkpoints" / "0").absolute(), params)
+    staging.rename(target)  # an empty directory there is replaced
+    print(f"done: {target / 'checkpoints' / '0'} holds the parameters", flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

@@ -1,0 +1,235 @@
+"""launch.convert: there and back bit for bit; mistakes in one line."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launch.convert import convert
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.checkpoints import Checkpoints
+from semrl_jax.training.state import DataPosition, TrainState
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+from tests.launch.conftest import ROOT, run
+
+KILLS_CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
+
+CONFIG = models.DecoderConfig(
+    vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=8,
+)  # fmt: skip
+
+
+def random_params(seed):
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(models.Policy(CONFIG).init, jax.random.key(0))
+    return jax.tree.map(lambda leaf: random.standard_normal(leaf.shape, np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run directory with checkpoints of steps 1 and 2, and their parameters."""
+    directory = tmp_path_factory.mktemp("runs") / "run"
+    models.save_directory(
+        directory / "warm_start", random_params(0), CONFIG, data.character_tokenizer()
+    )
+    record = {"run_id": "a", "config": {"model": {"path": ""}}}
+    (directory / "config.json").write_text(json.dumps(record))
+    params = {step: random_params(step) for step in (1, 2)}
+    checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+    for step in params:
+        checkpoints.save(
+            TrainState(
+                params=params[step],
+                optimizer={"moments": random_params(3)},  # restored by nobody here
+                shaping=init_shaping_state(),
+                step=jnp.int32(step),
+                skipped_in_row=jnp.int32(0),
+                position=DataPosition(0, step),
+            )
+        )
+    checkpoints.close()
+    return directory, params
+
+
+@pytest.fixture
+def directory(made, tmp_path):
+    return shutil.copytree(made[0], tmp_path / "run")
+
+
+def weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same_params(directory, params):
+    loaded = models.load_params(directory, models.load_config(directory))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_run_becomes_a_model_directory(directory, made, tmp_path, capsys):
+    convert(directory, tmp_path / "newest")
+    assert_same_params(tmp_path / "newest", made[1][2])
+    assert len(data.load_tokenizer(tmp_path / "newest")) == CONFIG.vocab_size
+    assert models.load_config(tmp_path / "newest") == CONFIG
+    convert(directory, tmp_path / "first", step=1)
+    assert_same_params(tmp_path / "first", made[1][1])
+    assert "done" in capsys.readouterr().out
+
+
+def test_weights_go_to_several_files_and_to_bfloat16(directory, made, tmp_path):
+    convert(directory, tmp_path / "hf", dtype="bfloat16", max_shard_gb=2e-6)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    expected = jax.tree.map(
+        lambda leaf: leaf.astype(ml_dtypes.bfloat16).astype(np.float32), made[1][2]
+    )
+    assert_same_params(tmp_path / "hf", expected)
+
+
+def test_parameters_alone_go_there_and_back(directory, tmp_path):
+    convert(directory, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "checkpoint")
+    assert not list((tmp_path / "checkpoint").glob("*.safetensors*"))
+    convert(tmp_path / "checkpoint", tmp_path / "again")
+    there, back = weights(tmp_path / "hf"), weights(tmp_path / "again")
+    assert there.keys() == back.keys()
+    for name in there:
+        assert there[name].tobytes() == back[name].tobytes(), name
+    files = {file.name for file in (tmp_path / "hf").iterdir()}
+    assert {file.name for file in (tmp_path / "again").iterdir()} == files
+    for name in files - {"model.safetensors"}:
+        content = (tmp_path / "again" / name).read_bytes()
+        assert content == (tmp_path / "hf" / name).read_bytes(), name
+
+
+def test_an_unsound_checkpoint_is_named_and_the_previous_one_converted(
+    directory, made, tmp_path, capsys
+):
+    file = directory / "checkpoints" / "2" / "state" / "_METADATA"
+    file.write_bytes(file.read_bytes()[:-1])
+    convert(directory, tmp_path / "hf")
+    assert_same_params(tmp_path / "hf", made[1][1])
+    assert f"{file} has been altered" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no sound checkpoint.*_METADATA has been altered"):
+        convert(directory, tmp_path / "asked", step=2)
+
+
+def spoil_manifests(directory):
+    for manifest in directory.glob("checkpoints/*/manifest.0.json"):
+        manifest.unlink()
+
+
+def forget_checkpoints(directory):
+    shutil.rmtree(directory / "checkpoints")
+
+
+def other_architecture(directory):
+    file = directory / "warm_start" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 32}))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (None, {"step": 7}, r"--step=7 is not among the checkpoints of .*: \[1, 2\]"),
+        (None, {"dtype": "int8"}, r"--dtype='int8' must be one of"),
+        (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be above 0"),
+        (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be above 0"),
+        (spoil_manifests, {}, r"no sound checkpoint to convert .*not completed"),
+        (forget_checkpoints, {}, r"is a run without a checkpoint"),
+        (other_architecture, {}, r"params/layers/down/kernel is float32\[2, 16, 16\] there"),
+        (lambda d: (d / "config.json").unlink(), {}, r"is neither a run nor a Hugging Face"),
+        (lambda d: (d / "config.json").write_text("[]"), {}, r"is neither a run nor"),
+        (lambda d: shutil.rmtree(d), {}, r"--source=.* is no directory"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_and_leave_nothing(
+    directory, tmp_path, change, flags, message
+):
+    if change:
+        change(directory)
+    with pytest.raises(UserError, match=message):
+        convert(directory, tmp_path / "target", **flags)
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_target_is_never_overwritten(directory, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("x")
+    with pytest.raises(UserError, match="is there already"):
+        convert(directory, tmp_path / "target")
+    assert [file.name for file in (tmp_path / "target").iterdir()] == ["mine"]
+
+
+def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_path):
+    with pytest.raises(UserError, match="leave them out"):
+        convert(directory / "warm_start", tmp_path / "target", dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_transformers_says_what_our_engine_says(tmp_path):
+    """A tiny run, trained, exported by the command and decoded greedily by both."""
+    import torch
+    import transformers
+
+    workdir, exported = tmp_path / "run", tmp_path / "exported"
+    flags = (f"--config={KILLS_CONFIG}", "--config.training.num_steps=2")
+    result = run("launch.train", *flags, f"--workdir={workdir}", timeout=600)
+    assert result.returncode == 0, result.stderr
+    result = run("launch.convert", f"--source={workdir}", f"--target={exported}")
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    problems = data.arithmetic_held_out_prompts(tokenizer, 4).examples
+    ours = greedy_responses(exported, tokenizer, problems)
+    for problem, response in zip(problems, ours):
+        prompt = torch.tensor(np.asarray(problem.prompt_ids))[None]
+        tokens = reference.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
+        )
+        theirs = tokens[0, prompt.shape[1] :].tolist()
+        assert tokenizer.decode(theirs) == tokenizer.decode(response), problem
+    assert len({tuple(response) for response in ours}) > 1
+
+
+def greedy_responses(directory, tokenizer, problems) -> list[list[int]]:
+    """Token ids of the JAX engine, weights sent over the wire."""
+    config = models.load_config(directory)
+    params = models.load_params(directory, config)
+    requests = [
+        SampleRequest(str(index), index, 0, np.asarray(problem.prompt_ids), 0)
+        for index, problem in enumerate(problems)
+    ]
+    sampling = SamplingParams(40, temperature=0.0, eos_token_ids=(tokenizer.eos_token_id,))
+    with EmbeddedReplica(JaxEngine(models.Policy(config))) as replica:
+        with RolloutClient([replica.address], replica.token, run_id="r", attempt_id="a") as client:
+            client.connect(model_hash=config.hash, tokenizer_hash="", vocab_size=config.vocab_size)
+            version = client.sync_weights(
+                models.tensor_specs(config, "float32"),
+                lambda: (a for _, a in models.iterate_hf_tensors(params, config, "float32")),
+                step=0,
+            )
+            states = HiddenStateParams((), "float32")
+            rollouts = list(client.generate(requests, sampling, states, version=version))
+    rollouts.sort(key=lambda rollout: rollout.group_id)
+    return [rollout.response_ids.tolist() for rollout in rollouts]
+
+
+def test_the_command_tells_mistakes_in_one_line(tmp_path):
+    result = run("launch.convert", f"--source={tmp_path / 'nothing'}", "--target=x")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "is no directory" in result.stderr
