@@ -48,9 +48,12 @@ def read_until(process: subprocess.Popen, text: str) -> str:
 
 
 @pytest.fixture
-def replica():
-    """`launch.rollout` on a free port, as a process of its own; the value is its address."""
-    process = start("launch.rollout", f"--config={TINY}", "--port=0")
+def replica(request):
+    """`launch.rollout` on a free port, as a process of its own; the value is its address.
+
+    Its config is the parameter of the fixture, TINY if there is none.
+    """
+    process = start("launch.rollout", f"--config={getattr(request, 'param', TINY)}", "--port=0")
     yield read_until(process, "listens on").split()[-1]
     process.terminate()
     assert process.wait(timeout=30) == 0

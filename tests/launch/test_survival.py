@@ -1,17 +1,14 @@
-"""Killed at any moment, ended by a signal, sampled elsewhere: the same run."""
+"""Ended by a signal, sampled elsewhere: the same run."""
 
 import pathlib
 import shutil
 import signal
 import time
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
+from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import TINY, read_until, run, start
-from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
 pytestmark = pytest.mark.slow
@@ -38,23 +35,10 @@ def warmed(uninterrupted, tmp_path) -> pathlib.Path:
     return workdir
 
 
-def assert_same_run(workdir, expected):
-    states = [
-        ocp.StandardCheckpointer().restore(path / "checkpoints" / str(NUM_STEPS) / "state")
-        for path in (workdir, expected)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *states)
-    counters = ("rollout/", "reward/num_")  # events of one attempt
-    for row, want in zip(stable(read_rows(workdir)), stable(read_rows(expected)), strict=True):
-        for key, value in want.items():
-            if not (key.startswith(counters) and key.count("/") == 1):
-                assert row[key] == value, (want["step"], key)
-
-
 def test_an_external_replica_samples_the_same(uninterrupted, warmed, replica):
     result = train(warmed, f"--config.rollout.addresses={replica}")
     assert result.returncode == 0, result.stderr
-    assert_same_run(warmed, uninterrupted)
+    assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted, warmed):
@@ -68,7 +52,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted, warmed):
     assert "the same command resumes" in out
     result = train(warmed)
     assert result.returncode == 0 and "resumed" in result.stdout
-    assert_same_run(warmed, uninterrupted)
+    assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
 def test_sigterm_ends_a_wait_for_a_replica(tmp_path):
@@ -99,36 +83,3 @@ def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 75, out
     assert train(warmed, "--config.checkpoints.every_steps=1").returncode == 0
-
-
-def children(pid: int) -> list[pathlib.Path]:
-    """/proc entries of the direct children of a process."""
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # it ended while we looked
-            continue
-        if parent == pid:
-            found.append(entry)
-    return found
-
-
-def test_sigkill_loses_at_most_the_last_step(uninterrupted, warmed):
-    """Three times in one run, at random moments after a step's line."""
-    random = np.random.default_rng(0)
-    for step in (1, 3, 4):
-        process = start("launch.train", f"--config={TINY}", f"--workdir={warmed}")
-        read_until(process, f"step    {step}/6")
-        workers = children(process.pid)
-        assert workers  # the verifier's
-        time.sleep(random.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        deadline = time.monotonic() + 10
-        while any(worker.exists() for worker in workers):
-            assert time.monotonic() < deadline, "a verifier outlived its trainer"
-            time.sleep(0.05)
-    result = train(warmed)
-    assert result.returncode == 0, result.stderr
-    assert_same_run(warmed, uninterrupted)

@@ -1,0 +1,74 @@
+"""Runs launch.train and sends it a real SIGKILL in the middle of one of its verbs.
+
+    python -m tests.launch.killed PHASE:CALL:DELAY_S --config=... --workdir=...
+
+DELAY_S seconds into the CALL-th call (from 1) of the PHASE's function a thread kills the process;
+the function and all around it run on until then.
+"""
+
+import functools
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+
+TRAINING = "semrl_jax.training"
+# Where the function is looked up when it is called: "module:name" or "module:Class.name".
+PHASES = {
+    "warm_start": f"{TRAINING}.policy_setup:fit_supervised",
+    "warm_start_saved": f"{TRAINING}.policy_setup:save_directory",
+    "resume": f"{TRAINING}.checkpoints:Checkpoints.restore",
+    "cut_log": f"{TRAINING}.writer:MetricWriter.__init__",
+    "sync_weights": f"{TRAINING}.run:Run.sync_weights",
+    "evaluate": f"{TRAINING}.run:Run.evaluate",
+    "generate": f"{TRAINING}.run:Run.sample",
+    "score": "semrl_jax.rewards.pool:VerifierPool.submit",
+    "update": f"{TRAINING}.run:Run.update",
+    "rollouts": f"{TRAINING}.loop:write_rollouts",
+    "row": f"{TRAINING}.writer:MetricWriter.write",
+    "save": f"{TRAINING}.checkpoints:Checkpoints.save",
+    "seal": f"{TRAINING}.checkpoints:Checkpoints._seal",
+    "manifest": f"{TRAINING}.checkpoints:write_manifest",
+    "prune": f"{TRAINING}.checkpoints:Checkpoints._prune",
+    "report": f"{TRAINING}.loop:write_report",
+}
+
+
+def arm(phase: str, call: int, delay_s: float) -> None:
+    """Wraps the phase's function."""
+    module, name = PHASES[phase].split(":")
+    *outer, name = name.split(".")
+    owner = functools.reduce(getattr, outer, importlib.import_module(module))
+    function = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def kill() -> None:
+        time.sleep(delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if next(calls) == call:
+            print(f"killed in {phase}", flush=True)
+            threading.Thread(target=kill, daemon=True).start()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def main() -> int:
+    phase, call, delay_s = sys.argv.pop(1).split(":")
+    from launch import cli, train
+
+    def train_armed() -> int:
+        arm(phase, int(call), float(delay_s))
+        return train.main()
+
+    return cli.run(train_armed, train.__doc__)
+
+
+if __name__ == "__main__":
+    main()

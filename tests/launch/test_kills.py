@@ -1,0 +1,148 @@
+"""Killed at any moment, also while it comes back from a kill: the rest is the same run, exactly.
+
+Each chain kills one run again and again, then lets the plain command finish it, and compares it
+with the run that nobody touched. `pytest -m soak -n 0 -s` prints a line for each kill.
+"""
+
+import pathlib
+import re
+import shutil
+import signal
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from tests.launch.comparison import assert_same_run
+from tests.launch.conftest import ROOT, run, start
+
+CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
+NUM_STEPS = 6
+MARK = "SEMRL_TEST_KILLS"  # in the environment of a run and of all that it starts
+
+# "phase:call" and the seconds within which the kill comes, see tests/launch/killed.py. "step:N"
+# kills from outside, so long after the line of step N at most; N = 0 from the start of the process.
+CHAINS = {
+    "first_steps": ["generate:2 0.1", "update:1 0.05", "save:2 0.05"],
+    "log": ["rollouts:2 0.02", "row:1 0.01", "cut_log:1 0.01", "report:1 0.5"],
+    "seal": ["seal:2 0.15", "manifest:1 0.01", "prune:2 0.01", "resume:1 0.1", "save:1 0.1"],
+    "sync": ["sync_weights:3 0.02", "evaluate:3 0.1", "score:20 0.02"],
+    "warm_start": ["warm_start:1 0.5", "warm_start_saved:1 0.02", "resume:1 0.1"],
+    "outside": ["step:0 5", "step:1 0.5", "step:3 0.4", "step:5 0.3"],
+}
+SPARSE = ["update:4 0.05", "generate:1 0.1", "row:2 0.01", "save:1 0.1"]
+EXTERNAL = ["generate:2 0.1", "sync_weights:2 0.02", "update:2 0.05", "step:2 0.4"]
+FEW = ["generate:2 0.1", "update:2 0.05", "save:1 0.05", "seal:1 0.1"]
+
+
+def arguments(workdir, flags=()) -> list[str]:
+    return [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
+
+
+def environment(mark: str) -> dict[str, str]:
+    # Every program is cached: a killed run starts nine times, and compiles once.
+    return {MARK: mark, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> pathlib.Path:
+    """A finished run."""
+    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    result = run("launch.train", *arguments(workdir), timeout=600, env=environment("none"))
+    assert result.returncode == 0, result.stderr
+    rewards = [float(v) for v in re.findall(r"reward ([+-]\d\.\d+)", result.stdout)]
+    assert len(set(rewards)) > 1  # something is learned, so something can be lost
+    return workdir
+
+
+def processes(mark: str) -> list[str]:
+    """Command lines of the running processes with this mark."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes() + b"\0":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it ended while we looked
+            continue
+    return found
+
+
+def kill_once(kill: str, workdir, flags, random, mark: str) -> str:
+    """Starts the run, kills it and waits for the end of all its processes; returns its output."""
+    phase, within_s = kill.split()
+    delay_s = random.uniform(0, float(within_s))
+    seen = ""
+    if phase.startswith("step:"):
+        process = start("launch.train", *arguments(workdir, flags), env=environment(mark))
+        if step := int(phase.removeprefix("step:")):
+            for line in process.stdout:
+                seen += line
+                if re.match(rf"step +({step}|{NUM_STEPS})/", line):
+                    break
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGKILL)
+    else:
+        armed = (f"{phase}:{delay_s:.4f}", *arguments(workdir, flags))
+        process = start("tests.launch.killed", *armed, env=environment(mark))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, (kill, process.returncode, out, err)
+    deadline = time.monotonic() + 15
+    while orphans := processes(mark):
+        assert time.monotonic() < deadline, f"they outlived their trainer: {orphans}"
+        time.sleep(0.05)
+    return seen + out
+
+
+def run_chain(uninterrupted, workdir, kills, *, seed, flags=(), warm=True) -> None:
+    """Kills the run in `workdir` by all of `kills`, finishes it and compares."""
+    if warm:
+        shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
+        shutil.copy(uninterrupted / "config.json", workdir)
+    random = np.random.default_rng(seed)
+    mark = uuid.uuid4().hex
+    for kill in kills:
+        out = kill_once(kill, workdir, flags, random, mark)
+        resumed = re.findall(r"at step (\d+)", out) or ["nothing"]
+        finished = re.findall(r"step +(\d+)/", out) or ["none"]
+        sealed = [file.parent.name for file in workdir.glob("checkpoints/*/manifest.0.json")]
+        print(
+            f"killed by {kill!r}: resumed {resumed[0]}, finished step {finished[-1]}, "
+            f"sealed {sorted(sealed)}"
+        )
+    started = time.monotonic()
+    result = run("launch.train", *arguments(workdir, flags), timeout=300, env=environment(mark))
+    assert result.returncode == 0, result.stderr
+    resumed = re.findall(r"at step (\d+)", result.stdout) or ["nothing"]
+    print(f"then resumed {resumed[0]}, finished in {time.monotonic() - started:.0f} s")
+    # What was sealed is used: a kill costs what came after it, not more.
+    assert resumed[0] == max(sealed, default="nothing"), (sealed, result.stdout)
+    assert_same_run(workdir, uninterrupted, NUM_STEPS)
+    assert not processes(mark)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_killed_run_is_the_same_run(uninterrupted, tmp_path, name):
+    seed = list(CHAINS).index(name)
+    run_chain(uninterrupted, tmp_path / "run", CHAINS[name], seed=seed, warm=name != "warm_start")
+
+
+@pytest.mark.soak
+def test_a_killed_run_with_few_checkpoints_is_the_same_run(uninterrupted, tmp_path):
+    """Whole steps are lost and done again: their rows, events and rollouts must not stay."""
+    flags = ("--config.checkpoints.every_steps=4", "--config.checkpoints.keep=1")
+    run_chain(uninterrupted, tmp_path / "run", SPARSE, seed=10, flags=flags)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("replica", [CONFIG], indirect=True)
+def test_a_replica_that_survives_its_trainers_samples_the_same(uninterrupted, tmp_path, replica):
+    """The killed trainer's half-finished calls must not disturb the next attempt."""
+    flags = (f"--config.rollout.addresses={replica}",)
+    run_chain(uninterrupted, tmp_path / "run", EXTERNAL, seed=11, flags=flags)
+
+
+@pytest.mark.slow
+def test_four_kills(uninterrupted, tmp_path):
+    run_chain(uninterrupted, tmp_path / "run", FEW, seed=12)
