@@ -18,7 +18,9 @@ setup(
         f"grpcio>={GRPC}",
         f"grpcio-health-checking>={GRPC}",
         f"grpcio-reflection>={GRPC}",
+        "huggingface_hub>=2.4",
         "jax>=0.10.2,<0.12",
+        "jinja2>=3.1.6",  # chat templates
         "jaxtyping>=0.3.11",
         "math-verify>=0.9.0",
         "matplotlib>=3.11",

@@ -77,10 +77,10 @@ def main() -> int:
     bad = f"; {num_bad_rows} bad rows left out" if num_bad_rows else ""
     print(f"{len(rows)} rows of {path} written to {output}{bad}.")
     section = "data" if SPLIT.value == "train" else "evaluation"
-    row_format = (
-        "" if source.row_format == "question_answer" else " --config.data.row_format=simplerl"
-    )
-    print(f"Flags: --config.data.task=files --config.{section}.files={output}{row_format}")
+    reading = f"--config.data.row_format={source.row_format}"
+    if source.answer_after:
+        reading += f" --config.data.answer_after='{source.answer_after}'"
+    print(f"Flags: --config.data.task=files --config.{section}.files={output} {reading}")
     return 0
 
 
@@ -132,11 +132,12 @@ def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]]
     rows = []
     for where, row in with_progress(data.read_rows(path, fields), "read"):
         try:
-            problem = reader.read(row, default_source=name)
+            reader.read(row, default_source=name)
         except data.RowError as error:
             bad_rows.add(where, error)
         else:
-            rows.append(row if source.row_format == "simplerl" else problem._asdict())
+            # As published, worked solution and all: one setting reads either file.
+            rows.append(row if source.row_format == "simplerl" else row | {"data_source": name})
     if bad_rows.count and not rows:
         raise UserError(f"all {bad_rows.count} rows are bad; the first: {bad_rows.first}")
     if not rows:

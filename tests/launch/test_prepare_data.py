@@ -61,7 +61,7 @@ def assert_one_line(result, *messages):
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(".jsonl", ".parquet"), (".parquet", ".jsonl")])
-def test_gsm8k_becomes_question_and_answer(tokenizer, tmp_path, given, wanted):
+def test_gsm8k_keeps_question_and_answer_as_published(tokenizer, tmp_path, given, wanted):
     source = write(tmp_path / f"source{given}", GSM8K)
     output = tmp_path / "made" / f"gsm8k{wanted}"
     result = prepare("gsm8k", output, f"--input={source}")
@@ -70,9 +70,12 @@ def test_gsm8k_becomes_question_and_answer(tokenizer, tmp_path, given, wanted):
     place = "line" if given == ".jsonl" else "row"
     assert bad.startswith(f"bad row skipped: {source}, {place} 2: field 'answer' has no answer")
     assert summary == f"2 rows of {source} written to {output}; 1 bad rows left out."
-    assert usage == f"Flags: --config.data.task=files --config.data.files={output}"
+    assert usage == (
+        f"Flags: --config.data.task=files --config.data.files={output} "
+        "--config.data.row_format=question_answer --config.data.answer_after='####'"
+    )
     assert [path.name for path in output.parent.iterdir()] == [output.name]
-    dataset = load_prompts(output, tokenizer)
+    dataset = load_prompts(output, tokenizer, answer_after="####")
     assert [(e.prompt, e.answer, e.data_source) for e in dataset.examples] == [
         ("1+1?", "2", "gsm8k"),
         ("600*2?", "1,200", "gsm8k"),
@@ -198,7 +201,10 @@ def test_fetches_from_the_hub_and_then_from_its_cache(hub, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("fetching main/train-00000-of-00001.parquet of openai/gsm8k\n")
     made = output.read_text()
-    assert [json.loads(line)["answer"] for line in made.splitlines()] == ["2", "1,200"]
+    assert [json.loads(line)["answer"] for line in made.splitlines()] == [
+        "It is 2.\n#### 2",
+        "#### 1,200",
+    ]
     output.unlink()
     result = prepare("gsm8k", output, **env | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0, result.stderr
