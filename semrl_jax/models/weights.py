@@ -116,12 +116,18 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
         path, layer = places[spec.name]
         shape = spec.shape[::-1] if path[-1] == "kernel" else spec.shape
         shapes[path] = shape if layer is None else (config.num_layers, *shape)
-    leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf] = {}
-    for path, shape in shapes.items():
-        if shardings is None:
-            leaves[path] = _HostLeaf(shape)
-        else:
-            leaves[path] = _DeviceLeaf(shape, functools.reduce(lambda d, k: d[k], path, shardings))
+    leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
+    if shardings is None:
+        leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
+    else:
+        of_path = {p: functools.reduce(lambda d, k: d[k], p, shardings) for p in shapes}
+        # One program for all: each program that is compiled costs a megabyte and some 20 ms.
+        zeros = jax.jit(
+            lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes.values()],
+            out_shardings=list(of_path.values()),
+        )()
+        leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
+        del zeros  # its buffers are the leaves' parts
     for name, start, rows in pieces:
         path, layer = places[name]
         leaves[path].put(layer, start, rows, transpose=path[-1] == "kernel")
@@ -158,15 +164,15 @@ class _DeviceLeaf:
     run on a gathered copy.
     """
 
-    def __init__(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding):
-        self._shape, self._sharding = shape, sharding
-        self._bounds: dict[jax.Device, list[tuple[int, int]]] = {}
-        self._parts: dict[jax.Device, jax.Array] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
-            self._bounds[device] = bounds
-            part = [stop - start for start, stop in bounds]
-            self._parts[device] = jnp.zeros(part, jnp.float32, device=device)
+    def __init__(self, zeros: jax.Array):
+        self._shape, self._sharding = zeros.shape, zeros.sharding
+        self._parts = {shard.device: shard.data for shard in zeros.addressable_shards}
+        self._bounds = {
+            shard.device: [
+                axis.indices(size)[:2] for axis, size in zip(shard.index, zeros.shape, strict=True)
+            ]
+            for shard in zeros.addressable_shards
+        }
 
     def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
         for device, bounds in self._bounds.items():

@@ -266,6 +266,24 @@ def test_long_responses_widen_the_cache(policy, params):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
+def test_windowed_model_samples_as_its_full_pass():
+    """Window 8, prompts of 1 to 13 tokens and 40 sampled ones; slots are refilled and regrouped."""
+    config = models.DecoderConfig(
+        vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
+        num_kv_heads=1, head_dim=32, model_type="qwen3", sliding_window=8,
+        full_attention_layers=(0,), rope_scaling=models.RopeScaling("llama3", 4.0, 1.0, 4.0, 16),
+    )  # fmt: skip
+    policy = models.Policy(config)
+    params = jax.tree.map(lambda leaf: leaf * 1.5, policy.init(jax.random.key(3)))
+    sampling = SamplingParams(40, eos_token_ids=(EOS,))
+    with synced_client(policy, params, max_batch=8, chunk=7) as (client, version):
+        rollouts = list(client.generate(make_requests(), sampling, version=version))
+    assert max(len(r.response_ids) for r in rollouts) == 40
+    assert len({len(r.response_ids) for r in rollouts}) > 3
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
 def test_abort_returns_what_was_sampled(policy, params):
     call = make_call(policy, params, make_requests(20, 1), SamplingParams(50), max_batch=8)
     call.turn()
