@@ -181,11 +181,10 @@ def _train(run: Run) -> int:
         return EXIT_PREEMPTED
     finally:
         writer.close()
-    failure = run.checkpoints.failure()
-    write_report(directory.path)
-    if failure:
+    if failure := run.checkpoints.failure():
         reporter.line(f"not done: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
+    write_report(directory.path)
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
 
