@@ -29,7 +29,7 @@ FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
 # Tensors that are no parameters: tables of angles that older transformers wrote.
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-PIECE_BYTES = 4 * 2**20  # of float32, read at once; a few copies of it are held
+PIECE_BYTES = 2 * 2**20  # of float32, read at once; a few copies of it are held
 
 
 def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
