@@ -14,9 +14,10 @@ from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
 from semrl_jax.training.console import Bar, Reporter, summary_line
+from semrl_jax.training.opening import open_run
 from semrl_jax.training.policy_setup import build_policy, starting_directory
 from semrl_jax.training.report import write_report
-from semrl_jax.training.run import Run, open_run
+from semrl_jax.training.run import Run
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.signals import Preempted, StopRequest
 from semrl_jax.training.state import DataPosition, TrainState

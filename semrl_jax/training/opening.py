@@ -1,0 +1,153 @@
+"""Opening a run: everything it needs, made in an order in which a mistake costs least."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import ml_collections
+
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.training.checkpoints import Checkpoints
+from semrl_jax.training.console import Reporter
+from semrl_jax.training.policy_setup import (
+    build_policy,
+    end_token_ids,
+    starting_directory,
+    starting_params,
+)
+from semrl_jax.training.prompts import held_out_problems, training_prompts
+from semrl_jax.training.replicas import open_client
+from semrl_jax.training.run import Run
+from semrl_jax.training.scoring import Measurer
+from semrl_jax.training.signals import StopRequest
+from semrl_jax.training.state import make_optimizer
+from semrl_jax.training.workdir import Workdir
+
+
+@contextlib.contextmanager
+def open_run(
+    config: ml_collections.ConfigDict, workdir: Workdir, reporter: Reporter, stop: StopRequest
+) -> Iterator[Run]:
+    """Builds everything a run needs and takes it down again, whatever ends the block."""
+    mesh = models.make_mesh(config.mesh.to_dict())
+    rows = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if config.training.micro_batch_size % rows:
+        raise UserError(
+            f"training.micro_batch_size={config.training.micro_batch_size} must be a multiple of "
+            f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
+        )
+    with contextlib.ExitStack() as stack:
+        # First: its workers import while the model is made.
+        verifier = stack.enter_context(
+            VerifierPool(
+                num_workers=config.rewards.num_workers,
+                timeout_s=config.rewards.timeout_s,
+                mode=config.rewards.mode,
+                unboxed_penalty=config.rewards.unboxed_penalty,
+                function=config.rewards.function,
+                failure_score=config.rewards.failure_score,
+                memory_limit_gib=config.rewards.memory_limit_gib,
+            )
+        )
+        device_lock = threading.Lock()
+        # What a mistake may be in comes first; the weights and the warm start are costly.
+        with stop.interruptible():
+            policy, tokenizer = build_policy(config)
+            check_model_limits(config, policy.config)
+            prompts = training_prompts(config, tokenizer, reporter.line)
+            problems = held_out_problems(config, tokenizer)
+            if config.rewards.function:
+                answer = prompts.examples[0].answer
+                verifier.validate(f"\\boxed{{{answer}}}", answer)
+            workdir.check_inputs(
+                {
+                    "data": data.dataset_hash(prompts),
+                    "tokenizer": data.tokenizer_hash(tokenizer),
+                    "architecture": policy.config.hash,
+                }
+            )
+            client = stack.enter_context(
+                open_client(config, policy, tokenizer, workdir, device_lock, reporter)
+            )
+            start = starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+            reference = starting_params(start, policy, mesh, config.model.reference_dtype)
+        measurer = None
+        if config.hidden_states.source != "none":
+            measurer = stack.enter_context(
+                Measurer(
+                    max_tokens=config.rollout.max_response_tokens,
+                    num_threads=config.metrics.num_threads,
+                    stride=config.metrics.stride,
+                    window=config.metrics.window,
+                    method=config.metrics.method,
+                    names=tuple(config.metrics.names),
+                )
+            )
+        checkpoints = stack.enter_context(
+            contextlib.closing(
+                Checkpoints(
+                    workdir.checkpoints,
+                    keep=config.checkpoints.keep,
+                    every_steps=config.checkpoints.every_steps,
+                    keep_every=config.checkpoints.keep_every,
+                    extra_steps=tuple(config.checkpoints.extra_steps),
+                    warn=reporter.line,
+                )
+            )
+        )
+        training = config.training
+        yield Run(
+            config=config,
+            workdir=workdir,
+            reporter=reporter,
+            stop=stop,
+            mesh=mesh,
+            policy=policy,
+            start=start,
+            reference=reference,
+            optimizer=make_optimizer(
+                learning_rate=training.learning_rate,
+                learning_rate_warmup_steps=training.learning_rate_warmup_steps,
+                adam_b1=training.adam_b1,
+                adam_b2=training.adam_b2,
+                weight_decay=training.weight_decay,
+                max_grad_norm=training.max_grad_norm,
+            ),
+            tokenizer=tokenizer,
+            end_token_ids=end_token_ids(config, tokenizer),
+            prompts=prompts,
+            problems=problems,
+            client=client,
+            verifier=verifier,
+            measurer=measurer,
+            checkpoints=checkpoints,
+            device_lock=device_lock,
+        )
+
+
+def check_model_limits(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+) -> None:
+    """Raises UserError for sampling settings outside the model's context or vocabulary."""
+    rollout, vocab_size = config.rollout, architecture.vocab_size
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} must be at most "
+            f"the model's context of {architecture.max_position_embeddings} tokens."
+        )
+    if rollout.top_k > vocab_size:
+        raise UserError(
+            f"rollout.top_k={rollout.top_k} must be at most the {vocab_size} tokens of the "
+            "vocabulary; 0 keeps all."
+        )
+    for token in rollout.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
+                f"{vocab_size} tokens."
+            )
