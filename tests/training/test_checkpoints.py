@@ -189,7 +189,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(saved, state, 
     files = payload_files(saved, 2)
     assert {"state/_METADATA", "state/manifest.ocdbt", "meta/metadata"} < set(files)
     assert any(name.startswith("state/ocdbt.process_0/d/") for name in files)
-    for name in files[:: 7 if fast else 1]:
+    for name in files[:: 13 if fast else 1]:
         pristine = shutil.copytree(saved, saved.with_name("pristine"))
         named = damaged(damage, saved / "2" / name)
         assert_previous_used(saved, state, named)
@@ -198,7 +198,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(saved, state, 
     assert int(restore(saved, state)[0].step) == 2
 
 
-@pytest.mark.parametrize("num_flips", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_flips", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_found_wherever_it_is(saved, state, num_flips):
     """At random offsets over all bytes of the newest checkpoint, manifest included."""
     random = np.random.default_rng(num_flips)
