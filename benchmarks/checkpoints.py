@@ -29,7 +29,8 @@ import numpy as np
 
 from semrl_jax import models
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.checkpoints import Checkpoints, file_checksums
+from semrl_jax.training.checkpoint_files import file_checksums
+from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.state import TrainState, init_state, make_optimizer
 from semrl_jax.training.workdir import versions
 

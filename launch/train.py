@@ -3,7 +3,8 @@
     python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any field of the config can be overridden: --config.training.num_steps=10. One process a host.
-Exit codes: 0 done, 2 wrong setting (one line says which), 75 ended by a signal, checkpoint saved.
+Exit codes: 0 done, 1 the disk refused the last checkpoint or a row, 2 wrong setting (one line says
+which), 75 ended by a signal, checkpoint saved.
 """
 
 from absl import flags

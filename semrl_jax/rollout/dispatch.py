@@ -111,6 +111,7 @@ class _Dispatcher:
                 told = time.monotonic()
             elif self._streams.get(stream.replica) is stream:
                 del self._streams[stream.replica]
+                self._join(stream)
                 self._end(stream, event)
 
     def close(self) -> None:
@@ -119,7 +120,12 @@ class _Dispatcher:
         for stream in self._streams.values():
             stream.cancel()
         for stream in self._streams.values():
-            stream.join()
+            self._join(stream)
+
+    def _join(self, stream: _Stream) -> None:
+        stream.join()  # counted here: threads adding to one counter lose some
+        self._counters["state_bytes"] += stream.num_state_bytes
+        self._counters["token_bytes"] += stream.num_token_bytes
 
     def _requests(self) -> list[SampleRequest]:
         return list(self._pending.values())
@@ -131,9 +137,7 @@ class _Dispatcher:
             tuple(requests), self._job.sampling, self._job.hidden_states, self._job.version
         )
         timeout_s = self._deadline - time.monotonic()
-        self._streams[replica] = _Stream(
-            replica, call, timeout_s, self._events, self._closed, self._counters
-        )
+        self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
 
     def _use_idle_replicas(self) -> None:
         """Gives each idle replica its share of the backlog."""
@@ -235,12 +239,11 @@ class _Dispatcher:
 class _Stream:
     """One Generate call, read in a thread of its own."""
 
-    def __init__(self, replica, call, timeout_s, events, closed, counters):
+    def __init__(self, replica, call, timeout_s, events, closed):
         self.replica: Replica = replica
         self.call: GenerateCall = call
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
-        self._counters: collections.Counter = counters
         self._waiting_since = time.monotonic()
         self._decoder = RolloutDecoder(
             call,
@@ -263,6 +266,14 @@ class _Stream:
     def join(self) -> None:
         self._thread.join()
 
+    @property
+    def num_state_bytes(self) -> int:
+        return self._decoder.num_state_bytes
+
+    @property
+    def num_token_bytes(self) -> int:
+        return self._decoder.num_token_bytes
+
     def _read(self) -> None:
         decoder = self._decoder
         try:
@@ -276,9 +287,6 @@ class _Stream:
         except (grpc.RpcError, ValueError) as error:
             self._messages.cancel()
             self._put(error)
-        finally:
-            self._counters["state_bytes"] += decoder.num_state_bytes
-            self._counters["token_bytes"] += decoder.num_token_bytes
 
     def _put(self, event: Rollout | Exception | None) -> None:
         while not self._closed.is_set():

@@ -17,17 +17,16 @@ import pytest
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training import checkpoints as module
-from semrl_jax.training.checkpoints import (
-    Checkpoints,
+from semrl_jax.training.checkpoint_files import (
+    FORMAT_VERSION,
     checkpoint_problem,
     checkpoint_steps,
-    disk_refusal,
     file_checksums,
     restore_params,
     save_params,
     write_manifest,
 )
+from semrl_jax.training.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.training.state import DataPosition, init_state, make_optimizer
 from tests.training.recorded import record
 
@@ -308,8 +307,8 @@ def rewrite_meta(folder, **fields):
 
 
 def test_a_newer_format_is_refused(saved, state):
-    rewrite_meta(saved / "2", format_version=module.FORMAT_VERSION + 1)
-    with pytest.raises(UserError, match=rf"format_version={module.FORMAT_VERSION + 1}.*update"):
+    rewrite_meta(saved / "2", format_version=FORMAT_VERSION + 1)
+    with pytest.raises(UserError, match=rf"format_version={FORMAT_VERSION + 1}.*update"):
         restore(saved, state)
 
 
