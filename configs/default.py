@@ -145,11 +145,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
     config.evaluation.num_problems = 512  # at most: of the held-out set, or of each file
     config.evaluation.files = ()  # with data.task=files; each is a benchmark by its name
-    config.evaluation.row_format = config.data.get_ref("row_format")  # these follow data
-    config.evaluation.question_fields = config.data.get_ref("question_fields")
-    config.evaluation.answer_field = config.data.get_ref("answer_field")
-    config.evaluation.answer_after = config.data.get_ref("answer_after")
-    config.evaluation.template = config.data.get_ref("template")
+    # These follow data unless set themselves; identity(), or setting them would set data's.
+    config.evaluation.row_format = config.data.get_ref("row_format").identity()
+    config.evaluation.question_fields = config.data.get_ref("question_fields").identity()
+    config.evaluation.answer_field = config.data.get_ref("answer_field").identity()
+    config.evaluation.answer_after = config.data.get_ref("answer_after").identity()
+    config.evaluation.template = config.data.get_ref("template").identity()
 
     config.checkpoints = ml_collections.ConfigDict()
     config.checkpoints.every_steps = 40

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
+import pathlib
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
@@ -45,6 +49,41 @@ def run(main: Callable[[], int], usage: str) -> None:
         code = 130
     logging.shutdown()
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Checks that a directory can be made at `path`, before any work, and keeps its place clean.
+
+    The block writes it by way of neighbours named `<path>.writing` and `<path>.replaced`; what it
+    leaves of them when it fails is removed.
+
+    Raises:
+      UserError: if something is there already, also under those two names, or nothing can be made.
+    """
+    path = pathlib.Path(os.path.abspath(path))
+    neighbours = [path.with_name(path.name + end) for end in (".writing", ".replaced")]
+    try:
+        empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        if os.path.lexists(path) and not empty:
+            raise UserError(f"--{flag}={path} is there already; name a new directory.")
+        for neighbour in neighbours:
+            if os.path.lexists(neighbour):
+                raise UserError(
+                    f"--{flag}={path}: {neighbour} is there already, perhaps left by a command "
+                    "that was killed; remove it or name another directory."
+                )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        neighbours[0].mkdir()  # can anything be made here?
+        neighbours[0].rmdir()
+    except OSError as error:
+        raise UserError(f"--{flag}={path} cannot be made: {error.strerror}.") from None
+    try:
+        yield path
+    except BaseException:
+        for neighbour in neighbours:
+            shutil.rmtree(neighbour, ignore_errors=True)
+        raise
 
 
 def required(flag: flags.FlagHolder[Any]) -> Any:

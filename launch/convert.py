@@ -59,26 +59,25 @@ def convert(
     """
     if not source.is_dir():
         raise UserError(f"--source={source} is no directory.")
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"--target={target} is there already; name a new directory.")
     if dtype not in DTYPES:
         raise UserError(f"--dtype={dtype!r} must be one of {DTYPES}.")
-    if not max_shard_gb > 0:
-        raise UserError(f"--max_shard_gb={max_shard_gb:g} must be above 0.")
+    if not 0 < max_shard_gb < float("inf"):
+        raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
     record = read_record(source)
-    if (source / "checkpoints").is_dir():
-        model = model_directory(source, record)
-        folder = find_checkpoint(source / "checkpoints", step)
-        export(folder, target, model, dtype, round(max_shard_gb * 1e9))
-    elif "run_id" in record:
-        raise UserError(f"--source={source} is a run without a checkpoint.")
-    elif step is not None or dtype != "float32":
-        raise UserError(
-            f"--step and --dtype choose what is read from a checkpoint; --source={source} is a "
-            "Hugging Face directory, and checkpoints are float32: leave them out."
-        )
-    else:
-        import_parameters(source, target)
+    with cli.new_directory("target", target) as target:
+        if (source / "checkpoints").is_dir():
+            model = model_directory(source, record)
+            folder = find_checkpoint(source / "checkpoints", step)
+            export(folder, target, model, dtype, round(max_shard_gb * 1e9))
+        elif "run_id" in record:
+            raise UserError(f"--source={source} is a run without a checkpoint.")
+        elif step is not None or dtype != "float32":
+            raise UserError(
+                f"--step and --dtype choose what is read from a checkpoint; --source={source} is a "
+                "Hugging Face directory, and checkpoints are float32: leave them out."
+            )
+        else:
+            import_parameters(source, target)
 
 
 def read_record(source: pathlib.Path) -> dict[str, Any]:
@@ -169,7 +168,6 @@ def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
     config = models.load_config(source)
     params = models.load_params(source, config)
     staging = target.with_name(target.name + ".writing")
-    shutil.rmtree(staging, ignore_errors=True)
     (staging / "checkpoints").mkdir(parents=True)
     print(f"writing {target}", flush=True)
     for pattern in BESIDE:

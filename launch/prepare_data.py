@@ -167,7 +167,7 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(f"--output={path} cannot be written ({e.strerror}).") from e
-    except (TypeError, ValueError, OverflowError) as e:  # pyarrow's own are among them
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as e:  # pyarrow's, too
         raise UserError(
             f"--output={path} cannot hold these rows ({e}); try the other format."
         ) from e

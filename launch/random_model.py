@@ -3,10 +3,10 @@
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
 
 Something to try a data set, a template or a verifier with before a real model is fetched; it knows
-nothing. The text is every string in the JSON lines given. Exit codes: 0 done, 2 wrong setting.
+nothing. The text is every string in the rows of the files given. Exit codes: 0 done, 2 wrong
+setting.
 """
 
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from absl import flags
 from launch import cli
 from semrl_jax.errors import UserError
 
-TEXT = flags.DEFINE_multi_string("text", [], ".jsonl file to train the tokenizer on; repeat")
+TEXT = flags.DEFINE_multi_string("text", [], ".jsonl or .parquet file to train the tokenizer on")
 OUTPUT = flags.DEFINE_string("output", None, "directory to make")
 VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 1024, "tokens, bytes and special ones included")
 HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 64, "width")
@@ -32,17 +32,24 @@ def main() -> int:
     output = pathlib.Path(cli.required(OUTPUT))
     if not TEXT.value:
         raise UserError("--text is needed: a .jsonl file to train the tokenizer on.")
-    if output.exists():
-        raise UserError(f"--output={output} exists; name a new directory.")
-    if HIDDEN_SIZE.value % NUM_HEADS.value:
+    if not 0 <= SEED.value < 2**32:
+        raise UserError(f"--seed={SEED.value} must be from 0 to 2**32 - 1.")
+    if NUM_HEADS.value < 1 or HIDDEN_SIZE.value % NUM_HEADS.value:
         raise UserError(
             f"--num_heads={NUM_HEADS.value} must divide --hidden_size={HIDDEN_SIZE.value}."
         )
-    texts = [text for file in TEXT.value for text in strings_of_file(pathlib.Path(file))]
+    with cli.new_directory("output", output) as output:
+        make(output)
+    return 0
+
+
+def make(output: pathlib.Path) -> None:
+    """Writes the directory."""
     import jax
 
     from semrl_jax import data, models
 
+    texts = [text for file in TEXT.value for text in strings_of_file(pathlib.Path(file))]
     tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
     config = models.DecoderConfig(
         vocab_size=len(tokenizer),
@@ -59,22 +66,16 @@ def main() -> int:
     models.save_directory(output, params, config, tokenizer)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"done: {output} has {count / 1e6:.2f} M parameters and {len(tokenizer)} tokens")
-    return 0
 
 
 def strings_of_file(file: pathlib.Path) -> Iterator[str]:
-    """Every string in the lines of a JSON Lines file, keys left out."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--text={file} cannot be read: {error}.") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield from strings(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"--text={file}, line {number}: not valid JSON ({error}).") from None
+    """Every string in the rows of a prompt file, keys left out."""
+    from semrl_jax import data
+
+    for where, row in data.read_rows(file):
+        if isinstance(row, data.RowError):
+            raise UserError(f"{where}: {row}")
+        yield from strings(row)
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -140,11 +140,13 @@ def _columns(
 def _batch_rows(batch: Any) -> list[Row]:
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:  # Parquet does not check its texts: find the bad ones
+    except (ValueError, OverflowError):  # texts that are no UTF-8, times that Python has not
         rows: list[Row] = []
         for i in range(batch.num_rows):
             try:
                 rows += batch.slice(i, 1).to_pylist()
             except UnicodeDecodeError as e:
                 rows.append(RowError(f"holds text that is not UTF-8 ({e.reason})."))
+            except (ValueError, OverflowError) as e:
+                rows.append(RowError(f"holds a value that cannot be read ({e!s:.100})."))
         return rows

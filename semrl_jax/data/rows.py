@@ -63,7 +63,7 @@ class RowReader:
         elif not isinstance(source, str) or not source.strip():
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
         _check_unicode(DATA_SOURCE_FIELD, source)
-        return QuestionAnswer(question, answer, source)
+        return QuestionAnswer(question, answer, " ".join(source.split()))
 
     def _question(self, row: dict[str, Any]) -> str:
         parts: list[str] = []

@@ -83,12 +83,13 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             f"{str(path)!r} holds no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed."
         )
     import transformers
+    from huggingface_hub.errors import StrictDataclassError  # a field of wrong type in config.json
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as e:
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"no tokenizer can be loaded from {str(path)!r}: {reason}") from e
     if tokenizer.eos_token_id is None:

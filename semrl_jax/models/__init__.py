@@ -14,6 +14,7 @@ from semrl_jax.models.directory import (
     load_config,
     load_params,
     save_directory,
+    weights_hash,
 )
 from semrl_jax.models.policy import DTYPES, REMAT_POLICIES, Params, Policy
 from semrl_jax.models.sharding import (
@@ -53,4 +54,5 @@ __all__ = [
     "replicated",
     "save_directory",
     "tensor_specs",
+    "weights_hash",
 ]

@@ -54,8 +54,9 @@ class RopeScaling:
                 f"rope_type={self.rope_type!r} is not supported; choose a model with "
                 "'default', 'linear' or 'llama3'."
             )
-        if self.factor <= 0:
-            raise UserError(f"rope factor={self.factor} must be above 0.")
+        for name in ("factor", "original_max_position_embeddings"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"rope {name}={getattr(self, name)} must be above 0.")
         if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UserError(
                 f"rope low_freq_factor={self.low_freq_factor} must lie between 0 and "
@@ -105,7 +106,7 @@ class DecoderConfig:
             )
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-            "num_kv_heads", "head_dim",
+            "num_kv_heads", "head_dim", "max_position_embeddings",
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -119,6 +120,10 @@ class DecoderConfig:
             raise UserError(
                 f"model head_dim={self.head_dim} must be even: rotary positions turn pairs."
             )
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise UserError(f"model {name}={value!r} must be a finite number above 0.")
         self._check_windows()
 
     def _check_windows(self) -> None:
@@ -202,7 +207,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
     except UserError as error:
         raise UserError(f"config.json: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"config.json: a field has the wrong type ({error}).") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -29,6 +31,7 @@ FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
 # Tensors that are no parameters: tables of angles that older transformers wrote.
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE_BYTES = 2 * 2**20  # of float32, read at once; a few copies of it are held
 
 
@@ -54,12 +57,13 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
             "or a hub id owner/name."
         )
     import huggingface_hub
+    from huggingface_hub.errors import HTTPError  # of the HTTP library, whichever the hub uses
 
     try:
         snapshot = huggingface_hub.snapshot_download(
             str(path), allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
         )
-    except (OSError, ValueError) as error:  # what huggingface_hub raises, offline included
+    except (HTTPError, OSError, ValueError, KeyError) as error:  # offline, or no answer of a hub
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"model {str(path)!r} is no local directory, and the Hugging Face hub did not give it "
@@ -221,8 +225,8 @@ def _check_tensors(
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if IGNORED_TENSORS.fullmatch(name):
                     continue
-                # A tied output matrix may lie next to the embedding it equals.
-                if name == "lm_head.weight" and config.tie_embeddings:
+                if name == HEAD and config.tie_embeddings:
+                    _check_tied(file, files[EMBEDDING], shape, expected[EMBEDDING])
                     continue
                 if name not in expected:
                     problems.append(f"{file.name}: {name} is not part of the model")
@@ -240,6 +244,36 @@ def _check_tensors(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"{path}: {'; '.join(sorted(problems)[:5])}{more}.")
+
+
+def _check_tied(
+    head_file: pathlib.Path,
+    embedding_file: pathlib.Path,
+    head_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> None:
+    """A tied output matrix may lie next to the embedding, but it must equal it."""
+    same = head_shape == shape
+    step = max(1, PIECE_BYTES // (4 * shape[1]))
+    for start in range(0, shape[0] if same else 0, step):
+        with _open(head_file) as head, _open(embedding_file) as embedding:
+            rows = slice(start, min(start + step, shape[0]))
+            a, b = (f.get_slice(n)[rows] for f, n in ((head, HEAD), (embedding, EMBEDDING)))
+        same = same and np.array_equal(a, b)
+    if not same:
+        raise UserError(
+            f"{head_file.name}: {HEAD} differs from {EMBEDDING}, but config.json says "
+            "tie_word_embeddings=true; set it to false, or take the tensor out."
+        )
+
+
+def weights_hash(path: str | os.PathLike[str]) -> str:
+    """Hex SHA-256 over the names and bytes of a directory's safetensors files."""
+    digest = hashlib.sha256()
+    for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        with open(file, "rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec]) -> Iterator[Piece]:

@@ -6,7 +6,6 @@ import collections.abc
 import dataclasses
 import importlib
 import inspect
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
+
+MAX_SCORE = 3.4e38  # rewards are float32
 
 
 def load_function(path: str) -> Callable[[str, str], Any]:
@@ -67,7 +68,7 @@ def as_verdict(result: Any, response: str) -> Verdict:
     if unknown := sorted(map(str, fields.keys() - {"score", "correct", "boxed", "extracted"})):
         raise NonsenseError(f"unknown keys {unknown}; known: score, correct, boxed, extracted")
     score = fields.get("score")
-    if not isinstance(score, numbers.Real) or not math.isfinite(score):
+    if not isinstance(score, numbers.Real) or not abs(score) <= MAX_SCORE:  # NaN is not
         raise NonsenseError(f"score must be a finite number, not {score!r:.50}")
     correct = fields.get("correct", score > 0)
     boxed = fields.get("boxed", has_complete_box(response))

@@ -131,7 +131,7 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
         with stop.installed(), contextlib.ExitStack() as stack:
             try:
                 run = stack.enter_context(open_run(config, directory, reporter, stop))
-            except UserError:
+            except Exception:
                 directory.discard()
                 raise
             return _train(run)

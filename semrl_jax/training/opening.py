@@ -68,6 +68,8 @@ def open_run(
                     "data": data.dataset_hash(prompts),
                     "tokenizer": data.tokenizer_hash(tokenizer),
                     "architecture": policy.config.hash,
+                    "end tokens": " ".join(map(str, end_token_ids(config, tokenizer))),
+                    **weights_of(config),
                 }
             )
             client = stack.enter_context(
@@ -127,6 +129,13 @@ def open_run(
             checkpoints=checkpoints,
             device_lock=device_lock,
         )
+
+
+def weights_of(config: ml_collections.ConfigDict) -> dict[str, str]:
+    """Hash of the weights a run begins with and stays near to; the warm start is its own."""
+    if not config.model.path:
+        return {}
+    return {"weights": models.weights_hash(models.find_directory(config.model.path))}
 
 
 def check_model_limits(

@@ -86,8 +86,8 @@ class Workdir:
         for name, value in hashes.items():
             if recorded.get(name, value) != value:
                 raise UserError(
-                    f"the {name} of the run in {self.path} has changed since it began (see "
-                    f"{file.name}); restore what was there or name a new workdir."
+                    f"the run in {self.path} began with other {name} (see {file.name}); restore "
+                    "what was there or name a new workdir."
                 )
 
     def discard(self) -> None:
@@ -118,7 +118,8 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
         contents = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
-        if contents - {".lock"} and "config.json" not in contents:
+        # A kill in the first write leaves its staging file.
+        if contents - {".lock", "config.writing"} and "config.json" not in contents:
             raise UserError(
                 f"workdir={path} is not empty and holds no run (config.json is missing); name a "
                 "new directory."

@@ -146,8 +146,9 @@ def other_architecture(directory):
     [
         (None, {"step": 7}, r"--step=7 is not among the checkpoints of .*: \[1, 2\]"),
         (None, {"dtype": "int8"}, r"--dtype='int8' must be one of"),
-        (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be above 0"),
-        (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be above 0"),
+        (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be a finite number above 0"),
+        (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be a finite"),
+        (None, {"max_shard_gb": float("inf")}, r"--max_shard_gb=inf must be a finite"),
         (spoil_manifests, {}, r"no sound checkpoint to convert .*not completed"),
         (forget_checkpoints, {}, r"is a run without a checkpoint"),
         (other_architecture, {}, r"params/layers/down/kernel is float32\[2, 16, 16\] there"),
@@ -172,6 +173,28 @@ def test_a_target_is_never_overwritten(directory, tmp_path):
     with pytest.raises(UserError, match="is there already"):
         convert(directory, tmp_path / "target")
     assert [file.name for file in (tmp_path / "target").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("end", [".writing", ".replaced"])
+def test_a_neighbour_is_never_removed(directory, tmp_path, end):
+    neighbour = tmp_path / f"target{end}"
+    neighbour.mkdir()
+    (neighbour / "mine").write_text("x")
+    with pytest.raises(UserError, match=rf"target{end} is there already"):
+        convert(directory, tmp_path / "target")
+    assert (neighbour / "mine").read_text() == "x"
+
+
+def test_a_target_that_cannot_be_made_is_named_before_the_work(directory, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("/nowhere")
+    for target in (tmp_path / "file" / "below", "/proc/nowhere/target"):
+        with pytest.raises(UserError, match="--target=.* cannot be made"):
+            convert(directory, pathlib.Path(target))
+    for source in (directory, directory / "warm_start"):
+        with pytest.raises(UserError, match="is there already"):
+            convert(source, tmp_path / "dangling")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "run"]
 
 
 def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_path):

@@ -14,8 +14,10 @@ from tests.launch.test_bad_input import assert_one_line
 @pytest.fixture
 def text(tmp_path):
     file = tmp_path / "problems.jsonl"
-    rows = [{"question": f"What is {n} plus {n}?", "answer": {"steps": ["#### 2"]}} for n in "12"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"question": f"What is {n}\u2028plus {n}?", "answer": {"steps": ["#### 2"]}} for n in "12"
+    ]
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file
 
 
@@ -29,19 +31,22 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
     expected = models.Policy(config).init(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(expected))
     again = run("launch.random_model", f"--text={text}", f"--output={output}")
-    assert_one_line(again, "exists; name a new directory")
+    assert_one_line(again, "is there already; name a new directory")
 
 
 def test_mistakes_are_named(text, tmp_path):
     output = f"--output={tmp_path / 'model'}"
     assert_one_line(run("launch.random_model", output), "--text is needed")
     assert_one_line(run("launch.random_model", f"--text={text}"), "--output is needed")
-    missing = run("launch.random_model", "--text=/nowhere", output)
-    assert_one_line(missing, "--text=/nowhere cannot be read")
+    missing = run("launch.random_model", "--text=/nowhere.jsonl", output)
+    assert_one_line(missing, "/nowhere.jsonl")
     assert_one_line(
         run("launch.random_model", f"--text={text}", output, "--num_heads=3"),
         "--num_heads=3 must divide --hidden_size=64",
     )
+    for flag in ("--num_heads=0", "--seed=99999999999999999999", "--context=0"):
+        result = run("launch.random_model", f"--text={text}", output, flag)
+        assert_one_line(result, flag.split("=")[1])
     text.write_text('{"question": "?"}\n{')
     assert_one_line(run("launch.random_model", f"--text={text}", output), "line 2: not valid JSON")
     assert not (tmp_path / "model").exists()

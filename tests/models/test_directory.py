@@ -1,5 +1,6 @@
 """Hugging Face directories: what we write transformers reads, and the other way round."""
 
+import dataclasses
 import json
 import math
 import os
@@ -223,6 +224,17 @@ def test_harmless_extras_are_ignored(pair, tmp_path):
         models.load_params(tmp_path, pair.policy.config),
         pair.params,
     )
+
+
+def test_a_tied_head_of_its_own_is_refused(pair, tmp_path):
+    """transformers would not tie then: other logits, and not a word."""
+    tensors = load_file(pair.directory / "model.safetensors")
+    config = dataclasses.replace(pair.policy.config, tie_embeddings=True)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head.weight differs from .*tie_word_embeddings=true"):
+        models.load_params(tmp_path, config)
 
 
 def test_files_that_cannot_be_read_are_named(pair, tmp_path):
@@ -459,6 +471,20 @@ def test_hub_that_cannot_be_reached_is_one_clear_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"'owner/name' is no local dir.*give its dir") as error:
         models.find_directory("owner/name")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [huggingface_hub.errors.HTTPError("server disconnected"), KeyError("id"), OSError("no route")],
+)
+def test_a_hub_that_answers_nonsense_is_one_clear_line(failure, tmp_path, monkeypatch):
+    def snapshot_download(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hub did not give it"):
+        models.find_directory("owner/name")
 
 
 MEASURE = """

@@ -57,6 +57,7 @@ def wait_until(condition, limit_s=10.0):
         ("sys.exit", "exception: SystemExit: 3", "num_exceptions"),
         ("raise", r"exception: KeyError: 'two\nlines'", "num_exceptions"),
         ("allocate", "exception: MemoryError:", "num_exceptions"),
+        ("huge", "invalid: score must be a finite number, not 1000", "num_invalid"),
         ("nan", "invalid: score must be a finite number, not nan", "num_invalid"),
         ("text", "invalid: score must be a finite number, not '1.0'", "num_invalid"),
         ("none", "invalid: score must be a finite number, not None", "num_invalid"),
@@ -85,6 +86,13 @@ def test_prints_and_reads_do_not_reach_the_protocol(obey):
 def test_verifier_may_return_a_record(obey):
     assert obey.submit("record", "").result(timeout=10) == Verdict(2.0, False, True, "é")
     assert obey.submit(r"\boxed{7}", "7").result(timeout=10) == Verdict(0.0, False, True, None)
+
+
+def test_a_forked_child_that_comes_back_answers_nothing(obey):
+    """Its answer would be taken for the next response's, and so on for ever."""
+    asked = ["fork", "7", "8", "fork", "8", "7"]
+    scores = [obey.submit(text, "7").result(timeout=10).score for text in asked]
+    assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_late_worker_is_killed_with_its_children(obey, tmp_path):

@@ -12,6 +12,16 @@ def test_shipped_configs_are_valid(module):
     validate(module.get_config().lock())
 
 
+def test_evaluation_follows_the_data_until_it_is_set_itself():
+    config = quickstart.get_config()
+    config.data.template = "abel"
+    assert config.evaluation.template == "abel"
+    config.evaluation.template = "numina"
+    config.evaluation.answer_after = "####"
+    assert (config.data.template, config.data.answer_after) == ("abel", "")
+    assert config.to_dict()["evaluation"]["question_fields"] == ("question",)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -155,6 +155,11 @@ MODELS = {
         "do not belong together",
     ),
     "no end token": (no_eos, "eos token"),
+    "no context": (
+        lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=0),
+        "max_position_embeddings=0",
+    ),
+    "no heads": (lambda model, tmp: spoil_model(model, tmp, num_attention_heads=0), "config.json"),
     "context": (
         lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=127),
         "must be at most the model's context of 127 tokens",
@@ -233,6 +238,28 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     workdir = tmp_path / "run"
     assert train(config, str(workdir)) == 0
     config.data.files = (str(write_problems(tmp_path / "apples.jsonl", QUESTIONS[:5])),)
-    with pytest.raises(UserError, match=r"the data of the run in .* has changed"):
+    with pytest.raises(UserError, match="began with other data"):
         train(config, str(workdir))
     assert (workdir / "config.json").exists()  # a run that was there stays
+
+
+def test_changed_weights_do_not_resume(config, model, tmp_path):
+    """They are the anchor of the KL: the rest would be another run."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    config.model.path = str(copy)
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    assert train(config, str(tmp_path / "run")) == 0
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(UserError, match="began with other weights"):
+        train(config, str(tmp_path / "run"))
+
+
+def test_a_kill_in_the_first_write_locks_nobody_out(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.writing").write_text("{")
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    assert train(config, str(tmp_path / "run")) == 0
