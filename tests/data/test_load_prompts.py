@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from semrl_jax.data import PromptDataset, PromptExample, dataset_hash, load_prompts
-from semrl_jax.data.files import MAX_LINE_BYTES, read_rows
+from semrl_jax.data.files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.data.loading import _CHUNK_ROWS
 from semrl_jax.errors import UserError
 
@@ -386,3 +386,13 @@ def test_hash_tells_datasets_apart():
     parts = b"\1\0\0\0\2\0\0\0", b"3", b"s"
     content = b"".join(length + part for length, part in zip(lengths, parts))
     assert of(example()) == hashlib.sha256(content).hexdigest()
+
+
+def test_parquet_values_that_python_has_not_are_bad_rows(tmp_path):
+    when = pyarrow.array([10**18 + 1, 0], pyarrow.timestamp("ns"))
+    table = pyarrow.table({"question": ["a", "b"], "answer": ["1", "2"], "when": when})
+    path = tmp_path / "times.parquet"
+    pyarrow.parquet.write_table(table, path)
+    (_, bad), (_, good) = read_rows(path)
+    assert isinstance(bad, RowError) and "cannot be read" in str(bad)
+    assert good["question"] == "b"

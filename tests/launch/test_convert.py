@@ -189,7 +189,7 @@ def test_a_target_that_cannot_be_made_is_named_before_the_work(directory, tmp_pa
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("/nowhere")
     for target in (tmp_path / "file" / "below", "/proc/nowhere/target"):
-        with pytest.raises(UserError, match="--target=.* cannot be made"):
+        with pytest.raises(UserError, match=r"--target=.* cannot be made"):
             convert(directory, pathlib.Path(target))
     for source in (directory, directory / "warm_start"):
         with pytest.raises(UserError, match="is there already"):
