@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from absl import flags
@@ -22,16 +22,25 @@ EXIT_USER_ERROR = 2
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
-def run(main: Callable[[], int], usage: str) -> None:
+def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -> None:
     """Parses the flags, runs `main` and exits with its code.
 
     Args:
-      main: the command; returns an exit code.
+      main: the command; returns an exit code. Or several, by the word that chooses one of them.
       usage: printed above the flags by --help.
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
     try:
+        # Flags may come after the word, but nothing after a word that has no place.
+        flags.FLAGS.set_gnu_getopt(isinstance(main, Mapping))
         rest = _parse(usage)
+        if isinstance(main, Mapping):
+            if not rest or rest[0] not in main:
+                given = repr(rest[0]) if rest else "nothing"
+                raise UserError(
+                    f"say what to do, one of {', '.join(main)}, not {given}; see --help."
+                )
+            main = main[rest.pop(0)]
         if rest:
             raise UserError(f"{rest[0]!r} is not a flag; see {program} --help.")
         code = main()
