@@ -1,0 +1,150 @@
+"""Studies hidden states and runs, apart from training.
+
+    python -m launch.analyze metrics --input=states.npz --output=study
+    python -m launch.analyze correlation --run=runs/quickstart --output=study
+    python -m launch.analyze growth --output=study
+
+metrics: the metrics of each response in a file with `hidden_states` [B, T, D] or [T, D] and,
+optionally, the bool `response_mask`; --output gets metrics.csv, effective_rank.csv and .png.
+
+correlation: how far ERV and ERA say more than ER does, on a run's saved responses, under each
+--window and --stride; --output gets correlation.csv and .png.
+
+growth: the same on long responses whose rank grows by a known law, or that a small random model
+samples; --output gets growth.csv and .png.
+
+Files of these names are replaced. Exit codes: 0 done, 2 wrong flag or file (one line says which).
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from absl import flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+WINDOWS = ("exact", "release", "later")
+STRIDE = 40
+
+INPUT = flags.DEFINE_string("input", None, "metrics: .npz or .safetensors file")
+RUN = flags.DEFINE_string("run", None, "correlation: directory of a run with rollouts/")
+STRIDES = flags.DEFINE_multi_integer(
+    "stride",
+    None,
+    f"tokens between two prefixes; default {STRIDE}, of correlation half, once and twice the run's."
+    " correlation and growth take several: repeat",
+    lower_bound=1,
+)
+WINDOW = flags.DEFINE_multi_enum(
+    "window",
+    None,
+    WINDOWS,
+    "which prefixes; default of metrics: exact, else each. correlation and growth: repeat",
+)
+METHOD = flags.DEFINE_enum(
+    "method", "gram", ("gram", "svd"), "metrics, correlation: decomposition; svd: 5 digits, slower"
+)
+RESPONSES = flags.DEFINE_integer("responses", 48, "growth: of each source", lower_bound=3)
+TOKENS = flags.DEFINE_integer("tokens", 4096, "growth: of the longest response", lower_bound=64)
+SEED = flags.DEFINE_integer("seed", 0, "growth: of what is random", lower_bound=0)
+OUTPUT = flags.DEFINE_string("output", None, "directory for CSV and PNG files, made if missing")
+
+
+def metrics() -> int:
+    file, stride, window = cli.required(INPUT), one(STRIDES, STRIDE), one(WINDOW, WINDOWS[0])
+    from rich.console import Console
+
+    from semrl_jax import analysis  # after the flags, so that --help needs no JAX
+
+    states, mask = analysis.read_states(file)
+    output = output_directory()
+    options: dict[str, Any] = {"stride": stride, "window": window, "method": METHOD.value}
+    measured = analysis.measure_responses(states, mask, **options)
+    Console().print(analysis.response_table(measured))
+    if output is not None:
+        curves = [analysis.rank_curve(*response, **options) for response in zip(states, mask)]
+        analysis.write_responses(output / "metrics.csv", measured)
+        analysis.write_rank_curves(output / "effective_rank.csv", curves)
+        figure = analysis.draw_rank_curves(curves, window=window)
+        figure.savefig(output / "effective_rank.png", dpi=110)
+        print(f"done: {output} has metrics.csv, effective_rank.csv and effective_rank.png")
+    return 0
+
+
+def correlation() -> int:
+    run = cli.required(RUN)
+    from semrl_jax import analysis
+    from semrl_jax.analysis.runs import run_states
+
+    steps, stride = run_states(run)
+    output = output_directory()
+    strides = STRIDES.value or sorted({max(1, stride // 2), stride, 2 * stride})
+    found = []
+    for step, responses in steps.items():
+        found += analysis.correlate(
+            responses,
+            strides=strides,
+            windows=WINDOW.value or WINDOWS,
+            method=METHOD.value,
+            source=f"step {step}",
+        )
+    report(found, output, "correlation")
+    return 0
+
+
+def growth() -> int:
+    from semrl_jax.analysis.growth import growth_study
+
+    output = output_directory()
+    found = growth_study(
+        num_responses=RESPONSES.value,
+        max_tokens=TOKENS.value,
+        strides=tuple(STRIDES.value or [STRIDE]),
+        windows=tuple(WINDOW.value or WINDOWS),
+        seed=SEED.value,
+    )
+    report(found, output, "growth")
+    return 0
+
+
+def report(found: list[Any], output: pathlib.Path | None, name: str) -> None:
+    """Prints correlations, and writes them where a directory was given."""
+    from rich.console import Console
+
+    from semrl_jax import analysis
+
+    Console().print(analysis.correlation_table(found))
+    if output is not None:
+        analysis.write_correlations(output / f"{name}.csv", found)
+        # Strides hide one another in one picture: the middle one is drawn.
+        strides = sorted({correlation.stride for correlation in found})
+        drawn = [c for c in found if c.stride == strides[len(strides) // 2]]
+        analysis.draw_correlations(drawn).savefig(output / f"{name}.png", dpi=110)
+        print(f"done: {output} has {name}.csv and {name}.png")
+
+
+def one(flag: flags.FlagHolder[Any], default: Any) -> Any:
+    """The only value of a flag that other commands take several times."""
+    values = flag.value or [default]
+    if len(values) > 1:
+        raise UserError(f"--{flag.name} is given {len(values)} times; metrics takes one.")
+    return values[0]
+
+
+def output_directory() -> pathlib.Path | None:
+    """--output, made if missing; None where it was not given."""
+    if OUTPUT.value is None:
+        return None
+    output = pathlib.Path(OUTPUT.value)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output={output} cannot be made: {error.strerror}.") from None
+    return output
+
+
+if __name__ == "__main__":
+    cli.run({"metrics": metrics, "correlation": correlation, "growth": growth}, __doc__)

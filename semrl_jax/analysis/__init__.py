@@ -1,0 +1,42 @@
+"""Offline studies and figures from saved hidden states and runs; nothing imports this room.
+
+`runs` and `growth` are imported by name: they load the trainer and the rollout engine.
+"""
+
+from semrl_jax.analysis.correlation import (
+    MIN_RESPONSES,
+    Correlation,
+    correlate,
+    correlation_table,
+    draw_correlations,
+    write_correlations,
+)
+from semrl_jax.analysis.responses import (
+    COLUMNS,
+    RankCurve,
+    draw_rank_curves,
+    measure_responses,
+    rank_curve,
+    response_table,
+    write_rank_curves,
+    write_responses,
+)
+from semrl_jax.analysis.states import read_states
+
+__all__ = [
+    "COLUMNS",
+    "MIN_RESPONSES",
+    "Correlation",
+    "RankCurve",
+    "correlate",
+    "correlation_table",
+    "draw_correlations",
+    "draw_rank_curves",
+    "measure_responses",
+    "rank_curve",
+    "read_states",
+    "response_table",
+    "write_correlations",
+    "write_rank_curves",
+    "write_responses",
+]

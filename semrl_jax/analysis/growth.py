@@ -1,0 +1,128 @@
+"""Long responses whose rank grows by a known law, or that a small random model samples.
+
+They show what a window does to long responses: the last 512 tokens bound what a velocity can be.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from semrl_jax import models
+from semrl_jax.analysis.correlation import Correlation, correlate
+from semrl_jax.metrics import WINDOWS
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+
+# Law -> the number of directions at token t is proportional to this.
+LAWS = {
+    "linear": lambda t: t,
+    "square root": np.sqrt,
+    "logarithm": np.log1p,
+}
+SAMPLED = "random model"
+WIDTH = 128
+PROMPT_TOKENS = 8
+TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from loops to noise
+
+
+def growth_study(
+    *,
+    num_responses: int = 48,
+    max_tokens: int = 4096,
+    strides: tuple[int, ...] = (40,),
+    windows: tuple[str, ...] = WINDOWS,
+    seed: int = 0,
+) -> list[Correlation]:
+    """Correlates ER with ERV and ERA on long responses of every law and of a random model.
+
+    Lengths are drawn evenly from max_tokens / 16 to max_tokens, and for a law the directions a
+    response would have at max_tokens from an eighth to three quarters of its width.
+
+    Args:
+      num_responses: of each source.
+      max_tokens: length of the longest.
+      strides, windows: as in `metrics.rank_dynamics`.
+      seed: everything random follows from it.
+    """
+    rng = np.random.default_rng(seed)
+
+    def lengths():
+        return rng.integers(max_tokens // 16, max_tokens, size=num_responses, endpoint=True)
+
+    found = []
+    for law, growth in LAWS.items():
+        responses = [
+            growing_states(
+                law,
+                num_tokens=int(num_tokens),
+                rate=rng.uniform(WIDTH / 8, 3 * WIDTH / 4) / float(growth(max_tokens)),
+                width=WIDTH,
+                rng=rng,
+            )
+            for num_tokens in lengths()
+        ]
+        found += correlate(responses, strides=strides, windows=windows, source=law)
+    sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens, seed=seed)
+    # A prefix of a sampled text is what a lower limit would have given.
+    responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
+    found += correlate(responses, strides=strides, windows=windows, source=SAMPLED)
+    return found
+
+
+def growing_states(
+    law: str, *, num_tokens: int, rate: float, width: int, rng: np.random.Generator
+) -> Float[np.ndarray, "T D"]:
+    """Normal rows in the first rate * law(t) directions, at least one and at most `width`.
+
+    The effective rank of a prefix grows with the number of its directions: in proportion to it
+    for a power of t, but not equal to it, since a late direction has had few rows.
+    """
+    directions = np.clip(rate * LAWS[law](np.arange(1.0, num_tokens + 1)), 1, width)
+    rows = rng.normal(size=(num_tokens, width))
+    return np.where(np.arange(width) < np.round(directions)[:, None], rows, 0.0).astype(np.float32)
+
+
+def sampled_states(
+    *, num_responses: int, num_tokens: int, seed: int = 0
+) -> list[Float[np.ndarray, "T D"]]:
+    """Final states of texts a random model samples, an equal share at each of TEMPERATURES."""
+    config = models.DecoderConfig(
+        vocab_size=512, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=WIDTH // 4, max_position_embeddings=PROMPT_TOKENS + num_tokens,
+        tie_embeddings=False,
+    )  # fmt: skip
+    policy = models.Policy(config)
+    params = policy.init(jax.random.key(seed))
+    prompts = np.random.default_rng(seed).integers(
+        config.vocab_size, size=(num_responses, PROMPT_TOKENS), dtype=np.int32
+    )
+    requests = [
+        SampleRequest(str(i), i, 0, prompt, seed * num_responses + i)
+        for i, prompt in enumerate(prompts)
+    ]
+    states = []
+    with EmbeddedReplica(JaxEngine(policy, chunk=64, max_response_tokens=num_tokens)) as replica:
+        with RolloutClient(
+            [replica.address], replica.token, run_id="growth", attempt_id="0"
+        ) as client:
+            client.connect(model_hash=config.hash, tokenizer_hash="", vocab_size=config.vocab_size)
+            version = client.sync_weights(
+                models.tensor_specs(config, "float32"),
+                lambda: (
+                    array for _, array in models.iterate_hf_tensors(params, config, "float32")
+                ),
+                step=0,
+            )
+            for i, temperature in enumerate(TEMPERATURES):
+                rollouts = client.generate(
+                    requests[i :: len(TEMPERATURES)],
+                    SamplingParams(num_tokens, temperature=temperature),
+                    HiddenStateParams((-1,), "float32"),
+                    version=version,
+                )
+                states += [rollout.hidden_states[:, 0] for rollout in rollouts]
+    return states

@@ -1,0 +1,121 @@
+"""Hidden states of a run's saved responses, computed anew from its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Float
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.training.checkpoint_files import (
+    checkpoint_problem,
+    checkpoint_steps,
+    restore_params,
+)
+
+MICRO_BATCH = 16
+COLUMNS = ("prompt_ids", "response_ids")
+
+
+def run_states(
+    workdir: str | os.PathLike[str],
+) -> tuple[dict[int, list[Float[np.ndarray, "T D"]]], int]:
+    """Recomputes what the metrics of a run were measured on.
+
+    Args:
+      workdir: of a run. A step of `rollouts/` counts if the weights it was sampled with are there:
+        its checkpoint, or for step 0 the warm start or the model the run began with.
+
+    Returns:
+      Step -> final states of its responses, float32 whatever the wire had, row t the one whose
+      logits produced response token t; and the run's metrics.stride.
+
+    Raises:
+      UserError: if there is no run, or no step with responses and weights.
+    """
+    workdir = pathlib.Path(workdir)
+    try:
+        config = json.loads((workdir / "config.json").read_text())["config"]
+        model, stride = config["model"]["path"], config["metrics"]["stride"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{workdir} is no run: its config.json is missing or unreadable.") from None
+    rollouts = {
+        int(file.stem.removeprefix("step_")): file
+        for file in sorted((workdir / "rollouts").glob("step_*.parquet"))
+    }
+    start = models.find_directory(model) if model else workdir / "warm_start"
+    saved = checkpoint_steps(workdir / "checkpoints") if (workdir / "checkpoints").is_dir() else []
+    steps = [step for step in rollouts if step in saved or (step == 0 and start.is_dir())]
+    if not steps:
+        raise UserError(
+            f"{workdir} has no step with both responses and weights: responses of steps "
+            f"{list(rollouts)}, checkpoints of {saved}; let checkpoints.every_steps be a multiple "
+            "of logging.rollouts_every_steps."
+        )
+    policy = models.Policy(models.load_config(start))
+    states = {}
+    for step in steps:
+        prompts, responses = _read_responses(rollouts[step])
+        params = _load(workdir / "checkpoints" / str(step), start, step, policy)
+        states[step] = response_states(policy, params, prompts, responses)
+    return states, stride
+
+
+def response_states(
+    policy: models.Policy,
+    params: models.Params,
+    prompts: list[np.ndarray],
+    responses: list[np.ndarray],
+) -> list[Float[np.ndarray, "T D"]]:
+    """Final states of each response, from one right-padded forward pass a micro-batch."""
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
+    columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
+    forward = jax.jit(policy.final_states)
+    states = []
+    for first in range(0, len(lengths), MICRO_BATCH):
+        rows = range(first, min(first + MICRO_BATCH, len(lengths)))
+        ids = np.zeros((MICRO_BATCH, len(columns)), np.int32)
+        segments = np.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : lengths[row]] = np.concatenate([prompts[row], responses[row]])
+            segments[i, : lengths[row]] = 1
+        positions = np.broadcast_to(columns, ids.shape)
+        batch = jax.device_get(forward(params, ids, positions, segments))  # [B, S, D]
+        for i, row in enumerate(rows):
+            # Copied, so that the padded batch is not kept by a view of it.
+            states.append(batch[i, len(prompts[row]) - 1 : lengths[row] - 1].copy())
+    return states
+
+
+def _read_responses(file: pathlib.Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids of one step."""
+    try:
+        table = pq.read_table(file, columns=list(COLUMNS))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{file} cannot be read: {error}.") from None
+    missing = set(COLUMNS) - set(table.column_names)
+    if missing or not len(table):
+        raise UserError(f"{file} must hold responses with the columns {', '.join(COLUMNS)}.")
+    prompts, responses = (
+        [np.asarray(ids, np.int32) for ids in table[name].to_pylist()] for name in COLUMNS
+    )
+    return prompts, responses
+
+
+def _load(
+    checkpoint: pathlib.Path, start: pathlib.Path, step: int, policy: models.Policy
+) -> models.Params:
+    """The weights of a step: those of its checkpoint, else those the run began with."""
+    if step == 0 and not checkpoint.is_dir():
+        return models.load_params(start, policy.config)
+    problem = checkpoint_problem(checkpoint)
+    if problem:
+        raise UserError(f"checkpoint {checkpoint} cannot be used: {problem}.")
+    return restore_params(checkpoint, policy.shapes())

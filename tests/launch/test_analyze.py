@@ -1,0 +1,61 @@
+"""Studies as commands."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from tests.launch.conftest import run
+from tests.launch.test_bad_input import assert_one_line
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def states(tmp_path):
+    file = tmp_path / "states.npz"
+    rows = np.random.default_rng(0).normal(size=(3, 40, 8)).astype(np.float32)
+    rows[2, 3] = np.nan
+    mask = np.arange(40) < np.array([40, 25, 40])[:, None]
+    np.savez(file, hidden_states=rows, response_mask=mask)
+    return file
+
+
+def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
+    output = tmp_path / "deep" / "study"
+    result = run(
+        "launch.analyze", "metrics", f"--input={states}", "--stride=8", f"--output={output}"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "curvature" in result.stdout and "2/3" in result.stdout
+    rows = list(csv.DictReader((output / "metrics.csv").read_text().splitlines()))
+    assert [row["tokens"] for row in rows] == ["40", "25", "40"]
+    assert float(rows[0]["effective_rank"]) > 4 and rows[2]["effective_rank"] == ""
+    curves = list(csv.DictReader((output / "effective_rank.csv").read_text().splitlines()))
+    assert [row["tokens"] for row in curves] == ["8", "16", "24", "32", "40", "8", "16", "24"]
+    assert (output / "effective_rank.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "say what to do, one of metrics, correlation, growth, not nothing"),
+        (["plot"], "not 'plot'"),
+        (["metrics", "again"], "'again' is not a flag"),
+        (["metrics"], "--input is needed"),
+        (["metrics", "--input=x.npz", "--stride=0"], "--stride=0"),
+        (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
+        (["metrics", "--input=x.npz", "--stride=4", "--stride=8"], "--stride is given 2 times"),
+        (["correlation"], "--run is needed"),
+        (["metrics", "--nope"], "--nope is unknown"),
+    ],
+)
+def test_mistakes_are_named_before_jax_is_loaded(arguments, message):
+    assert_one_line(run("launch.analyze", *arguments, timeout=20), message)
+
+
+def test_wrong_files_are_named(states, tmp_path):
+    missing = run("launch.analyze", "metrics", f"--input={tmp_path / 'x.npz'}")
+    assert_one_line(missing, "x.npz is no file")
+    here = run("launch.analyze", "metrics", f"--input={states}", f"--output={states}")
+    assert_one_line(here, "cannot be made: File exists")
