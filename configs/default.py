@@ -70,6 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.metrics = ml_collections.ConfigDict()
     config.metrics.stride = 40  # tokens between two prefixes; ERA needs 3 strides
+    config.metrics.dataset_stride = 20  # responses between prefixes of a batch; 0: not measured
     config.metrics.window = "exact"  # exact, release or later
     config.metrics.method = "gram"  # gram or svd
     config.metrics.names = ("effective_rank",)
@@ -145,6 +146,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
     config.evaluation.num_problems = 512  # at most: of the held-out set, or of each file
     config.evaluation.files = ()  # with data.task=files; each is a benchmark by its name
+    config.evaluation.metrics = False  # hidden states of evaluated responses are measured too
     # These follow data unless set themselves; identity(), or setting them would set data's.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
     config.evaluation.question_fields = config.data.get_ref("question_fields").identity()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -78,16 +79,26 @@ def next_baselines(
 def _shaped_advantages(
     rewards, metrics, response_mask, state, *, estimator: Options, signal: Options, shaping: Options
 ):
+    scalars = {}
     if metrics and dict(shaping)["target"] in ("reward", "both"):
         rewards = rewards + reward_bonus(metrics, state, **dict(signal)).reshape(rewards.shape)
+        scalars |= _extent("reward/shaped", rewards, jnp.ones_like(rewards, bool))
     advantages = group_relative_advantages(rewards, **dict(estimator)).reshape(-1)
-    return shape_advantages(
-        broadcast_to_tokens(advantages, response_mask),
-        metrics,
-        response_mask,
-        state,
-        **dict(shaping),
-    )
+    plain = broadcast_to_tokens(advantages, response_mask)
+    shaped, report = shape_advantages(plain, metrics, response_mask, state, **dict(shaping))
+    scalars |= _extent("advantage", plain, response_mask)
+    scalars |= _extent("advantage/shaped", shaped, response_mask)
+    return shaped, scalars | report
+
+
+def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:
+    """Mean over the mask, and bounds."""
+    count = jnp.maximum(jnp.sum(mask), 1)
+    return {
+        f"{prefix}/mean": jnp.sum(jnp.where(mask, values, 0.0)) / count,
+        f"{prefix}/max": jnp.max(jnp.where(mask, values, -jnp.inf)),
+        f"{prefix}/min": jnp.min(jnp.where(mask, values, jnp.inf)),
+    }
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -49,7 +49,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "seed", "training.num_steps", "training.weight_decay", "rollout.temperature",
         "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
-        "rewards.memory_limit_gib", "checkpoints.keep_every",
+        "rewards.memory_limit_gib", "checkpoints.keep_every", "metrics.dataset_stride",
         "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
         "algorithms.loss.entropy_coefficient",
     )  # fmt: skip
@@ -194,6 +194,11 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
 
 def _check_method(config: ml_collections.ConfigDict) -> None:
     shaping, metrics = config.shaping, config.metrics
+    if config.evaluation.metrics and config.hidden_states.source == "none":
+        raise UserError(
+            "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
+            "another source."
+        )
     try:
         validate_shaping(**shaping)
     except ValueError as error:

@@ -57,6 +57,7 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
         with clock("metrics"):
             scored = run.measured(scored, states)
             metrics = metric_arrays(scored)
+        over_batch = run.measure_batch(scored)
         with clock("advantages"):
             shaped, report = shaped_advantages(
                 rewards, metrics, batch.response_mask, state.shaping, config
@@ -68,7 +69,9 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
         state = state._replace(
             shaping=shaping, position=DataPosition(*position), step=state.step + 1
         )
-        statistics = batch_scalars(scored, rewards)
+        statistics = batch_scalars(scored, rewards) | {
+            f"metrics/{name}": value for name, value in over_batch.result().items()
+        }
         record_step(
             run,
             writer,

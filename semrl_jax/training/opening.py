@@ -84,6 +84,7 @@ def open_run(
                     max_tokens=config.rollout.max_response_tokens,
                     num_threads=config.metrics.num_threads,
                     stride=config.metrics.stride,
+                    dataset_stride=config.metrics.dataset_stride,
                     window=config.metrics.window,
                     method=config.metrics.method,
                     names=tuple(config.metrics.names),

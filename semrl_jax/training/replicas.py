@@ -80,10 +80,11 @@ def _check_limits(replica: ReplicaDescription, config: ml_collections.ConfigDict
                 f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
                 f"{value}; start the replica with the trainer's config."
             )
-    if config.hidden_states.source == "rollout" and -1 not in replica.layers:
+    wanted = config.hidden_states.source == "rollout" or config.evaluation.metrics
+    if wanted and -1 not in replica.layers:
         raise UserError(
             f"replica {replica.replica_id} sends no final hidden states; set "
-            "hidden_states.source='policy'."
+            "hidden_states.source='policy' and evaluation.metrics=False."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -30,7 +31,14 @@ from semrl_jax.training.console import Bar, Reporter
 from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.scoring import Measurer, ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
-from semrl_jax.training.state import TrainState, abstract_state, init_state
+from semrl_jax.training.state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    learning_rate_at,
+    num_optimizer_updates,
+)
+from semrl_jax.training.statistics import metric_scalars
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
@@ -108,6 +116,8 @@ class Run:
                 {index: problem.answer for index, problem in enumerate(self.problems)},
                 (params, version, step),
                 temperature=0.0,
+                states=self.config.evaluation.metrics,
+                measurer=self.measurer if self.config.evaluation.metrics else None,
                 arrived=counter(bar, "evaluate", len(requests)),
             )
         scalars: dict[str, float] = {}
@@ -116,6 +126,11 @@ class Run:
             scalars |= greedy_scalars(
                 benchmark, [s.rollout for s in of_it], [s.verdict for s in of_it]
             )
+            if self.config.evaluation.metrics:
+                prefix = f"eval/{benchmark}/metrics"
+                scalars |= metric_scalars(of_it, prefix)
+                over_all = self.measurer.submit_batch(of_it).result()
+                scalars |= {f"{prefix}/{name}": value for name, value in over_all.items()}
         return scalars
 
     def sample(
@@ -199,7 +214,17 @@ class Run:
             self.measurer.submit(rows[index, : len(item.rollout.response_ids)])
             for index, item in enumerate(scored)
         ]
-        return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
+        return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
+
+    def measure_batch(
+        self, scored: Sequence[ScoredRollout]
+    ) -> concurrent.futures.Future[dict[str, float]]:
+        """Starts measuring the batch as one set, beside the update; for observation alone."""
+        if self.measurer is None:
+            nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
+            nothing.set_result({})
+            return nothing
+        return self.measurer.submit_batch(scored)
 
     def update(
         self,
@@ -217,9 +242,10 @@ class Run:
           RuntimeError: after `training.max_skipped_updates` non-finite updates in a row; the batch
             is saved in the run directory.
         """
-        config = self.config
-        size = config.training.prompts_per_minibatch * config.rollout.group_size
+        config, training = self.config, self.config.training
+        size = training.prompts_per_minibatch * config.rollout.group_size
         params, opt_state, skipped = state.params, state.optimizer, int(state.skipped_in_row)
+        num_updates = num_optimizer_updates(opt_state)
         history = []
         for start in range(0, len(old_logprobs), size):
             arrays = (batch, old_logprobs, ref_logprobs, advantages)
@@ -248,6 +274,13 @@ class Run:
                     "earlier checkpoint."
                 )
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
+        means["policy/learning_rate"] = float(
+            learning_rate_at(
+                num_updates,
+                learning_rate=training.learning_rate,
+                learning_rate_warmup_steps=training.learning_rate_warmup_steps,
+            )
+        )
         return (
             state._replace(
                 params=params,

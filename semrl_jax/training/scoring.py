@@ -5,14 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics import hidden_state_metrics
+from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.types import Rollout
 
@@ -27,11 +28,19 @@ class ScoredRollout:
     response: str
     reference: str
     verdict: Verdict
+    mean_state: Float[np.ndarray, " D"] | None = None
 
-    def with_metrics(self, metrics: Mapping[str, float]) -> ScoredRollout:
-        """The same with these metrics in the rollout."""
-        rollout = dataclasses.replace(self.rollout, metrics=metrics)
-        return dataclasses.replace(self, rollout=rollout)
+    def with_measured(self, measured: Measured) -> ScoredRollout:
+        """The same with metrics in the rollout, and its mean state."""
+        rollout = dataclasses.replace(self.rollout, metrics=measured.metrics)
+        return dataclasses.replace(self, rollout=rollout, mean_state=measured.mean_state)
+
+
+class Measured(NamedTuple):
+    """Metrics of one response by name, and the float32 mean of its hidden states."""
+
+    metrics: dict[str, float]
+    mean_state: Float[np.ndarray, " D"]
 
 
 class Measurer:
@@ -43,22 +52,37 @@ class Measurer:
     Args:
       max_tokens: response limit; lengths are padded to powers of two below it.
       num_threads: responses measured side by side.
+      dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
       options: stride, window, method and names of `hidden_state_metrics`.
     """
 
-    def __init__(self, *, max_tokens: int, num_threads: int, **options):
+    def __init__(self, *, max_tokens: int, num_threads: int, dataset_stride: int = 0, **options):
         self._max_tokens = max_tokens
         self._pool = concurrent.futures.ThreadPoolExecutor(
             num_threads, thread_name_prefix="metrics"
         )
-        self._measure = jax.jit(functools.partial(hidden_state_metrics, **options))
+        self._dataset_stride = dataset_stride
+        self._measure = jax.jit(functools.partial(_measure, **options))
+        self._measure_dataset = jax.jit(
+            functools.partial(dataset_metrics, **options | {"stride": dataset_stride})
+        )
         self._device = jax.local_devices(backend="cpu")[0]
 
     def submit(
         self, hidden_states: Float[np.ndarray, "T D"]
-    ) -> concurrent.futures.Future[dict[str, float]]:
+    ) -> concurrent.futures.Future[Measured]:
         """Starts measuring one response of at least one token."""
         return self._pool.submit(self._measure_one, hidden_states)
+
+    def submit_batch(
+        self, scored: Sequence[ScoredRollout]
+    ) -> concurrent.futures.Future[dict[str, float]]:
+        """Starts measuring the mean states of measured responses, in their order, as one set.
+
+        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
+        that are valid; it is empty without a `dataset_stride`.
+        """
+        return self._pool.submit(self._measure_batch, scored)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -79,8 +103,29 @@ class Measurer:
         padded[0, :length] = hidden_states
         mask: Bool[np.ndarray, "1 T"] = np.arange(bucket)[None] < length
         with jax.default_device(self._device):
-            metrics = jax.device_get(self._measure(jnp.asarray(padded), jnp.asarray(mask)))
-        return {name: float(value[0]) for name, value in metrics.items()}
+            metrics, mean = jax.device_get(self._measure(jnp.asarray(padded), jnp.asarray(mask)))
+        return Measured({name: float(value[0]) for name, value in metrics.items()}, mean)
+
+    def _measure_batch(self, scored):
+        if not self._dataset_stride:
+            return {}
+        rows = np.stack([item.mean_state for item in scored])
+        with jax.default_device(self._device):
+            found = jax.device_get(
+                self._measure_dataset(rows, row_mask=np.isfinite(rows).all(axis=1))
+            )
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if not name.endswith("_valid") and found[f"{name}_valid"]
+        }
+
+
+def _measure(
+    hidden_states: Float[Array, "1 T D"], mask: Bool[Array, "1 T"], **options
+) -> tuple[dict[str, Array], Float[Array, " D"]]:
+    metrics = hidden_state_metrics(hidden_states, mask, **options)
+    return metrics, mean_hidden_state(hidden_states[0], mask[0])
 
 
 def score_and_measure(
@@ -123,5 +168,5 @@ def score_and_measure(
     scored = []
     for rollout, response, reference, verdict, metrics in started:
         item = ScoredRollout(rollout, response, reference, verdict.result())
-        scored.append(item if metrics is None else item.with_metrics(metrics.result()))
+        scored.append(item if metrics is None else item.with_measured(metrics.result()))
     return scored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,27 @@ class TrainState(NamedTuple):
     position: DataPosition
 
 
+def learning_rate_at(count: Any, *, learning_rate: float, learning_rate_warmup_steps: int) -> Any:
+    """Rate of the update after `count` others: constant after a linear warm-up."""
+    # (count + 1): the first update already moves.
+    warmed = (count + 1) / max(learning_rate_warmup_steps, 1)
+    return learning_rate * jnp.minimum(warmed, 1.0)
+
+
+def num_optimizer_updates(optimizer_state: Any) -> int:
+    """Updates made so far; those skipped as non-finite are none."""
+    (count,) = (
+        node.count
+        for node in jax.tree.leaves(optimizer_state, is_leaf=_is_schedule)
+        if _is_schedule(node)
+    )
+    return int(count)
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
 def make_optimizer(
     *,
     learning_rate: float,
@@ -50,13 +72,12 @@ def make_optimizer(
     weight_decay: float,
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW at a constant rate after a linear warm-up."""
-
-    def rate(count):
-        # (count + 1): the first update already moves.
-        warmed = (count + 1) / max(learning_rate_warmup_steps, 1)
-        return learning_rate * jnp.minimum(warmed, 1.0)
-
+    """Clip by global norm, then AdamW at the rate of `learning_rate_at`."""
+    rate = functools.partial(
+        learning_rate_at,
+        learning_rate=learning_rate,
+        learning_rate_warmup_steps=learning_rate_warmup_steps,
+    )
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
         optax.adamw(rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay),

@@ -39,20 +39,32 @@ def batch_scalars(
         "reward/group_std": spread.mean(),
         "reward/zero_variance_group_fraction": np.mean(spread == 0),
         "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
-        "prompt/length/mean": np.mean([len(item.rollout.prompt_ids) for item in scored]),
     }
+    prompts = [len(item.rollout.prompt_ids) for item in scored]
+    for kind, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
+        scalars[f"prompt/length/{kind}"] = of(prompts)
     scalars |= _by_correctness("response/length", lengths, correct, np.ones_like(correct))
     reasons = [item.rollout.finish_reason for item in scored]
     for reason in ("eos", "stop", "length"):
-        scalars[f"response/{reason}_fraction"] = np.mean([found == reason for found in reasons])
-    metrics = scored[0].rollout.metrics
-    for name in metrics:
+        ended = np.array([found == reason for found in reasons])
+        scalars[f"response/{reason}_fraction"] = ended.mean()
+        for kind, mask in (("correct", correct), ("incorrect", ~correct)):
+            if mask.any():
+                scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
+    return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
+
+
+def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
+    """`<prefix>/<metric>/...` of measured responses, and the share of valid ones."""
+    correct = np.array([item.verdict.correct for item in scored])
+    scalars = {}
+    for name in scored[0].rollout.metrics:
         if name.endswith("_valid"):
             continue
         values = np.array([item.rollout.metrics[name] for item in scored])
         valid = np.array([item.rollout.metrics[f"{name}_valid"] for item in scored], bool)
-        scalars |= _by_correctness(f"metrics/{name}", values, correct, valid)
-        scalars[f"metrics/{name}/valid_fraction"] = valid.mean()
+        scalars |= _by_correctness(f"{prefix}/{name}", values, correct, valid)
+        scalars[f"{prefix}/{name}/valid_fraction"] = valid.mean()
     return {name: float(value) for name, value in scalars.items()}
 
 
@@ -113,4 +125,6 @@ def _by_correctness(
     for kind, mask in (("correct", correct & valid), ("incorrect", ~correct & valid)):
         if mask.any():
             found[f"{prefix}/{kind}"] = values[mask].mean()
+            found[f"{prefix}/{kind}_max"] = values[mask].max()
+            found[f"{prefix}/{kind}_min"] = values[mask].min()
     return found

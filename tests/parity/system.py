@@ -145,7 +145,7 @@ def measured(
         measurer.submit(states[row, : len(item.rollout.response_ids)])
         for row, item in enumerate(scored)
     ]
-    return [item.with_metrics(future.result()) for item, future in zip(scored, pending)]
+    return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,8 @@ def config(model, problems):
 
 def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, capsys):
     config.training.num_steps = 2
+    config.evaluation.metrics = True
+    config.metrics.dataset_stride = 4
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert train(config, str(straight)) == 0
     config.training.num_steps = 1
@@ -80,6 +82,17 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     assert first["eval/apples/num_problems"] == 4
     assert 0 < first["reward/correct"] < 1  # by the user's verifier
     assert first["policy/grad_norm"] > 0
+    for key in (
+        "metrics/global/effective_rank", "metrics/cumulative/effective_rank_velocity",
+        "metrics/cumulative/effective_rank_acceleration", "eval/apples/metrics/effective_rank/mean",
+        "eval/apples/metrics/global/effective_rank", "eval/apples/mean_score", "advantage/max",
+        "advantage/shaped/max", "prompt/length/max", "response/length_fraction/correct",
+        "metrics/effective_rank/correct_max",
+    ):  # fmt: skip
+        assert np.isfinite(first[key]), key
+    # Five warm-up updates, two a step: those of the first mini-batches.
+    rates = [row["policy/learning_rate"] for row in expected[:2]]
+    np.testing.assert_allclose(rates, [1e-2 * 1 / 5, 1e-2 * 3 / 5], rtol=1e-6)
 
 
 def test_the_reference_may_be_held_in_half_the_bytes(config, tmp_path):

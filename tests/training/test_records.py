@@ -82,6 +82,11 @@ def test_statistics_by_hand():
     assert scalars["response/length_fraction"] == 0.25
     assert scalars["metrics/effective_rank/mean"] == 14 / 3
     assert scalars["metrics/effective_rank/correct"] == 6
+    assert scalars["metrics/effective_rank/correct_max"] == 8
+    assert scalars["metrics/effective_rank/correct_min"] == 4
+    assert scalars["response/length_fraction/incorrect"] == 0.5
+    assert scalars["response/length_fraction/correct"] == 0
+    assert scalars["prompt/length/max"] == scalars["prompt/length/min"] == 2
     assert scalars["metrics/effective_rank/incorrect"] == 2
     assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
     arrays = metric_arrays(scored)

@@ -83,3 +83,41 @@ def test_without_a_measurer_there_are_no_metrics():
             measurer=None,
         )  # fmt: skip
     assert [item.rollout.metrics for item in scored] == [{}, {}]
+
+
+def test_a_batch_is_measured_as_one_set_of_mean_states():
+    options = OPTIONS | {"dataset_stride": 2}
+    random = np.random.default_rng(3)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(3, 12)]
+    with Measurer(max_tokens=56, num_threads=2, **options) as measurer:
+        measured = [measurer.submit(rows).result() for rows in states]
+        scored = [make_scored(i).with_measured(m) for i, m in enumerate(measured)]
+        found = measurer.submit_batch(scored).result()
+        spoilt = measured[4]._replace(mean_state=np.full(16, np.nan, np.float32))
+        scored[4] = scored[4].with_measured(spoilt)
+        without = measurer.submit_batch(scored).result()
+        few = measurer.submit_batch(scored[:3]).result()
+    rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
+    for index, item in enumerate(measured):
+        np.testing.assert_allclose(item.mean_state, rows[index], atol=1e-6)  # float32 sums
+    expected = rank_series_f64(rows, 2)
+    np.testing.assert_allclose(found["global/effective_rank"], expected[0], rtol=1e-3)
+    np.testing.assert_allclose(found["cumulative/effective_rank_velocity"], expected[1], rtol=1e-3)
+    assert without["global/effective_rank"] != found["global/effective_rank"]
+    np.testing.assert_allclose(
+        without["global/effective_rank"], rank_series_f64(np.delete(rows, 4, 0), 2)[0], rtol=1e-3
+    )
+    assert "cumulative/effective_rank_velocity" not in few  # one window: not valid, not logged
+
+
+def rank_series_f64(rows, stride):
+    """ER of all rows, and its velocity over prefixes."""
+
+    def rank(z):
+        sigma = np.linalg.svd(z - z.mean(axis=0), compute_uv=False)
+        p = sigma / sigma.sum()
+        return np.exp(-np.sum(p[p > 0] * np.log(p[p > 0])))
+
+    series = [rank(rows[:size]) for size in range(stride, len(rows) + 1, stride)]
+    deltas = [series[j] - np.mean(series[:j]) for j in range(1, len(series))]
+    return rank(rows), np.mean(deltas)
