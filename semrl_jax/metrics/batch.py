@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from semrl_jax.metrics.curvature import mean_angle, turning_angles
-from semrl_jax.metrics.dynamics import PrefixDynamics, spectral_series, split_windows, summarise
+from semrl_jax.metrics.dynamics import spectral_series, split_windows, summarise
 from semrl_jax.metrics.entropy import response_entropy_of
 from semrl_jax.metrics.inputs import (
     METHODS,
@@ -34,7 +34,7 @@ _OF_SPECTRUM = {
 _MIN_TOKENS = dict.fromkeys(SPECTRAL_METRICS, 2) | {"curvature": 3}
 
 
-@functools.partial(jax.jit, static_argnames=("stride", "window", "names", "method"))
+@functools.partial(jax.jit, static_argnames=("stride", "window", "names", "method", "orders"))
 def hidden_state_metrics(
     hidden_states: Float[AnyArray, "B T D"],
     response_mask: Bool[AnyArray, "B T"],
@@ -43,6 +43,7 @@ def hidden_state_metrics(
     window: str = "exact",
     names: Sequence[str] = METRICS,
     method: str = "gram",
+    orders: Sequence[str] | None = None,
 ) -> dict[str, Shaped[Array, " B"]]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
@@ -57,17 +58,19 @@ def hidden_state_metrics(
       window: "exact", "release" or "later", see `rank_dynamics`.
       names: which of METRICS to compute, a tuple.
       method: "gram": eigenvalues of Gram matrices, relative error 1e-3 in ER where no true singular
-        value lies below 1e-3 of the largest; values below 7e-4 of it count as zero. "svd": 1e-5.
-        Asking for traditional_rank makes it "svd", whose spectrum then serves all.
+        value lies below 1e-3 of the largest; values below 7e-4 of it count as zero. "svd": 1e-5, in
+        float64. Asking for traditional_rank makes the values "svd", its orders make all orders so.
+      orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
+        more than all values, so name what is used.
 
     Returns:
-      For each name the float32 arrays `<name>`, `<name>_velocity`, `<name>_acceleration`, and the
-      bool ones `<name>_valid`, `<name>_velocity_valid`, `<name>_acceleration_valid`. What is not
-      valid is 0.0: the value below two tokens (curvature: three), velocity below two windows,
-      acceleration below three, all of a response with a valid row that is not finite.
+      For each name the float32 array `<name>` and the bool `<name>_valid`; for each of `orders`
+      also `<name>_velocity`, `<name>_acceleration` and their `..._valid`. What is not valid is 0.0:
+      the value below two tokens (curvature: three), velocity below two windows, acceleration below
+      three, all of a response with a valid row that is not finite.
 
     Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window, name or method.
+      ValueError: for a wrong rank, shape, dtype, stride, window, name, method or order.
     """
     check_states(hidden_states, response_mask, batched=True)
     check_stride(stride)
@@ -77,8 +80,13 @@ def hidden_state_metrics(
         raise ValueError(f"names={names!r} must be a tuple of metric names, such as ({names!r},).")
     for name in names:
         check_choice("names", name, METRICS)
+    if isinstance(orders, str):
+        raise ValueError(f"orders={orders!r} must be a tuple of names, such as ({orders!r},).")
+    orders = tuple(names if orders is None else orders)
+    for name in orders:
+        check_choice("orders", name, names)
     measure = functools.partial(
-        _measure, stride=stride, window=window, names=tuple(names), method=method
+        _measure, stride=stride, window=window, names=tuple(names), method=method, orders=orders
     )
     if hidden_states.shape[0] == 1:  # the loop over responses is not free
         return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
@@ -150,32 +158,39 @@ def _measure(
     window: str,
     names: tuple[str, ...],
     method: str,
+    orders: tuple[str, ...],
 ) -> dict[str, Shaped[Array, ""]]:
     """All asked metrics of one response."""
     rows = compact(*response)
     windows = split_windows(rows, stride, window)
-    dynamics: dict[str, PrefixDynamics] = {}
+    values: dict[str, Float[Array, ""]] = {}
+    series: dict[str, Float[Array, " K"]] = {}
     spectral = [name for name in names if name in _OF_SPECTRUM]
     if spectral:
-        # A true decomposition once is cheaper than two, and rank cannot do without.
-        chosen = "svd" if "traditional_rank" in spectral else method
-        functions = tuple(_OF_SPECTRUM[name] for name in spectral)
-        series = spectral_series(rows, windows, functions, chosen)
-        dynamics = {name: summarise(*pair, windows) for name, pair in zip(spectral, series)}
+        spectral_orders = [name for name in spectral if name in orders]
+        measured = spectral_series(
+            rows,
+            windows,
+            tuple(_OF_SPECTRUM[name] for name in spectral),
+            tuple(_OF_SPECTRUM[name] for name in spectral_orders),
+            exact_value=method == "svd" or "traditional_rank" in spectral,
+            exact_series=method == "svd" or "traditional_rank" in spectral_orders,
+        )
+        values |= zip(spectral, measured[0])
+        series |= zip(spectral_orders, measured[1].T)
     if "curvature" in names:
-        value = mean_angle(*turning_angles(rows), rows.num_tokens)
+        values["curvature"] = mean_angle(*turning_angles(rows), rows.num_tokens)
+    if "curvature" in orders:
         angles = turning_angles(windows.rows)
         sizes = jnp.asarray(windows.sizes, jnp.int32)
-        series = jax.vmap(lambda size: mean_angle(*angles, size))(sizes)
-        dynamics["curvature"] = summarise(value, series, windows)
+        series["curvature"] = jax.vmap(lambda size: mean_angle(*angles, size))(sizes)
     result = {}
     for name in names:
-        measured = dynamics[name]
-        fields = {
-            "": (measured.value, rows.num_tokens >= _MIN_TOKENS[name]),
-            "_velocity": (measured.velocity, measured.num_windows >= 2),
-            "_acceleration": (measured.acceleration, measured.num_windows >= 3),
-        }
+        fields = {"": (values[name], rows.num_tokens >= _MIN_TOKENS[name])}
+        if name in orders:
+            measured = summarise(values[name], series[name], windows)
+            fields["_velocity"] = measured.velocity, measured.num_windows >= 2
+            fields["_acceleration"] = measured.acceleration, measured.num_windows >= 3
         for order, (value, valid) in fields.items():
             valid = valid & rows.finite
             result[f"{name}{order}"] = jnp.where(valid, value, 0.0)

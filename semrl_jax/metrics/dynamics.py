@@ -27,7 +27,7 @@ from semrl_jax.metrics.inputs import (
     compact,
 )
 from semrl_jax.metrics.rank import effective_rank_of
-from semrl_jax.metrics.spectrum import PrefixSpectra
+from semrl_jax.metrics.spectrum import PrefixSpectra, one_by_one
 
 RELEASE_TOKENS = 512
 MAX_UNROLLED_WINDOWS = 16  # more are padded to this many sizes, which bounds the compile time
@@ -108,8 +108,11 @@ def rank_dynamics(
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
     windows = split_windows(rows, stride, window)
-    ((value, series),) = spectral_series(rows, windows, (effective_rank_of,), method)
-    return RankDynamics(*summarise(value, series, windows))
+    metrics, exact = (effective_rank_of,), method == "svd"
+    value, series = spectral_series(
+        rows, windows, metrics, metrics, exact_value=exact, exact_series=exact
+    )
+    return RankDynamics(*summarise(value[0], series[:, 0], windows))
 
 
 def prefix_dynamics(
@@ -182,44 +185,64 @@ def summarise(
 
 
 def spectral_series(
-    rows: Rows, windows: Windows, metrics: tuple[Callable, ...], method: str
-) -> tuple[tuple[Float[Array, ""], Float[Array, " K"]], ...]:
-    """Value of the whole response and of every window, for functions of the spectrum.
+    rows: Rows,
+    windows: Windows,
+    value_metrics: tuple[Callable, ...],
+    series_metrics: tuple[Callable, ...],
+    *,
+    exact_value: bool,
+    exact_series: bool,
+) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
+    """Functions of the spectrum: of the whole response, and of every window.
 
-    One decomposition a window serves all metrics; windows beyond the response cost nothing.
+    One Gram matrix, and one decomposition a window, serve all metrics; windows beyond the response
+    cost nothing. `exact_value` and `exact_series` ask for float64 decompositions; one of them makes
+    the Gram matrix float64 too.
     """
     num_rows, width = rows.states.shape
     if min(num_rows, width) == 0:
-        empty = (jnp.float32(0), jnp.zeros(len(windows.sizes)))
-        return (empty,) * len(metrics)
-    first = windows.sizes[0] if windows.sizes else num_rows
-    spectra = PrefixSpectra(anchor(windows.rows, first), method)
+        return jnp.zeros(len(value_metrics)), jnp.zeros((len(windows.sizes), len(series_metrics)))
+    first = windows.sizes[0] if windows.sizes and series_metrics else num_rows
+    size = windows.rows.states.shape[0]
 
-    def measure(
-        spectra: PrefixSpectra, size: int, num_tokens: Int[Array, ""], active: Bool[Array, ""]
-    ) -> Float[Array, " M"]:
-        sigma = spectra(size, num_tokens, active & (num_tokens >= 2))
-        values = [metric(sigma, rows.scale, num_tokens, width) for metric in metrics]
-        return jnp.where(active, jnp.stack(values), 0.0)
+    def measure(rows: Rows, window_tokens: Int[Array, ""], num_windows: Int[Array, ""]):
+        value_dtype, series_dtype = (
+            jnp.dtype(jnp.float64 if exact else jnp.float32)
+            for exact in (exact_value, exact_series)
+        )
+        states = rows.states.astype(jnp.promote_types(value_dtype, series_dtype))
+        start = rows.num_tokens - window_tokens
+        whole = PrefixSpectra(anchor(rows._replace(states=states), first, start))
+        prefixes = whole if size == num_rows else whole.part(start, size)
 
-    same_rows = windows.rows.states.shape == rows.states.shape
-    whole = spectra if same_rows else PrefixSpectra(anchor(rows, rows.num_tokens), method)
-    values = measure(whole, num_rows, rows.num_tokens, rows.finite)  # [M]
-    series = []
-    for start, stop in _chunks(len(windows.sizes)):
-        sizes = windows.sizes[start:stop]
+        def of_first(spectra, size, num_tokens, active, metrics, dtype):
+            sigma = spectra(size, num_tokens, active & (num_tokens >= 2), dtype)
+            values = [metric(sigma, rows.scale, num_tokens, width) for metric in metrics]
+            return jnp.where(active, jnp.stack(values), 0.0)
 
-        def one(index_and_size: tuple[Array, Array], size: int = sizes[-1]) -> Float[Array, " M"]:
-            index, num_tokens = index_and_size
-            return measure(spectra, size, num_tokens, index < windows.num_windows)
+        values = jnp.zeros(0, jnp.float32)
+        if value_metrics:
+            arguments = num_rows, rows.num_tokens, rows.finite, value_metrics, value_dtype
+            values = of_first(whole, *arguments)  # [V]
+        series = []
+        for start, stop in _chunks(len(windows.sizes)) if series_metrics else ():
+            sizes = windows.sizes[start:stop]
 
-        chunk = jnp.arange(start, stop), jnp.asarray(sizes, jnp.int32)
-        if len(sizes) == 1:
-            series.append(one((chunk[0][0], chunk[1][0]))[None])
-        else:
-            series.append(jax.lax.map(one, chunk))
-    table = jnp.concatenate(series) if series else jnp.zeros((0, len(metrics)))  # [K, M]
-    return tuple((values[i], table[:, i]) for i in range(len(metrics)))
+            def one(index_and_size: tuple[Array, Array], size: int = sizes[-1]):
+                index, num_tokens = index_and_size
+                active = index < num_windows
+                return of_first(prefixes, size, num_tokens, active, series_metrics, series_dtype)
+
+            chunk = jnp.arange(start, stop), jnp.asarray(sizes, jnp.int32)
+            if len(sizes) == 1:
+                series.append(one((chunk[0][0], chunk[1][0]))[None])
+            else:
+                series.append(jax.lax.map(one, chunk))
+        if not series:
+            return values, jnp.zeros((len(windows.sizes), len(series_metrics)), jnp.float32)
+        return values, jnp.concatenate(series)
+
+    return one_by_one(measure)(rows, windows.rows.num_tokens, windows.num_windows)
 
 
 def _chunks(num_windows: int) -> list[tuple[int, int]]:

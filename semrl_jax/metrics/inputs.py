@@ -103,21 +103,24 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     return Rows(states / scale, num_tokens, scale, finite)
 
 
-def anchor(rows: Rows, num_rows: Int[Array, ""] | int) -> Float[Array, "T D"]:
-    """Subtracts the mean of the first `num_rows` valid rows, so that later centring loses nothing.
+def anchor(
+    rows: Rows, num_rows: Int[Array, ""] | int, start: Int[Array, ""] | int = 0
+) -> Float[Array, "T D"]:
+    """Subtracts the mean of `num_rows` valid rows, so that later centring loses nothing.
 
     Taking the first row away before the mean keeps equal rows exactly zero and spares a huge common
-    offset. Every prefix of at least num_rows rows contains those the mean is of, so what is left of
-    its offset is bounded by its own scatter.
+    offset. Every prefix from row `start` of at least num_rows rows contains those the mean is of,
+    and so does the response: what is left of its offset is bounded by its own scatter.
     """
     states, num_tokens = rows.states, rows.num_tokens
     if states.shape[0] == 0:
         return states
     position = jnp.arange(states.shape[0])[:, None]
     shifted = jnp.where(position < num_tokens, states - states[:1], 0.0)
-    count = jnp.minimum(jnp.asarray(num_rows), num_tokens)
-    total = jnp.sum(jnp.where(position < count, shifted, 0.0), axis=0, keepdims=True)
-    mean = total / jnp.maximum(count, 1).astype(jnp.float32)  # [1, D]
+    count = jnp.minimum(jnp.asarray(num_rows), num_tokens - start)
+    chosen = (position >= start) & (position < start + count)
+    total = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=0, keepdims=True)
+    mean = total / jnp.maximum(count, 1).astype(states.dtype)  # [1, D]
     return jnp.where(position < num_tokens, shifted - mean, 0.0)
 
 

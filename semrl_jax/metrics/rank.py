@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import METHODS, AnyArray, anchor, check_choice, compact
-from semrl_jax.metrics.spectrum import PrefixSpectra
+from semrl_jax.metrics.inputs import METHODS, AnyArray, Rows, anchor, check_choice, compact
+from semrl_jax.metrics.spectrum import PrefixSpectra, one_by_one
 
 EPSILON = 1e-8  # in units of the hidden states, as the reference implementation has it
 
@@ -27,8 +27,8 @@ def effective_rank(
       hidden_states: any real float dtype, computed in float32; row t gave response token t. Rows
         outside the mask may hold anything, NaN too.
       response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
-      method: "svd" (relative error 1e-5) or "gram" (eigenvalues of the smaller Gram matrix;
-        1e-3 where no true value lies below 1e-3 of the largest).
+      method: "svd": relative error 1e-5, from a Gram matrix and its eigenvalues in float64. "gram":
+        the same in float32, 1e-3 where no true value lies below 1e-3 of the largest.
 
     Returns:
       Float32 in [1, min(T - 1, D)] for T valid tokens; 1.0 if all rows are equal; 0.0 if T < 2 or a
@@ -57,8 +57,8 @@ def traditional_rank(
 ) -> Float[Array, ""]:
     """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
 
-    Always from a singular value decomposition: the noise of Gram eigenvalues lies above this
-    threshold. Arguments, errors and zeros as in `effective_rank`; 0.0 also if all rows are equal.
+    Always in float64: the noise of float32 Gram eigenvalues lies above this threshold. Arguments,
+    errors and zeros as in `effective_rank`; 0.0 also if all rows are equal.
     """
     return _whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
 
@@ -95,7 +95,13 @@ def _whole_response(metric, hidden_states, response_mask, method) -> Float[Array
     num_rows, width = rows.states.shape
     if min(num_rows, width) == 0:
         return jnp.float32(0)
-    active = rows.finite & (rows.num_tokens >= 2)
-    spectra = PrefixSpectra(anchor(rows, rows.num_tokens), method)
-    value = metric(spectra(num_rows, rows.num_tokens, active), rows.scale, rows.num_tokens, width)
-    return jnp.where(rows.finite, value, 0.0)
+
+    def measure(rows: Rows) -> Float[Array, ""]:
+        dtype = jnp.dtype(jnp.float64 if method == "svd" else jnp.float32)
+        rows = rows._replace(states=rows.states.astype(dtype))
+        active = rows.finite & (rows.num_tokens >= 2)
+        spectra = PrefixSpectra(anchor(rows, rows.num_tokens))
+        sigma = spectra(num_rows, rows.num_tokens, active, dtype)
+        return metric(sigma, rows.scale, rows.num_tokens, width)
+
+    return jnp.where(rows.finite, one_by_one(measure)(rows), 0.0)
