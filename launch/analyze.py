@@ -28,14 +28,15 @@ from semrl_jax.errors import UserError
 
 WINDOWS = ("exact", "release", "later")
 STRIDE = 40
+GROWTH_STRIDE = 128
 
 INPUT = flags.DEFINE_string("input", None, "metrics: .npz or .safetensors file")
 RUN = flags.DEFINE_string("run", None, "correlation: directory of a run with rollouts/")
 STRIDES = flags.DEFINE_multi_integer(
     "stride",
     None,
-    f"tokens between two prefixes; default {STRIDE}, of correlation half, once and twice the run's."
-    " correlation and growth take several: repeat",
+    f"tokens between two prefixes; default of metrics {STRIDE}, of correlation half, once and twice "
+    f"the run's, of growth {GROWTH_STRIDE}. correlation and growth take several: repeat",
     lower_bound=1,
 )
 WINDOW = flags.DEFINE_multi_enum(
@@ -47,8 +48,8 @@ WINDOW = flags.DEFINE_multi_enum(
 METHOD = flags.DEFINE_enum(
     "method", "gram", ("gram", "svd"), "metrics, correlation: decomposition; svd: 5 digits, slower"
 )
-RESPONSES = flags.DEFINE_integer("responses", 48, "growth: of each source", lower_bound=3)
-TOKENS = flags.DEFINE_integer("tokens", 4096, "growth: of the longest response", lower_bound=64)
+RESPONSES = flags.DEFINE_integer("responses", 32, "growth: of each source", lower_bound=3)
+TOKENS = flags.DEFINE_integer("tokens", 2048, "growth: of the longest response", lower_bound=64)
 SEED = flags.DEFINE_integer("seed", 0, "growth: of what is random", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", None, "directory for CSV and PNG files, made if missing")
 
@@ -102,7 +103,7 @@ def growth() -> int:
     found = growth_study(
         num_responses=RESPONSES.value,
         max_tokens=TOKENS.value,
-        strides=tuple(STRIDES.value or [STRIDE]),
+        strides=tuple(STRIDES.value or [GROWTH_STRIDE]),
         windows=tuple(WINDOW.value or WINDOWS),
         seed=SEED.value,
     )

@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from semrl_jax.metrics import WINDOWS, hidden_state_metrics
@@ -72,7 +73,7 @@ class Correlation:
 
 
 def correlate(
-    responses: Sequence[Float[np.ndarray, "T D"]],
+    responses: Sequence[Float[np.ndarray, "_ D"]],
     *,
     strides: Sequence[int],
     windows: Sequence[str] = WINDOWS,
@@ -97,7 +98,8 @@ def correlate(
     for window in windows:
         for stride in strides:
             measured = [_measure(states, stride, window, method) for states in responses]
-            values, valid = (np.array(column) for column in zip(*measured))  # [B, 3], [B]
+            values = np.array([value for value, _ in measured], np.float32)  # [B, 3]
+            valid = np.array([valid for _, valid in measured])
             found.append(
                 Correlation(source, window, stride, len(responses), tokens[valid], *values[valid].T)
             )
@@ -110,11 +112,16 @@ def correlation_table(correlations: Sequence[Correlation]) -> Table:
     |T marks those at equal length, see `Correlation.with_velocity`.
     """
     title = "effective rank beside its velocity and acceleration; r is with ER, |T at equal length"
-    table = Table(*_HEADER, title=title, padding=(0, 0))
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = Table(title=title, padding=0, box=box.SIMPLE_HEAD)
+    for name in _HEADER.values():
+        text = name in ("source", "window")
+        table.add_column(name, justify="left" if text else "right", no_wrap=True)
     for correlation in correlations:
-        table.add_row(*(_text(value) for value in _values(correlation)))
+        *plain, ranks, velocity, acceleration, r0, r1, r2, r3 = _values(correlation)
+        table.add_row(
+            *(str(value) for value in plain[:4]), _text(plain[4], 0), _text(ranks, 1),
+            _text(velocity, 2), _text(acceleration, 2), *(_text(r, 2) for r in (r0, r1, r2, r3)),
+        )  # fmt: skip
     return table
 
 
@@ -122,7 +129,7 @@ def write_correlations(file: pathlib.Path, correlations: Sequence[Correlation]) 
     """Writes the table as CSV in full precision; a coefficient that does not exist is empty."""
     with open(file, "w", newline="") as out:
         writer = csv.writer(out)
-        writer.writerow(_HEADER)
+        writer.writerow(_HEADER.keys())
         for correlation in correlations:
             writer.writerow("" if value != value else value for value in _values(correlation))
 
@@ -144,7 +151,7 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
                 name = f"{c.source}, stride {c.stride}" if several_strides else c.source
                 axes.scatter(
                     c.effective_rank, order, s=9, alpha=0.6, lw=0,
-                    color=COLOURS[index % len(COLOURS)], label=f"{name}: r = {_text(r)}",
+                    color=COLOURS[index % len(COLOURS)], label=f"{name}: r = {_text(r, 2)}",
                 )  # fmt: skip
             axes.set_title(f"window: {window}" if row == 0 else "", fontsize=10, loc="left")
             axes.set_ylabel(f"{label} ({unit})" if column == 0 else "")
@@ -155,10 +162,21 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
     return figure
 
 
-_HEADER = (
-    "source", "window", "stride", "responses", "tokens", "ER", "ERV", "ERA",
-    "r ERV", "r ERA", "r ERV|T", "r ERA|T",
-)  # fmt: skip
+# Column of the CSV file -> of the table, where it must be narrow.
+_HEADER = {
+    "source": "source",
+    "window": "window",
+    "stride": "s",
+    "responses": "N",
+    "tokens": "T",
+    "effective_rank": "ER",
+    "effective_rank_velocity": "ERV",
+    "effective_rank_acceleration": "ERA",
+    "r_velocity": "r ERV",
+    "r_acceleration": "r ERA",
+    "r_velocity_equal_length": "r ERV|T",
+    "r_acceleration_equal_length": "r ERA|T",
+}
 
 
 def _values(c: Correlation) -> tuple[str | int | float, ...]:
@@ -172,11 +190,9 @@ def _values(c: Correlation) -> tuple[str | int | float, ...]:
     )  # fmt: skip
 
 
-def _text(value: str | int | float) -> str:
-    """Three digits of a float, a dash for none."""
-    if isinstance(value, float):
-        return "-" if value != value else f"{value:.3g}"
-    return str(value)
+def _text(value: float, num_digits: int) -> str:
+    """Fixed digits after the point, a dash for NaN."""
+    return "-" if value != value else f"{value:.{num_digits}f}"
 
 
 def _measure(

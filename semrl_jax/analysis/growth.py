@@ -23,24 +23,27 @@ LAWS = {
     "square root": np.sqrt,
     "logarithm": np.log1p,
 }
-SAMPLED = "random model"
+WIDE, SAMPLED = "wide", "sampled"
 WIDTH = 128
+WIDE_WIDTH = 768  # above 512: the last 512 tokens cannot span what a longer response does
 PROMPT_TOKENS = 8
 TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from loops to noise
 
 
 def growth_study(
     *,
-    num_responses: int = 48,
-    max_tokens: int = 4096,
-    strides: tuple[int, ...] = (40,),
+    num_responses: int = 32,
+    max_tokens: int = 2048,
+    strides: tuple[int, ...] = (128,),
     windows: tuple[str, ...] = WINDOWS,
     seed: int = 0,
 ) -> list[Correlation]:
     """Correlates ER with ERV and ERA on long responses of every law and of a random model.
 
-    Lengths are drawn evenly from max_tokens / 16 to max_tokens, and for a law the directions a
-    response would have at max_tokens from an eighth to three quarters of its width.
+    Lengths are drawn evenly from max_tokens / 8 to max_tokens. What else sets the responses of one
+    source apart: for a law the directions a response would have at max_tokens, an eighth to three
+    quarters of its width; for "wide" how fast the spread over its directions falls; for "sampled"
+    the temperature.
 
     Args:
       num_responses: of each source.
@@ -51,7 +54,7 @@ def growth_study(
     rng = np.random.default_rng(seed)
 
     def lengths():
-        return rng.integers(max_tokens // 16, max_tokens, size=num_responses, endpoint=True)
+        return rng.integers(max_tokens // 8, max_tokens, size=num_responses, endpoint=True)
 
     found = []
     for law, growth in LAWS.items():
@@ -66,6 +69,11 @@ def growth_study(
             for num_tokens in lengths()
         ]
         found += correlate(responses, strides=strides, windows=windows, source=law)
+    responses = [
+        wide_states(num_tokens=int(num_tokens), decay=rng.uniform(0.0, 0.5), rng=rng)
+        for num_tokens in lengths()
+    ]
+    found += correlate(responses, strides=strides, windows=windows, source=WIDE)
     sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens, seed=seed)
     # A prefix of a sampled text is what a lower limit would have given.
     responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
@@ -86,9 +94,20 @@ def growing_states(
     return np.where(np.arange(width) < np.round(directions)[:, None], rows, 0.0).astype(np.float32)
 
 
+def wide_states(
+    *, num_tokens: int, decay: float, rng: np.random.Generator
+) -> Float[np.ndarray, "T D"]:
+    """Normal rows in WIDE_WIDTH directions, the k-th with a deviation of k^-decay.
+
+    Rank grows as long as there are fewer rows than directions.
+    """
+    deviations = np.arange(1.0, WIDE_WIDTH + 1) ** -decay
+    return (rng.normal(size=(num_tokens, WIDE_WIDTH)) * deviations).astype(np.float32)
+
+
 def sampled_states(
     *, num_responses: int, num_tokens: int, seed: int = 0
-) -> list[Float[np.ndarray, "T D"]]:
+) -> list[Float[np.ndarray, "_ D"]]:
     """Final states of texts a random model samples, an equal share at each of TEMPERATURES."""
     config = models.DecoderConfig(
         vocab_size=512, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_layers=2, num_heads=4,

@@ -26,7 +26,7 @@ COLUMNS = ("prompt_ids", "response_ids")
 
 def run_states(
     workdir: str | os.PathLike[str],
-) -> tuple[dict[int, list[Float[np.ndarray, "T D"]]], int]:
+) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
     """Recomputes what the metrics of a run were measured on.
 
     Args:
@@ -73,7 +73,7 @@ def response_states(
     params: models.Params,
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
-) -> list[Float[np.ndarray, "T D"]]:
+) -> list[Float[np.ndarray, "_ D"]]:
     """Final states of each response, from one right-padded forward pass a micro-batch."""
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)

@@ -1,0 +1,163 @@
+"""ER beside ERV and ERA: coefficients, growth laws, and the responses of a run."""
+
+import csv
+import io
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from semrl_jax import analysis
+from semrl_jax.analysis import growth, runs
+from semrl_jax.errors import UserError
+from semrl_jax.training import train
+from tests.launch.tiny_config import get_config
+from tests.oracles import metrics as oracle
+
+
+def correlation_of(tokens, rank, velocity, acceleration):
+    arrays = [np.asarray(x, np.float32) for x in (rank, velocity, acceleration)]
+    return analysis.Correlation("here", "exact", 4, len(tokens), np.asarray(tokens), *arrays)
+
+
+def test_coefficients_by_hand():
+    # ERV follows ER; ERA is orthogonal to it.
+    found = correlation_of([8] * 4, [1, 2, 3, 4], [2, 4, 6, 8], [1, -1, -1, 1])
+    np.testing.assert_allclose(found.with_velocity(), 1.0)
+    np.testing.assert_allclose(found.with_acceleration(), 0.0, atol=1e-7)
+    # All lengths equal: nothing to take out.
+    np.testing.assert_allclose(found.with_velocity(equal_length=True), 1.0)
+
+
+def test_a_correlation_by_length_alone_goes_with_the_length():
+    rng = np.random.default_rng(0)
+    tokens, a, b = rng.integers(50, 500, size=400), *rng.normal(size=(2, 400))
+    found = correlation_of(tokens, tokens + a, 0.25 * tokens + b, a)
+    assert found.with_velocity() > 0.99
+    # Of 400 independent pairs, |r| stays below 3 / sqrt(400).
+    assert abs(found.with_velocity(equal_length=True)) < 0.15
+    assert found.with_acceleration(equal_length=True) > 0.99 > 0.15 > found.with_acceleration()
+
+
+def test_what_has_no_correlation_has_none():
+    two = correlation_of([8, 9], [1, 2], [1, 2], [1, 2])
+    constant = correlation_of([8, 9, 10], [1, 2, 4], [3, 3, 3], [1.1, 1.1, 1.1])
+    line = correlation_of([8, 9, 10], [8, 9, 10], [1, 5, 2], [0, 1, 0])
+    for value in (
+        two.with_velocity(), constant.with_velocity(), constant.with_acceleration(),
+        line.with_velocity(equal_length=True),
+    ):  # fmt: skip
+        assert np.isnan(value)
+    assert not np.isnan(line.with_velocity())
+
+
+@pytest.fixture(scope="module")
+def found():
+    rng = np.random.default_rng(0)
+    responses = [rng.normal(size=(n, 6)).astype(np.float32) for n in (20, 33, 40, 47, 64)]
+    responses[3] *= np.linspace(0.1, 3, 6, dtype=np.float32)
+    return responses, analysis.correlate(responses, strides=(10,), windows=("exact", "later"))
+
+
+def test_responses_are_measured_as_the_oracle_does(found):
+    responses, correlations = found
+    assert [(c.window, c.stride) for c in correlations] == [("exact", 10), ("later", 10)]
+    for c, num_short in zip(correlations, (1, 1)):  # 20 tokens: two windows, no ERA
+        assert c.num_responses == 5 and len(c.tokens) == 5 - num_short
+        for i, rows in enumerate(responses[num_short:]):
+            assert c.tokens[i] == len(rows)
+            expected = oracle.orders(oracle.series(oracle.effective_rank, rows, 10, c.window))
+            np.testing.assert_allclose(c.effective_rank[i], oracle.effective_rank(rows), rtol=1e-3)
+            # 1e-3 is what "gram" promises of ranks near 5.
+            np.testing.assert_allclose(
+                [c.velocity[i], c.acceleration[i]], expected, atol=5e-3, err_msg=c.window
+            )
+        ranks = [oracle.effective_rank(rows) for rows in responses[num_short:]]
+        np.testing.assert_allclose(
+            c.with_velocity(), np.corrcoef(ranks, c.velocity)[0, 1], atol=1e-2
+        )
+
+
+def test_table_file_and_picture_hold_every_correlation(found, tmp_path):
+    correlations = [*found[1], correlation_of([8, 9], [1, 2], [1, 2], [1, 2])]
+    text = io.StringIO()
+    Console(file=text, width=80).print(analysis.correlation_table(correlations))
+    assert "…" not in text.getvalue()  # fits where the output is no terminal
+    lines = text.getvalue().splitlines()
+    assert any(f"{correlations[0].with_velocity():.2f}" in line for line in lines)
+    analysis.write_correlations(tmp_path / "c.csv", correlations)
+    rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
+    assert float(rows[1]["r_acceleration"]) == correlations[1].with_acceleration()
+    assert [row["responses"] for row in rows] == ["4", "4", "2"] and rows[2]["r_velocity"] == ""
+    figure = analysis.draw_correlations(correlations)
+    assert len(figure.axes) == 4  # two orders by two windows
+    drawn = figure.axes[0].collections[0].get_offsets()
+    np.testing.assert_allclose(drawn[:, 1], correlations[0].velocity, rtol=1e-6)
+
+
+@pytest.mark.parametrize("law", growth.LAWS)
+def test_directions_grow_by_the_law(law):
+    options = {"num_tokens": 400, "rate": 20 / growth.LAWS[law](400), "width": 32}
+    rows = growth.growing_states(law, **options, rng=np.random.default_rng(0))
+    assert rows.shape == (400, 32) and rows.dtype == np.float32
+    used = [np.flatnonzero(row)[-1] + 1 for row in rows]
+    expected = {"linear": 10, "square root": 20 / 2**0.5, "logarithm": 20 * 5.3 / 6.0}[law]
+    assert used[-1] == 20 and abs(used[199] - expected) <= 1
+    ranks = [oracle.effective_rank(rows[:n]) for n in (100, 400)]
+    assert 0.4 * used[-1] < ranks[1] < used[-1] and ranks[0] < ranks[1]
+
+
+@pytest.mark.slow
+def test_a_study_of_growth_has_every_source_and_shows_the_cap():
+    found = growth.growth_study(num_responses=8, max_tokens=1200, strides=(100,))
+    sources = (*growth.LAWS, growth.WIDE, growth.SAMPLED)
+    assert [(c.source, c.window) for c in found] == [
+        (source, window) for source in sources for window in ("exact", "release", "later")
+    ]
+    linear, wide = ({c.window: c for c in found if c.source == s} for s in ("linear", growth.WIDE))
+    assert linear["exact"].with_velocity() > 0.95
+    # Of the last 512 of up to 1200 tokens, rank grows less than over all of them.
+    longest = np.argmax(wide["exact"].tokens)
+    assert wide["release"].velocity[longest] < 0.8 * wide["exact"].velocity[longest]
+    (sampled,) = (c for c in found if (c.source, c.window) == (growth.SAMPLED, "exact"))
+    assert np.ptp(sampled.effective_rank) > 1
+    again = growth.sampled_states(num_responses=4, num_tokens=64)
+    np.testing.assert_array_equal(
+        again[0], growth.sampled_states(num_responses=4, num_tokens=64)[0]
+    )
+
+
+@pytest.mark.slow
+def test_the_states_of_a_run_are_those_it_measured(tmp_path):
+    config = get_config()
+    config.training.num_steps = 3
+    config.hidden_states.dtype = "float32"
+    config.logging.rollouts_every_steps = 1
+    config.checkpoints.every_steps = 2
+    config.checkpoints.extra_steps = ()
+    assert train(config, str(tmp_path / "run")) == 0
+    states, stride = runs.run_states(tmp_path / "run")
+    assert stride == config.metrics.stride
+    assert set(states) == {0, 2}  # step 1 left no weights
+    for step, responses in states.items():
+        file = tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet"
+        table = pq.read_table(file).to_pydict()
+        assert [len(rows) for rows in responses] == [len(ids) for ids in table["response_ids"]]
+        for rows, expected in zip(responses, table["metrics/effective_rank"]):
+            # The same weights, decoded token by token there and in one pass here.
+            np.testing.assert_allclose(oracle.effective_rank(rows), expected, rtol=2e-3)
+    for file in (tmp_path / "run" / "checkpoints" / "2").rglob("manifest.ocdbt"):
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be used"):
+        runs.run_states(tmp_path / "run")
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(UserError, match="is no run"):
+        runs.run_states(tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"config": {"model": {"path": ""}, "metrics": {"stride": 4}}}'
+    )
+    with pytest.raises(UserError, match="no step with both"):
+        runs.run_states(tmp_path)

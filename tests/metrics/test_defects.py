@@ -1,0 +1,92 @@
+"""What the reference implementation gets wrong about metrics; docs/verl.md has the whole table."""
+
+import jax
+import numpy as np
+import pytest
+
+from semrl_jax import metrics
+from tests.oracles import metrics as oracle
+
+
+def of_one(states, mask=None, **options):
+    """Metrics of one response as floats."""
+    mask = np.ones(states.shape[0], bool) if mask is None else mask
+    found = metrics.hidden_state_metrics(states[None], mask[None], **{"stride": 20} | options)
+    return {name: float(value[0]) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("pad_id", [128009.0, 151643.0])
+def test_padding_with_token_ids_is_not_seen(pad_id):
+    # One such row inside the mask drives the rank to about 1.
+    states = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
+    mask = np.arange(80) < 70
+    states[70:] = pad_id
+    found = of_one(states, mask, method="svd")
+    assert oracle.effective_rank(states[:71]) < 1.1
+    for name, metric in oracle.METRICS.items():
+        np.testing.assert_allclose(found[name], metric(states[:70]), rtol=1e-4, err_msg=name)
+    series = oracle.series(oracle.effective_rank, states[:70], 20, "exact")
+    np.testing.assert_allclose(
+        found["effective_rank_velocity"], oracle.orders(series)[0], rtol=1e-4
+    )
+
+
+def test_differences_see_the_whole_response():
+    # Rank grows in the first half alone; the last 512 rows know nothing of it.
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(1040, 12)).astype(np.float32)
+    states[:500] *= np.arange(12) < np.linspace(1, 12, 500)[:, None]
+    flat = states.copy()
+    flat[:520] = rng.normal(size=(520, 12))
+    names = {"names": ("effective_rank",), "stride": 104}
+    for window, same in (("exact", False), ("later", False), ("release", True)):
+        grows = of_one(states, window=window, **names)["effective_rank_velocity"]
+        stays = of_one(flat, window=window, **names)["effective_rank_velocity"]
+        assert (abs(grows - stays) < 1e-4) == same, window
+    np.testing.assert_allclose(
+        of_one(states, **names)["effective_rank_velocity"],
+        oracle.orders(oracle.series(oracle.effective_rank, states, 104, "exact"))[0],
+        rtol=1e-3,
+    )
+
+
+@pytest.mark.parametrize("method", metrics.METHODS)
+def test_a_rank_of_20_reads_as_20_in_value_and_differences(method):
+    # 241 x 512 as measured on the release: eigenvalues of the noise made it 130, and ER 21.1.
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(512, 20)))[0].T
+    states = (rng.normal(size=(241, 20)) @ basis).astype(np.float32)
+    found = of_one(states, stride=80, names=("effective_rank", "response_entropy"), method=method)
+    rank = jax.jit(metrics.traditional_rank)(states, np.ones(241, bool))
+    assert rank == 20
+    tolerance = {"svd": 1e-4, "gram": 2e-3}[method]  # those of the methods
+    for name in ("effective_rank", "response_entropy"):
+        # Renyi entropy in the differences too, where the release takes Shannon's.
+        series = oracle.series(oracle.METRICS[name], states, 80, "exact")
+        np.testing.assert_allclose(found[name], oracle.METRICS[name](states), rtol=tolerance)
+        scale = series[-1]
+        for order, expected in zip(("velocity", "acceleration"), oracle.orders(series)):
+            assert abs(found[f"{name}_{order}"] - expected) < tolerance * scale, (name, order)
+
+
+def test_curvature_keeps_the_turns_at_every_256th_step():
+    # Straight but for two right angles, exactly where chunks of 256 steps would end.
+    steps = np.zeros((600, 2))
+    steps[:256, 0] = steps[512:, 0] = 1
+    steps[256:512, 1] = 1
+    states = np.concatenate([np.zeros((1, 2)), np.cumsum(steps, axis=0)]).astype(np.float32)
+    expected = 2 * (np.pi / 2) / 599
+    found = jax.jit(metrics.curvature)(states, np.ones(601, bool))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_ranks_a_bfloat16_apart_stay_apart():
+    # Spacing of bfloat16 between 128 and 256: 1. These differ by less.
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(200, 256)).astype(np.float32)
+    other = states * np.linspace(1, 1.2, 256, dtype=np.float32)
+    ranks = [jax.jit(metrics.effective_rank)(rows, np.ones(200, bool)) for rows in (states, other)]
+    assert all(rank.dtype == np.float32 and rank > 128 for rank in ranks)
+    assert 0.05 < abs(float(ranks[0]) - float(ranks[1])) < 1
+    for rank, rows in zip(ranks, (states, other)):
+        np.testing.assert_allclose(rank, oracle.effective_rank(rows), rtol=1e-5)
