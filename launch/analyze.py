@@ -35,7 +35,7 @@ RUN = flags.DEFINE_string("run", None, "correlation: directory of a run with rol
 STRIDES = flags.DEFINE_multi_integer(
     "stride",
     None,
-    f"tokens between two prefixes; default of metrics {STRIDE}, of correlation half, once and twice "
+    f"tokens between two prefixes; default of metrics {STRIDE}, of correlation half, once, twice "
     f"the run's, of growth {GROWTH_STRIDE}. correlation and growth take several: repeat",
     lower_bound=1,
 )
