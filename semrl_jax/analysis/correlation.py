@@ -135,9 +135,15 @@ def write_correlations(file: pathlib.Path, correlations: Sequence[Correlation]) 
 
 
 def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
-    """Scatters ERV and ERA over ER; a column a window, a colour a source or stride."""
+    """Scatters ERV and ERA over ER; a column a window, a colour a source or stride.
+
+    Where ER spans more than a decade its axis is logarithmic and the others nearly so: ERV in
+    proportion to ER is a line of slope one then.
+    """
     windows = list(dict.fromkeys(c.window for c in correlations))
     several_strides = len({c.stride for c in correlations}) > 1
+    ranks = np.concatenate([c.effective_rank for c in correlations])
+    wide = len(ranks) > 0 and ranks.max() > 10 * ranks.min() > 0
     figure = Figure(figsize=(3.6 * len(windows) + 0.4, 6.4), layout="constrained")
     grid = figure.subplots(2, len(windows), squeeze=False, sharex=True, sharey="row")
     for column, window in enumerate(windows):
@@ -156,6 +162,9 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
             axes.set_title(f"window: {window}" if row == 0 else "", fontsize=10, loc="left")
             axes.set_ylabel(f"{label} ({unit})" if column == 0 else "")
             axes.set_xlabel("ER" if row == 1 else "")
+            if wide:
+                axes.set_xscale("log")
+                axes.set_yscale("symlog", linthresh=1.0)  # an acceleration may be negative
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(fontsize=7, frameon=False, handletextpad=0.2, borderpad=0.2)

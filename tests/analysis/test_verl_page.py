@@ -1,0 +1,60 @@
+"""docs/verl.md: every defect of metrics and shaping has a test that exists and runs."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from configs import default
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "verl.md").read_text()
+ROWS = {
+    defect: re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", line)
+    for line in PAGE.splitlines()
+    for defect in re.findall(r"^\| (D\d+) \|", line)
+}
+
+
+def test_every_defect_has_a_row():
+    assert set(ROWS) == {f"D{n}" for n in range(1, 19)} | {"D20"}
+
+
+@pytest.mark.parametrize("defect", ROWS)
+def test_the_tests_of_a_row_exist_and_are_not_skipped(defect):
+    assert ROWS[defect]
+    for file, name in ROWS[defect]:
+        functions = {
+            node.name: node
+            for node in ast.parse((ROOT / file).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert name in functions, f"{file}::{name}"
+        marks = " ".join(ast.unparse(mark) for mark in functions[name].decorator_list)
+        # A mark on a case of several leaves the others.
+        assert not re.match(r"pytest\.mark\.(skip|skipif|xfail|slow|soak)\b", marks), name
+        assert any(isinstance(node, ast.Assert | ast.Call) for node in ast.walk(functions[name]))
+
+
+def test_defaults_on_the_page_are_those_of_the_config():
+    config = default.get_config()
+    for section, field in re.findall(r"^\| `(metrics|shaping)\.(\w+)` \|", PAGE, re.MULTILINE):
+        (stated,) = re.findall(rf"^\| `{section}\.{field}` \| `?([\w.]+)`? \|", PAGE, re.MULTILINE)
+        assert stated == str(config[section][field]), field
+    (numbers,) = re.findall(
+        r"^\| `shaping.gain`, `eta`, `kappa`, `alpha` \| ([\d., ]+) \|", PAGE, re.MULTILINE
+    )
+    shaping = config.shaping
+    assert [float(n) for n in numbers.split(",")] == [
+        shaping.gain, shaping.eta, shaping.kappa, shaping.alpha
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["verl.md", "metrics.md"])
+def test_pictures_and_pages_that_are_linked_exist(page):
+    links = re.findall(r"\]\(([\w./]+)\)", (ROOT / "docs" / page).read_text())
+    assert links
+    for link in links:
+        file = ROOT / "docs" / link
+        assert file.is_file() and file.stat().st_size < 200_000, link
