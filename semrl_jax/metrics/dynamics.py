@@ -202,47 +202,62 @@ def spectral_series(
     num_rows, width = rows.states.shape
     if min(num_rows, width) == 0:
         return jnp.zeros(len(value_metrics)), jnp.zeros((len(windows.sizes), len(series_metrics)))
-    first = windows.sizes[0] if windows.sizes and series_metrics else num_rows
-    size = windows.rows.states.shape[0]
+    measure = one_by_one(
+        _measure,
+        sizes=windows.sizes,
+        window_rows=windows.rows.states.shape[0],
+        value_metrics=value_metrics,
+        series_metrics=series_metrics,
+        value_dtype=jnp.float64 if exact_value else jnp.float32,
+        series_dtype=jnp.float64 if exact_series else jnp.float32,
+    )
+    return measure(rows, windows.rows.num_tokens, windows.num_windows)
 
-    def measure(rows: Rows, window_tokens: Int[Array, ""], num_windows: Int[Array, ""]):
-        value_dtype, series_dtype = (
-            jnp.dtype(jnp.float64 if exact else jnp.float32)
-            for exact in (exact_value, exact_series)
-        )
-        states = rows.states.astype(jnp.promote_types(value_dtype, series_dtype))
-        start = rows.num_tokens - window_tokens
-        whole = PrefixSpectra(anchor(rows._replace(states=states), first, start))
-        prefixes = whole if size == num_rows else whole.part(start, size)
 
-        def of_first(spectra, size, num_tokens, active, metrics, dtype):
-            sigma = spectra(size, num_tokens, active & (num_tokens >= 2), dtype)
-            values = [metric(sigma, rows.scale, num_tokens, width) for metric in metrics]
-            return jnp.where(active, jnp.stack(values), 0.0)
+def _measure(
+    rows: Rows,
+    window_tokens: Int[Array, ""],
+    num_windows: Int[Array, ""],
+    *,
+    sizes: tuple[int, ...],
+    window_rows: int,
+    value_metrics: tuple[Callable, ...],
+    series_metrics: tuple[Callable, ...],
+    value_dtype: type,
+    series_dtype: type,
+) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
+    """`spectral_series` of rows of which the last `window_tokens` valid ones have windows."""
+    num_rows, width = rows.states.shape
+    states = rows.states.astype(jnp.promote_types(value_dtype, series_dtype))
+    first_row = rows.num_tokens - window_tokens
+    first_size = sizes[0] if sizes else num_rows
+    whole = PrefixSpectra(anchor(rows._replace(states=states), first_size, first_row))
+    prefixes = whole if window_rows == num_rows else whole.part(first_row, window_rows)
 
-        values = jnp.zeros(0, jnp.float32)
-        if value_metrics:
-            arguments = num_rows, rows.num_tokens, rows.finite, value_metrics, value_dtype
-            values = of_first(whole, *arguments)  # [V]
-        series = []
-        for start, stop in _chunks(len(windows.sizes)) if series_metrics else ():
-            sizes = windows.sizes[start:stop]
+    def of_first(spectra, size, num_tokens, active, metrics, dtype) -> Float[Array, " M"]:
+        sigma = spectra(size, num_tokens, active & (num_tokens >= 2), jnp.dtype(dtype))
+        values = [metric(sigma, rows.scale, num_tokens, width) for metric in metrics]
+        return jnp.where(active, jnp.stack(values), 0.0)
 
-            def one(index_and_size: tuple[Array, Array], size: int = sizes[-1]):
-                index, num_tokens = index_and_size
-                active = index < num_windows
-                return of_first(prefixes, size, num_tokens, active, series_metrics, series_dtype)
+    values = jnp.zeros(0, jnp.float32)
+    if value_metrics:
+        values = of_first(
+            whole, num_rows, rows.num_tokens, rows.finite, value_metrics, value_dtype
+        )  # [V]
+    series = [jnp.zeros((0 if series_metrics else len(sizes), len(series_metrics)), jnp.float32)]
+    for start, stop in _chunks(len(sizes)) if series_metrics else ():
+        chunk = jnp.arange(start, stop), jnp.asarray(sizes[start:stop], jnp.int32)
 
-            chunk = jnp.arange(start, stop), jnp.asarray(sizes, jnp.int32)
-            if len(sizes) == 1:
-                series.append(one((chunk[0][0], chunk[1][0]))[None])
-            else:
-                series.append(jax.lax.map(one, chunk))
-        if not series:
-            return values, jnp.zeros((len(windows.sizes), len(series_metrics)), jnp.float32)
-        return values, jnp.concatenate(series)
+        def one(index_and_size: tuple[Array, Array], size: int = sizes[stop - 1]):
+            index, num_tokens = index_and_size
+            active = index < num_windows
+            return of_first(prefixes, size, num_tokens, active, series_metrics, series_dtype)
 
-    return one_by_one(measure)(rows, windows.rows.num_tokens, windows.num_windows)
+        if stop - start == 1:
+            series.append(one((chunk[0][0], chunk[1][0]))[None])
+        else:
+            series.append(jax.lax.map(one, chunk))
+    return values, jnp.concatenate(series)  # [V], [K, M]
 
 
 def _chunks(num_windows: int) -> list[tuple[int, int]]:

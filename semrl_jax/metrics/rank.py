@@ -95,13 +95,16 @@ def _whole_response(metric, hidden_states, response_mask, method) -> Float[Array
     num_rows, width = rows.states.shape
     if min(num_rows, width) == 0:
         return jnp.float32(0)
+    dtype = jnp.float64 if method == "svd" else jnp.float32
+    value = one_by_one(_of_all_rows, metric=metric, dtype=dtype)(rows)
+    return jnp.where(rows.finite, value, 0.0)
 
-    def measure(rows: Rows) -> Float[Array, ""]:
-        dtype = jnp.dtype(jnp.float64 if method == "svd" else jnp.float32)
-        rows = rows._replace(states=rows.states.astype(dtype))
-        active = rows.finite & (rows.num_tokens >= 2)
-        spectra = PrefixSpectra(anchor(rows, rows.num_tokens))
-        sigma = spectra(num_rows, rows.num_tokens, active, dtype)
-        return metric(sigma, rows.scale, rows.num_tokens, width)
 
-    return jnp.where(rows.finite, one_by_one(measure)(rows), 0.0)
+def _of_all_rows(rows: Rows, *, metric, dtype: type) -> Float[Array, ""]:
+    """A function of the spectrum of all valid rows, decomposed in this dtype."""
+    num_rows, width = rows.states.shape
+    rows = rows._replace(states=rows.states.astype(dtype))
+    active = rows.finite & (rows.num_tokens >= 2)
+    spectra = PrefixSpectra(anchor(rows, rows.num_tokens))
+    sigma = spectra(num_rows, rows.num_tokens, active, jnp.dtype(dtype))
+    return metric(sigma, rows.scale, rows.num_tokens, width)

@@ -9,7 +9,7 @@ keeps those of a float32 decomposition and more, float32 those above its floor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -100,17 +100,20 @@ class PrefixSpectra:
         return jnp.sqrt(jnp.where(real, eigenvalues, 0.0)).astype(jnp.float32)
 
 
-def one_by_one(function: Callable) -> Callable:
+@functools.lru_cache(maxsize=256)
+def one_by_one(function: Callable, **static: Hashable) -> Callable:
     """Lets a function of arrays use float64 inside, whatever batches or traces it.
 
-    Its arguments and results are of 32 bits or less. Float64 is in scope while it is traced only:
-    `vmap` must not look inside, and gets a loop; a call outside jit must not go op by op.
+    Its arguments and results are of 32 bits or less, `static` its keyword arguments. Float64 is in
+    scope while it is traced only: `vmap` must not look inside, and gets a loop; a call outside jit
+    must not go op by op, and finds what an earlier one compiled.
     """
+    jitted = jax.jit(functools.partial(function, **static))
 
     @jax.custom_batching.sequential_vmap
     def scoped(*args):
         with jax.enable_x64(True):
-            return jax.jit(function)(*args)
+            return jitted(*args)
 
     return scoped
 

@@ -60,6 +60,19 @@ def test_gram_metrics_match_float64(batch):
     check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
 
 
+def test_only_the_named_orders_are_measured(batch):
+    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=("effective_rank",))
+    orders = {key for key in measured if key.endswith(("_velocity", "_acceleration"))}
+    assert orders == {"effective_rank_velocity", "effective_rank_acceleration"}
+    everything = metrics.hidden_state_metrics(*batch, stride=STRIDE)
+    for key, value in measured.items():
+        # Values are float64 in both; orders float32 here, 1e-3 as documented.
+        tolerance = {"rtol": 1e-3, "atol": 5e-3} if key in orders else {"rtol": 2e-6, "atol": 1e-6}
+        np.testing.assert_allclose(value, everything[key], **tolerance, err_msg=key)
+    none = metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=())
+    assert set(none) == {f"{name}{valid}" for name in metrics.METRICS for valid in ("", "_valid")}
+
+
 def test_a_response_is_the_same_alone_and_in_any_batch(batch):
     states, mask = batch
     together = metrics.hidden_state_metrics(states, mask, stride=STRIDE)

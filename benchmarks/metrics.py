@@ -1,0 +1,221 @@
+"""Speed of the metrics beside the release's algorithm in PyTorch, on the same arrays in one run.
+
+    python -m benchmarks.metrics
+    python -m benchmarks.metrics --accuracy
+    python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank
+
+The release's algorithm: singular values of the centred response for all five values, then one
+eigvalsh of the growing Gram matrix a window for the orders of the effective rank. Both take turns,
+response by response; a figure is the median of the turns. `shards` is the trainer's way: single
+responses from a pool of host threads.
+"""
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA give wrong products
+
+import argparse
+import concurrent.futures
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from semrl_jax import metrics
+from tests.oracles import metrics as oracle
+
+ORDERS = ("effective_rank",)
+STRIDE = 40
+SHAPES = ((64, 512, 896), (64, 512, 3584), (16, 1536, 3584))
+
+
+def release(states) -> dict[str, float]:
+    """All five values, and ERV and ERA under the release's window, of one [T, D] torch tensor."""
+    import torch
+
+    def rank(sigma: torch.Tensor) -> float:
+        p = sigma / (sigma.sum() + 1e-8)
+        return float(torch.exp(-(p * torch.log(p + 1e-8)).sum()))
+
+    sigma = torch.linalg.svdvals(states - states.mean(dim=0))
+    eigenvalues = sigma[sigma**2 > 1e-8] ** 2
+    q = eigenvalues / eigenvalues.sum()
+    steps = states[1:] - states[:-1]
+    steps = steps[steps.norm(dim=1) > 1e-6]
+    cosine = torch.cosine_similarity(steps[1:], steps[:-1])
+    tail = states[-512:]
+    gram, series = tail @ tail.T, []
+    for size in range(STRIDE + 1, len(tail) + 1, STRIDE):
+        part = gram[:size, :size]
+        mean = part.mean(dim=1, keepdim=True)
+        values = torch.linalg.eigvalsh(part - mean - mean.T + mean.mean())
+        series.append(rank(values.clamp(min=0).sqrt()))
+    velocity, acceleration = oracle.orders(series)
+    return {
+        "effective_rank": rank(sigma),
+        "log_effective_rank": math.log(rank(sigma)),
+        "traditional_rank": float((sigma > sigma.max() * max(states.shape) * oracle.EPS32).sum()),
+        "response_entropy": float(torch.log((q**1.0001).sum()) / (1 - 1.0001)),
+        "curvature": float(torch.arccos(cosine.clamp(-1, 1)).mean()),
+        "effective_rank_velocity": velocity,
+        "effective_rank_acceleration": acceleration,
+    }
+
+
+def measurement(names: tuple[str, ...], window: str, stride: int = STRIDE) -> Callable:
+    """hidden_state_metrics with the orders of the effective rank."""
+    return functools.partial(
+        metrics.hidden_state_metrics, stride=stride, window=window, names=names, orders=ORDERS
+    )
+
+
+def seconds(function: Callable, *arguments) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - started
+
+
+def in_shards(measure: Callable, states, mask, threads: int) -> None:
+    """One response a call, from `threads` host threads."""
+
+    def one(i: int) -> None:
+        jax.block_until_ready(measure(states[i : i + 1], mask[i : i + 1]))
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, range(len(states))))
+
+
+def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
+    """Prints ratios, seconds and memory of one shape."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rng = np.random.default_rng(0)
+    batch, length, width = shape
+    part = min(batch, threads * 2)  # a turn measures this many of the batch's responses
+    states = rng.normal(size=(part, length, width)).astype(np.float32)
+    states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
+    mask = np.ones((part, length), bool)
+    arrays = jnp.asarray(states), jnp.asarray(mask)
+    five, only = (measurement(names, "release") for names in (metrics.METRICS, ORDERS))
+
+    def with_torch() -> list[dict[str, float]]:
+        return [release(response) for response in torch.from_numpy(states)]
+
+    ways = {
+        "torch": with_torch,
+        "all five": lambda: five(*arrays),
+        "all five, shards": lambda: in_shards(five, *arrays, threads),
+        "ER, ERV, ERA": lambda: only(*arrays),
+        "ER, ERV, ERA, shards": lambda: in_shards(only, *arrays, threads),
+    }
+    measured, expected = five(*arrays), with_torch()
+    for name in expected[0]:  # the same work: they agree within the release's own noise
+        np.testing.assert_allclose(
+            measured[name], [row[name] for row in expected], rtol=1e-2, err_msg=name
+        )
+    for way in ways.values():
+        way()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            times[name].append(seconds(way) / part)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    structs = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:2], bool)
+    memory = metrics.hidden_state_metrics.lower(*structs, **five.keywords).compile()
+    extra = memory.memory_analysis().temp_size_in_bytes / math.prod(shape) / 4
+    for name in list(ways)[1:]:
+        print(
+            f"{median['torch'] / median[name]:6.1f}x  {list(shape)!s:16} {name:22}"
+            f"{1e3 * median[name]:9.1f} ms a response, torch {1e3 * median['torch']:.1f} ms"
+        )
+    print(f"         extra memory {extra:.2f} x the input of {list(shape)}", flush=True)
+
+
+def cases() -> dict[str, np.ndarray]:
+    """Responses [384, 896] whose spectra try the methods."""
+    rng = np.random.default_rng(0)
+    shape = 384, 896
+    u = np.linalg.qr(rng.normal(size=(shape[0], shape[0])))[0]
+    v = np.linalg.qr(rng.normal(size=(shape[1], shape[0])))[0]
+    gaussian = rng.normal(size=shape)
+    found = {"Gaussian": gaussian, "Gaussian, bfloat16": gaussian.astype(ml_dtypes.bfloat16)}
+    for smallest in (1e-2, 1e-3, 1e-4):
+        found[f"sigma down to {smallest:.0e}"] = u * np.geomspace(1, smallest, shape[0]) @ v.T * 99
+    for rank in (5, 20):
+        rows = rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1]))
+        found[f"rank {rank}"] = rows
+    return {
+        name: rows if rows.dtype == ml_dtypes.bfloat16 else rows.astype(np.float32)
+        for name, rows in found.items()
+    }
+
+
+def errors(rows: np.ndarray, method: str) -> dict[str, float]:
+    """Relative errors of ER, ERV and ERA against float64, and how far they move beta.
+
+    beta = sigmoid(2 d), d = (ERA - mu) / mu: a relative error r of ERA at d = 0 moves d by r.
+    """
+    measured = metrics.rank_dynamics(
+        rows, np.ones(len(rows), bool), stride=STRIDE, window="release", method=method
+    )
+    exact = rows.astype(np.float64)
+    velocity, acceleration = oracle.orders(
+        oracle.series(oracle.effective_rank, exact, STRIDE, "release")
+    )
+    expected = oracle.effective_rank(exact), velocity, acceleration
+    er, erv, era = (abs(float(a) / b - 1) for a, b in zip(measured, expected))
+    beta = 1 / (1 + math.exp(-2 * era)) - 0.5
+    return {"ER": er, "ERV": erv, "ERA": era, "beta": beta, "ERA is": acceleration}
+
+
+def accuracy() -> None:
+    """Prints the errors of both methods for every case."""
+    print(f"{'':30}{'ER':>10}{'ERV':>10}{'ERA':>10}{'beta':>10}{'ERA is':>10}")
+    for name, rows in cases().items():
+        for method in metrics.METHODS:
+            values = "".join(f"{value:10.1e}" for value in errors(rows, method).values())
+            print(f"{method:8}{name:22}{values}", flush=True)
+
+
+def lengths(sizes: list[int], width: int, names: tuple[str, ...], turns: int) -> None:
+    """Prints seconds a response under the `exact` window, and of 192 responses on one thread."""
+    measure, before = measurement(names, "exact"), None
+    for length in sizes:
+        states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
+        arrays = jnp.asarray(states), jnp.ones((1, length), bool)
+        seconds(measure, *arrays)
+        took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
+        growth = f", {took / before:.1f}x the one before" if before else ""
+        print(f"{length:6} tokens {took:9.3f} s; 192: {192 * took:9.1f} s{growth}", flush=True)
+        before = took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--accuracy", action="store_true", help="errors against float64, no times")
+    parser.add_argument("--lengths", type=int, nargs="*", help="growth of the `exact` window")
+    parser.add_argument("--names", nargs="*", default=list(metrics.METRICS), help="for --lengths")
+    parser.add_argument("--width", type=int, default=3584, help="for --lengths")
+    parser.add_argument("--shapes", nargs="*", help="such as 64x512x896; default: three")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="of torch, and of the shards")
+    arguments = parser.parse_args()
+    if arguments.accuracy:
+        accuracy()
+    elif arguments.lengths:
+        lengths(arguments.lengths, arguments.width, tuple(arguments.names), arguments.turns)
+    else:
+        shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes or ()]
+        for shape in shapes or SHAPES:
+            compare(shape, arguments.turns, arguments.threads)
+
+
+if __name__ == "__main__":
+    main()
