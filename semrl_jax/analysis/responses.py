@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from semrl_jax.metrics import effective_rank, hidden_state_metrics, traditional_rank
+from semrl_jax.metrics import effective_rank, hidden_state_metrics
 
 matplotlib.use("Agg")
 
@@ -60,7 +60,8 @@ def measure_responses(
     Args:
       hidden_states: any real float dtype; rows outside the mask may hold anything.
       response_mask: True on tokens that count.
-      stride, window, method: as in `metrics.hidden_state_metrics`; rank is by "svd" always.
+      stride, window, method: as in `metrics.hidden_state_metrics`; asked for rank, it takes all
+        values but ERV and ERA by "svd" always.
 
     Returns:
       `tokens` [B] int64, and for each metric of COLUMNS the float32 array and a bool one named
@@ -73,15 +74,13 @@ def measure_responses(
         hidden_state_metrics,
         stride=stride,
         window=window,
-        names=("effective_rank", "response_entropy", "curvature"),
+        names=("effective_rank", "traditional_rank", "response_entropy", "curvature"),
         method=method,
+        orders=("effective_rank",),
     )
     rows = []
     for states, mask in zip(hidden_states, response_mask):
         row = {name: value[0] for name, value in measure(states[None], mask[None]).items()}
-        # Of the whole response alone: among the others it would make every window an SVD.
-        rank = _traditional_rank(states, mask)
-        row |= {"traditional_rank": rank, "traditional_rank_valid": row["effective_rank_valid"]}
         rows.append(jax.device_get(row))
     measured = {"tokens": response_mask.sum(axis=1)}
     for metric in COLUMNS.values():
@@ -200,9 +199,6 @@ def _prefix_sizes(num_tokens: int, stride: int, window: str) -> list[int]:
     span = min(num_tokens, 512) if window == "release" else num_tokens
     sizes = list(range(stride + 1, span + 1, stride)) if span >= 2 * stride else []
     return [*sizes, num_tokens] if sizes and window == "later" else sizes
-
-
-_traditional_rank = jax.jit(traditional_rank)
 
 
 @functools.partial(jax.jit, static_argnames="method")
