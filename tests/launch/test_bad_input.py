@@ -66,6 +66,7 @@ def test_train_leaves_a_foreign_directory_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_train_names_a_directory_it_cannot_make():
     result = run("launch.train", f"--config={TINY}", "--workdir=/proc/nowhere")
     assert_one_line(result, "workdir=/proc/nowhere cannot be used")
@@ -104,6 +105,7 @@ def test_another_model_is_refused(replica, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_rollout_names_the_mistake(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -121,6 +123,7 @@ def test_rollout_names_the_mistake(tmp_path):
     assert_one_line(result, "--engine='abacus' must be one of")
 
 
+@pytest.mark.slow
 def test_sft_leaves_nothing_behind(tmp_path):
     result = run(
         "launch.sft",
