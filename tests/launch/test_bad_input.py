@@ -14,7 +14,7 @@ MISTAKES = {
     "stray word": (["foo"], "'foo' is not a flag"),
     "contradictory sizes": (["--config.training.responses_per_step=7"], "is derived"),
     "not built": (["--config.rollout.max_staleness=1"], "not built yet"),
-    "model directory missing": (["--config.model.path=/nowhere"], "config.json is missing"),
+    "model directory missing": (["--config.model.path=/nowhere"], "does not exist"),
     "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
     "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
     "mesh": (["--config.mesh.tensor=3"], "devices"),
