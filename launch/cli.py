@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import pathlib
@@ -16,10 +15,9 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from semrl_jax.errors import UserError
+from semrl_jax.errors import DISK_ERRNOS, UserError
 
 EXIT_USER_ERROR = 2
-DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -> None:

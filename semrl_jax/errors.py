@@ -1,4 +1,9 @@
-"""The one exception that stands for a mistake of the user's."""
+"""The one exception that stands for a mistake of the user's, and what a full disk answers."""
+
+import errno
+
+# A write that ends so is neither the user's mistake nor a defect: make room and go on.
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class UserError(ValueError):

@@ -7,7 +7,6 @@ manifest, and reads metadata of every checkpoint, damaged ones too, before it ca
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import pathlib
@@ -17,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 
-from semrl_jax.errors import UserError
+from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.training.checkpoint_files import (
     check_structure,
     checkpoint_problem,
@@ -32,9 +31,6 @@ from semrl_jax.training.state import DataPosition, TrainState
 
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
-
-# What a disk answers, and says in the text of errors that pass through tensorstore.
-DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Checkpoints:

@@ -57,6 +57,7 @@ def open_run(
         # What a mistake may be in comes first; the weights and the warm start are costly.
         with stop.interruptible():
             policy, tokenizer = build_policy(config)
+            ends = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
             prompts = training_prompts(config, tokenizer, reporter.line)
             problems = held_out_problems(config, tokenizer)
@@ -68,7 +69,7 @@ def open_run(
                     "data": data.dataset_hash(prompts),
                     "tokenizer": data.tokenizer_hash(tokenizer),
                     "architecture": policy.config.hash,
-                    "end tokens": " ".join(map(str, end_token_ids(config, tokenizer))),
+                    "end tokens": " ".join(map(str, ends)),
                     **weights_of(config),
                 }
             )
@@ -121,7 +122,7 @@ def open_run(
                 max_grad_norm=training.max_grad_norm,
             ),
             tokenizer=tokenizer,
-            end_token_ids=end_token_ids(config, tokenizer),
+            end_token_ids=ends,
             prompts=prompts,
             problems=problems,
             client=client,
