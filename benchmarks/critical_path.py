@@ -1,0 +1,248 @@
+"""How much time the semantic metrics add to a training step of the quickstart.
+
+    python -m benchmarks.critical_path
+
+From one warm start, every step is taken three times by the train loop itself: as configured; with
+the hidden states still streamed but not measured; and without hidden states. All three begin with
+the same train state, prompts and sampling seeds, so they sample the same tokens. Their order goes
+through all six, and each order is followed by its reverse; the run goes on from the configured
+step. Steps are compared by their ratios, whose median comes first, with an interval of order
+statistics.
+
+CPU seconds are those of this process, the embedded replica and all XLA threads included; the
+verifiers are processes of their own, the same on all sides. Last, the metrics of one step's
+responses are measured with nothing else running.
+"""
+
+import launch  # noqa: F401 - first: one BLAS thread, as for every command
+
+# isort: split
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import machine
+from configs import quickstart
+from semrl_jax import data
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training import loop, validate
+from semrl_jax.training.clock import Clock
+from semrl_jax.training.console import Bar, Reporter
+from semrl_jax.training.opening import open_run
+from semrl_jax.training.run import Run
+from semrl_jax.training.signals import StopRequest
+from semrl_jax.training.state import TrainState, init_state
+from semrl_jax.training.workdir import open_workdir
+
+MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
+# Each is followed by its reverse, and every side is as often first, second and last.
+ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
+STAGES = (
+    "step", "sync_weights", "sample", "generate", "old_logprobs", "ref_logprobs", "metrics",
+    "advantages", "update",
+)  # fmt: skip
+ALONE_REPEATS = 5
+
+Row = Mapping[str, float]
+
+
+class CpuClock(Clock):
+    """Adds `cpu/<phase>_s`: what all threads of the process used during the phase."""
+
+    def __init__(self):
+        super().__init__()
+        self._cpu_started = time.process_time()
+        self._cpu_s: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.process_time()
+        try:
+            with super().__call__(phase):
+                yield
+        finally:
+            used = time.process_time() - started
+            self._cpu_s[phase] = self._cpu_s.get(phase, 0.0) + used
+
+    def scalars(self) -> dict[str, float]:
+        cpu_s = self._cpu_s | {"step": time.process_time() - self._cpu_started}
+        return super().scalars() | {f"cpu/{phase}_s": used for phase, used in cpu_s.items()}
+
+
+class LastRow:
+    """Stands in for the MetricWriter: keeps the row."""
+
+    def write(self, step: int, scalars: Row) -> None:
+        self.row = scalars
+
+
+class Silent(Reporter):
+    """Says nothing about single steps."""
+
+    def line(self, text: str) -> None:
+        pass
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """An interval for the median by order statistics, whatever the distribution.
+
+    The k-th smallest and the k-th largest of n values hold the median between them with probability
+    1 - 2 P(Binomial(n, 1/2) < k).
+
+    Returns:
+      Low, high and that probability, with the largest k that keeps it at `level` or above; below 6
+      values the extremes, which 95 % is too much for.
+    """
+    ordered, n = sorted(values), len(values)
+    below, k = 0.5**n, 1  # below = P(Binomial(n, 1/2) < k)
+    while k < n // 2 and 1 - 2 * (below + math.comb(n, k) * 0.5**n) >= level:
+        below += math.comb(n, k) * 0.5**n
+        k += 1
+    return ordered[k - 1], ordered[n - k], 1 - 2 * below
+
+
+def sides_of(run: Run) -> dict[str, Run]:
+    """The same run as configured, without measuring, and without hidden states."""
+
+    def variant(measured: bool, source: str) -> Run:
+        config = run.config.copy_and_resolve_references()
+        config.hidden_states.source = source
+        if not measured:
+            config.shaping.target = "none"
+        validate(config)
+        return dataclasses.replace(
+            run,
+            config=config,
+            measurer=run.measurer if measured else None,
+            reporter=Silent(),
+        )
+
+    return {
+        MEASURED: variant(True, run.config.hidden_states.source),
+        STREAMED: variant(False, run.config.hidden_states.source),
+        NO_STATES: variant(False, "none"),
+    }
+
+
+def take_step(run: Run, state: TrainState, bar: Bar) -> tuple[TrainState, Row]:
+    """One step of the train loop and its row; `state` stays usable."""
+    run.config.training.num_steps = int(state.step) + 1
+    writer = LastRow()
+    started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
+    with mock.patch.object(loop, "Clock", CpuClock):
+        finished = next(loop.run_steps(run, started._replace(position=state.position), writer, bar))
+    return finished, writer.row
+
+
+def metrics_alone(run: Run, state: TrainState, bar: Bar) -> tuple[float, float, int, int]:
+    """One step's responses measured and nothing else: median seconds and CPU seconds; how many they
+    are, and the bytes of their states."""
+    run.config.hidden_states.compare_every = 1  # keeps the states
+    step = int(state.step)
+    version = run.sync_weights(state.params, step)
+    prompts, _ = data.next_prompts(
+        run.prompts, run.config.seed, state.position, run.config.data.prompts_per_step
+    )
+    scored = run.sample(prompts, state.params, version, step, Clock(), bar)
+    seconds, cpu_s = [], []
+    for _ in range(ALONE_REPEATS):
+        started, cpu_started = time.monotonic(), time.process_time()
+        pending = [run.measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
+        for future in pending:
+            future.result()
+        run.measurer.submit_batch(scored).result()
+        seconds.append(time.monotonic() - started)
+        cpu_s.append(time.process_time() - cpu_started)
+    num_bytes = sum(item.rollout.hidden_states.nbytes for item in scored)
+    return statistics.median(seconds), statistics.median(cpu_s), len(scored), num_bytes
+
+
+def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, int]) -> None:
+    """The ratios first, then every stage of every side."""
+
+    def medians(key: str) -> list[float]:
+        return [statistics.median(row[key] for row in rows[side]) for side in SIDES]
+
+    for unit, name in (("time", "step time"), ("cpu", "step CPU")):
+        for baseline in (STREAMED, NO_STATES):
+            pairs = zip(rows[MEASURED], rows[baseline])
+            key = f"{unit}/step_s"
+            steps = [(row[key], other[key]) for row, other in pairs]
+            ratios = [step / other for step, other in steps]
+            added = statistics.median(step - other for step, other in steps)
+            low, high, level = median_interval(ratios)
+            print(
+                f"{name}, {MEASURED} / {baseline}:".ljust(36)
+                + f"{statistics.median(ratios):.3f}  [{low:.3f}, {high:.3f}]  {added:+.3f} s; "
+                + f"{100 * level:.1f} % interval of the median of {len(ratios)} pairs"
+            )
+    header = [f"{side} {unit}" for side in SIDES for unit in ("s", "CPU s")]
+    print("".ljust(14) + "".join(name.rjust(17) for name in header))
+    for stage in STAGES:
+        wall, cpu = medians(f"time/{stage}_s"), medians(f"cpu/{stage}_s")
+        values = [value for pair in zip(wall, cpu) for value in pair]
+        print(stage.ljust(14) + "".join(f"{value:17.4f}" for value in values))
+    seconds, cpu_s, num_responses, num_bytes = alone
+    step_cpu_s = medians("cpu/step_s")[0]
+    print(
+        f"metrics alone: {seconds:.3f} s, {cpu_s:.3f} CPU s a step "
+        f"({1e3 * cpu_s / num_responses:.2f} CPU ms a response), "
+        f"{100 * cpu_s / step_cpu_s:.1f} % of the step's CPU seconds"
+    )
+    print(
+        f"{num_responses} responses, {medians('response/num_tokens')[0]:.0f} response tokens and "
+        f"{num_bytes / 2**20:.1f} MiB of hidden states a step"
+    )
+    print(machine.description())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=15, help="steps, each taken three times")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them, not counted")
+    parser.add_argument("--workdir", help="whose warm start is used; made there if it has none")
+    arguments = parser.parse_args()
+    config = quickstart.get_config()
+    config.evaluation.every_steps = 0
+    config.logging.rollouts_every_steps = 0
+    validate(config)
+    rows: dict[str, list[Row]] = {side: [] for side in SIDES}
+    with contextlib.ExitStack() as stack:
+        path = arguments.workdir or stack.enter_context(tempfile.TemporaryDirectory())
+        workdir = stack.enter_context(contextlib.closing(open_workdir(path, config)))
+        stop = StopRequest(config.training.grace_s, loop.EXIT_PREEMPTED)
+        run = stack.enter_context(open_run(config, workdir, Reporter(), stop))
+        sides = sides_of(run)
+        shaping = init_shaping_state(config.shaping.indicators, guidance=config.shaping.guidance)
+        params = jax.tree.map(jnp.copy, run.reference)  # checkpoints of the workdir are not read
+        state = init_state(params, run.optimizer, shaping, run.mesh)
+        num_rounds = arguments.warmup + arguments.pairs
+        bar = stack.enter_context(run.reporter.bar("steps", num_rounds, "steps"))
+        for index in range(num_rounds):
+            finished, tokens = {}, set()
+            for position in ORDERS[index % len(ORDERS)]:
+                side = SIDES[position]
+                finished[side], row = take_step(sides[side], state, bar)
+                tokens.add((row["response/num_tokens"], row["reward/num_correct"]))
+                if index >= arguments.warmup:
+                    rows[side].append(row)
+            assert len(tokens) == 1, f"the sides sampled different responses: {tokens}"
+            state = finished[MEASURED]
+            print(f"{index + 1}/{num_rounds}", end="\r", file=sys.stderr, flush=True)
+        alone = metrics_alone(sides[MEASURED], state, bar)
+    report(rows, alone)
+
+
+if __name__ == "__main__":
+    main()
