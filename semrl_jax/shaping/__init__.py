@@ -1,14 +1,15 @@
 """Pure maps from advantages and metrics to shaped advantages."""
 
 from semrl_jax.shaping.advantages import Signal, compute_signal, reward_bonus, shape_advantages
-from semrl_jax.shaping.indicators import (
+from semrl_jax.shaping.options import (
     EXPLOIT_WEIGHTS,
     EXPLORE_WEIGHTS,
     GUIDANCE,
     INDICATORS,
     KNOWN_INDICATORS,
+    ShapingOptions,
+    validate_shaping,
 )
-from semrl_jax.shaping.options import validate_shaping
 from semrl_jax.shaping.state import ShapingState, init_shaping_state, update_shaping_state
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "GUIDANCE",
     "INDICATORS",
     "KNOWN_INDICATORS",
+    "ShapingOptions",
     "ShapingState",
     "Signal",
     "compute_signal",

@@ -9,27 +9,20 @@ bonus_it = min(max(Phi_i, 0), |A_it| / kappa)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.shaping.indicators import (
-    EXPLOIT_WEIGHTS,
-    EXPLORE_WEIGHTS,
-    GUIDANCE,
-    INDICATORS,
     Metrics,
     masked_correlation,
     masked_mean,
     read_indicator,
-    shapeable,
-    tracked_indicators,
-    used_indicators,
+    read_indicators,
 )
-from semrl_jax.shaping.options import validate_shaping
+from semrl_jax.shaping.options import ShapingOptions
 from semrl_jax.shaping.state import ShapingState
 
 DEVIATION_LIMIT = 5.0
@@ -37,22 +30,27 @@ EPSILON = 1e-8
 
 
 class Signal(NamedTuple):
-    """The signal of each response and how it came about; zeros where not valid.
+    """The signal of each response and how it came about.
+
+    I counts the indicators, K those with a baseline: a foreign guidance comes after them.
 
     Attributes:
-      phi: [B] float32, signed, eta included.
-      valid: [B] responses that have all used indicators.
+      phi: float32, signed, eta included; 0.0 where not valid or not active.
+      valid: responses that have all used indicators.
       active: whether there are baselines to compare with; no response has a signal otherwise.
-      beta: [B] float32 in (0, 1); 0.5 with mixing='half', 0.0 with 'sum'.
-      deviations, weights: [I, B] float32 per indicator, without a foreign guidance.
+      beta: float32 in [0, 1]; 0.5 with mixing='half', 0.0 with 'sum'.
+      deviations: float32 in [-5, 5], 0.0 where not compared.
+      weights: float32 w of each response.
+      compared: valid responses that have the indicator, where it has a baseline.
     """
 
     phi: Float[Array, " B"]
     valid: Bool[Array, " B"]
     active: Bool[Array, ""]
     beta: Float[Array, " B"]
-    deviations: Float[Array, "I B"]
+    deviations: Float[Array, "K B"]
     weights: Float[Array, "I B"]
+    compared: Bool[Array, "K B"]
 
 
 def shape_advantages(
@@ -60,20 +58,7 @@ def shape_advantages(
     metrics: Metrics,
     response_mask: Bool[Array, "B T"],
     state: ShapingState,
-    *,
-    target: str = "advantage",
-    tokens: str = "all",
-    mixing: str = "adaptive",
-    scale: str = "fixed",
-    ema_init: str = "first_batch",
-    invalid: str = "excluded",
-    eta: float | int = 1.0,
-    gain: float | int = 2.0,
-    kappa: float | int = 2.0,
-    indicators: Sequence[str] = INDICATORS,
-    explore_weights: Sequence[float | int] = EXPLORE_WEIGHTS,
-    exploit_weights: Sequence[float | int] = EXPLOIT_WEIGHTS,
-    guidance: str = GUIDANCE,
+    **options: Any,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """Adds to each advantage a bonus that is never negative and never turns its sign.
 
@@ -82,22 +67,23 @@ def shape_advantages(
     too; it shortens the penalty by |A| / kappa at most.
 
     Args:
-      advantages: computed in float32; masked-out tokens may hold anything.
+      advantages: computed in float32; masked-out tokens may hold anything. One that is not finite
+        stays as it is, and gets no bonus.
       metrics: `<indicator>` values of the B responses and `<indicator>_valid` beside them; what is
         not valid may hold anything.
       response_mask: True on tokens that count.
       state: baselines before this batch.
-      target: "advantage" and "both" add the bonus here; "reward" and "none" leave the advantages as
-        they are and the report of the bonus at zero (see `reward_bonus`); "none" needs no metrics.
-      tokens, mixing, scale, ema_init, invalid, eta, gain, kappa, indicators, explore_weights,
-        exploit_weights, guidance: see `validate_shaping`.
+      **options: fields of `ShapingOptions`. target: "advantage" and "both" add the bonus here;
+        "reward" and "none" leave the advantages as they are and the report of the bonus at zero
+        (see `reward_bonus`); "none" needs no metrics.
 
     Returns:
       Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and the report of
       float32 scalars under their log keys. `shaping/active` is 0.0 while there is no baseline (the
       first step; the first two with ema_lag=2), and nothing is shaped then. A response without a
-      used indicator gets no bonus. Means are over valid responses, `shaping/bonus/mean` over all
-      response tokens, `shaping/clipped_fraction/mean` over the tokens of valid responses.
+      used indicator gets no bonus. Means are over valid responses, those of a deviation over valid
+      responses that have this indicator, `shaping/bonus/mean` over all response tokens,
+      `shaping/clipped_fraction/mean` over the tokens that may get a bonus.
 
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.
@@ -105,66 +91,36 @@ def shape_advantages(
     Source: arXiv:2509.23808. The reference implementation shapes the last token only, and the
     documented advantage-only setting not at all; here every token of the response is shaped.
     """
-    validate_shaping(
-        target=target,
-        tokens=tokens,
-        mixing=mixing,
-        scale=scale,
-        ema_init=ema_init,
-        invalid=invalid,
-        eta=eta,
-        gain=gain,
-        kappa=kappa,
-        indicators=indicators,
-        explore_weights=explore_weights,
-        exploit_weights=exploit_weights,
-        guidance=guidance,
-    )
-    if jnp.shape(advantages) != jnp.shape(response_mask) or jnp.ndim(advantages) != 2:
-        raise ValueError(
-            f"advantages has shape {jnp.shape(advantages)} and response_mask "
-            f"{jnp.shape(response_mask)}; both must be [B, T]."
-        )
+    checked = ShapingOptions(**options)
+    _check_arrays(advantages, response_mask)
     mask = jnp.asarray(response_mask)
     advantages = jnp.where(mask, jnp.asarray(advantages).astype(jnp.float32), 0.0)
-    missing = [name for name in tracked_indicators(indicators, guidance) if name not in metrics]
-    if target == "none" and missing:
-        report = {"shaping/active": jnp.float32(0)} | _correlations(metrics, invalid)
+    if checked.target == "none" and any(name not in metrics for name in checked.tracked):
+        report = {"shaping/active": jnp.float32(0)} | _correlations(metrics, checked.invalid)
         return jax.lax.stop_gradient((advantages, report))
-    signal = compute_signal(
-        metrics,
-        state,
-        mixing=mixing,
-        scale=scale,
-        ema_init=ema_init,
-        invalid=invalid,
-        eta=eta,
-        gain=gain,
-        indicators=indicators,
-        explore_weights=explore_weights,
-        exploit_weights=exploit_weights,
-        guidance=guidance,
-    )
+    signal = _signal(metrics, state, checked)
     if signal.phi.shape[0] != advantages.shape[0]:
         raise ValueError(
             f"metrics hold {signal.phi.shape[0]} responses, advantages {advantages.shape[0]}; "
             "there must be one value per response."
         )
-    receives = mask & (signal.valid & signal.active)[:, None]  # [B, T]
-    if tokens == "last":
+    finite = mask & jnp.isfinite(advantages)
+    receives = finite & (signal.valid & signal.active)[:, None]  # [B, T]
+    if checked.tokens == "last":
         receives = receives & _is_last(mask)
-    if target in ("reward", "none"):
+    if checked.target in ("reward", "none"):
         receives = jnp.zeros_like(receives)
     wish = jnp.maximum(signal.phi, 0.0)[:, None]  # [B, 1]
-    limit = jnp.abs(advantages) / kappa
+    limit = jnp.abs(advantages) / float(checked.kappa)
     bonus = jnp.where(receives, jnp.minimum(wish, limit), 0.0)
-    magnitude = masked_mean(jnp.abs(advantages), mask)
+    magnitude = masked_mean(jnp.abs(advantages), finite)
     mean_bonus = masked_mean(bonus, mask)
-    names = tuple(indicators)
     counted = signal.valid & signal.active
     report = {
         "shaping/active": signal.active.astype(jnp.float32),
-        "shaping/valid_fraction/mean": _mean_of(signal.valid),
+        "shaping/valid_fraction/mean": masked_mean(
+            signal.valid.astype(jnp.float32), jnp.ones_like(signal.valid)
+        ),
         "shaping/beta/mean": masked_mean(signal.beta, counted),
         "shaping/phi/mean": masked_mean(signal.phi, counted),
         "shaping/bonus/mean": mean_bonus,
@@ -173,137 +129,103 @@ def shape_advantages(
             magnitude > 0, mean_bonus / jnp.where(magnitude > 0, magnitude, 1.0), 0.0
         ),
         "shaping/reward_ema": state.reward_ema,
-        "shaping/scale": _scale(scale, eta, state),
+        "shaping/scale": _scale(state, checked),
     }
-    for k, name in enumerate(names):
+    for k, name in enumerate(checked.indicators):
         report[f"shaping/weight/{name}/mean"] = masked_mean(signal.weights[k], counted)
-        report[f"shaping/deviation/{name}/mean"] = masked_mean(signal.deviations[k], counted)
-    for k, name in enumerate(tracked_indicators(indicators, guidance)):
+    for k, name in enumerate(checked.tracked):
+        report[f"shaping/deviation/{name}/mean"] = masked_mean(
+            signal.deviations[k], signal.compared[k] & signal.active
+        )
         report[f"shaping/baseline/{name}"] = state.baseline[k]
-    report |= _correlations(metrics, invalid)
+    report |= _correlations(metrics, checked.invalid)
     return jax.lax.stop_gradient((advantages + bonus, report))
 
 
-def reward_bonus(
-    metrics: Metrics,
-    state: ShapingState,
-    *,
-    mixing: str = "adaptive",
-    scale: str = "fixed",
-    ema_init: str = "first_batch",
-    invalid: str = "excluded",
-    eta: float | int = 1.0,
-    gain: float | int = 2.0,
-    indicators: Sequence[str] = INDICATORS,
-    explore_weights: Sequence[float | int] = EXPLORE_WEIGHTS,
-    exploit_weights: Sequence[float | int] = EXPLOIT_WEIGHTS,
-    guidance: str = GUIDANCE,
-) -> Float[Array, " B"]:
+def reward_bonus(metrics: Metrics, state: ShapingState, **options: Any) -> Float[Array, " B"]:
     """Computes Phi of each response: what target='reward' and 'both' add to the last reward.
 
     Signed and unclipped, unlike the bonus on an advantage; 0.0 for a response without a used
     indicator and while there are no baselines. Options and errors as in `shape_advantages`.
     """
-    validate_shaping(
-        mixing=mixing,
-        scale=scale,
-        ema_init=ema_init,
-        invalid=invalid,
-        eta=eta,
-        gain=gain,
-        indicators=indicators,
-        explore_weights=explore_weights,
-        exploit_weights=exploit_weights,
-        guidance=guidance,
-    )
-    return compute_signal(
-        metrics,
-        state,
-        mixing=mixing,
-        scale=scale,
-        ema_init=ema_init,
-        invalid=invalid,
-        eta=eta,
-        gain=gain,
-        indicators=indicators,
-        explore_weights=explore_weights,
-        exploit_weights=exploit_weights,
-        guidance=guidance,
-    ).phi
+    return compute_signal(metrics, state, **options).phi
 
 
-def compute_signal(
-    metrics: Metrics,
-    state: ShapingState,
-    *,
-    mixing: str,
-    scale: str,
-    ema_init: str,
-    invalid: str,
-    eta: float | int,
-    gain: float | int,
-    indicators: Sequence[str],
-    explore_weights: Sequence[float | int],
-    exploit_weights: Sequence[float | int],
-    guidance: str,
-) -> Signal:
-    """Computes Phi with all that leads to it; arguments as in `shape_advantages`, unchecked."""
-    tracked = tracked_indicators(indicators, guidance)
-    if state.baseline.shape != (len(tracked),):
-        raise ValueError(
-            f"state holds {state.baseline.shape[0]} baselines; indicators and guidance need "
-            f"{len(tracked)}: {', '.join(tracked)}. Make it by init_shaping_state with the same."
-        )
-    used = used_indicators(indicators, explore_weights, exploit_weights, guidance, mixing)
-    valid = shapeable(metrics, used, invalid)
-    deviations = []
-    for k, name in enumerate(tracked):
-        values, present = read_indicator(metrics, name, invalid)
-        baseline = state.baseline[k]
-        relative = (values - baseline) / (jnp.abs(baseline) + EPSILON)
-        clipped = jnp.clip(relative, -DEVIATION_LIMIT, DEVIATION_LIMIT)
-        deviations.append(jnp.where(present & valid, clipped, 0.0))
-    deviation = jnp.stack(deviations)  # [I, B]
+def compute_signal(metrics: Metrics, state: ShapingState, **options: Any) -> Signal:
+    """Computes Phi with all that leads to it; options and errors as in `shape_advantages`."""
+    return _signal(metrics, state, ShapingOptions(**options))
+
+
+def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> Signal:
+    tracked = options.tracked
+    state.check(tracked)
+    values, present, valid = read_indicators(metrics, options)
+    baseline = state.baseline[:, None]  # [K, 1]
+    compared = present & valid[None]
+    if options.ema_init == "first_batch":
+        compared = compared & state.baseline_set[:, None]
+    relative = (values - baseline) / (jnp.abs(baseline) + EPSILON)
+    deviations = jnp.where(
+        compared, jnp.clip(relative, -DEVIATION_LIMIT, DEVIATION_LIMIT), 0.0
+    )  # [K, B]
     explore, exploit = (
-        jnp.asarray(weights, jnp.float32)[:, None] for weights in (explore_weights, exploit_weights)
+        jnp.asarray(weights, jnp.float32)[:, None]
+        for weights in (options.explore_weights, options.exploit_weights)
     )
     beta = {
-        "adaptive": jax.nn.sigmoid(gain * deviation[tracked.index(guidance)]),
-        "half": jnp.full(valid.shape, 0.5),
-        "sum": jnp.zeros(valid.shape),
-    }[mixing]  # [B]
-    if mixing == "sum":
-        weights = jnp.broadcast_to(explore + exploit, (len(indicators), *valid.shape))
+        "adaptive": jax.nn.sigmoid(
+            float(options.gain) * deviations[tracked.index(options.guidance)]
+        ),
+        "half": jnp.full(valid.shape, 0.5, jnp.float32),
+        "sum": jnp.zeros(valid.shape, jnp.float32),
+    }[options.mixing]  # [B]
+    if options.mixing == "sum":
+        weights = jnp.broadcast_to(explore + exploit, (len(explore), *valid.shape))
     else:
         weights = beta[None] * explore + (1.0 - beta[None]) * exploit  # [I, B]
-    deviation = deviation[: len(indicators)]
-    phi = _scale(scale, eta, state) * jnp.sum(weights * jnp.tanh(deviation), axis=0)
+    phi = _scale(state, options) * jnp.sum(weights * jnp.tanh(deviations[: len(weights)]), axis=0)
     # From zero, the first step has no baseline either: the reference implementation skips it.
     active = state.num_updates > 0
-    if ema_init == "first_batch":
-        required = jnp.asarray([name in used for name in tracked])
+    if options.ema_init == "first_batch":
+        required = jnp.asarray([name in options.used for name in tracked])
         active = active & jnp.all(state.baseline_set | ~required)
     return jax.lax.stop_gradient(
-        Signal(jnp.where(valid & active, phi, 0.0), valid, active, beta, deviation, weights)
+        Signal(
+            phi=jnp.where(valid & active, phi, 0.0),
+            valid=valid,
+            active=active,
+            beta=beta,
+            deviations=deviations,
+            weights=weights,
+            compared=compared,
+        )
     )
 
 
-def _scale(scale: str, eta: float | int, state: ShapingState) -> Float[Array, ""]:
+def _check_arrays(advantages: Any, response_mask: Any) -> None:
+    """Raises ValueError for shapes that differ or a mask that is a weight; static."""
+    if jnp.shape(advantages) != jnp.shape(response_mask) or jnp.ndim(advantages) != 2:
+        raise ValueError(
+            f"advantages has shape {jnp.shape(advantages)} and response_mask "
+            f"{jnp.shape(response_mask)}; both must be [B, T]."
+        )
+    if jnp.result_type(response_mask) != jnp.bool_:
+        raise ValueError(
+            f"response_mask has dtype {jnp.result_type(response_mask)}; it must be bool, True on "
+            "tokens that count (integer masks: response_mask != 0)."
+        )
+
+
+def _scale(state: ShapingState, options: ShapingOptions) -> Float[Array, ""]:
     """eta as used: in full, or falling as the mean raw reward goes from -1 to 1."""
-    if scale == "performance":
-        return eta * (1.0 - (state.reward_ema + 1.0) / 2.0)
-    return jnp.float32(eta)
+    eta = jnp.float32(options.eta)
+    return eta if options.scale == "fixed" else eta * (1.0 - (state.reward_ema + 1.0) / 2.0)
 
 
 def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     """True on the last True of each row."""
     after = jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1]
     return mask & (after == 1)
-
-
-def _mean_of(flags: Bool[Array, " B"]) -> Float[Array, ""]:
-    """Share of True, 0.0 of nothing."""
-    return jnp.sum(flags, dtype=jnp.float32) / max(flags.shape[0], 1)
 
 
 def _correlations(metrics: Metrics, invalid: str) -> dict[str, Float[Array, ""]]:

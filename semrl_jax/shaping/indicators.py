@@ -1,49 +1,45 @@
-"""Which metrics steer the shaping, which responses have them, and means over those responses."""
+"""What the metrics say of each response under the options, and means over those responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
+from semrl_jax.shaping.options import ShapingOptions
+
 Metrics = Mapping[str, Shaped[Array | np.ndarray, " B"]]
 
-INDICATORS = (
-    "effective_rank_acceleration",
-    "effective_rank_velocity",
-    "effective_rank",
-)
-EXPLORE_WEIGHTS = (0.0, 0.0, 1.0)
-EXPLOIT_WEIGHTS = (0.0, 1.0, 0.0)
-GUIDANCE = INDICATORS[0]
 
-# Every metric of a response with its orders, and what later revisions of the reference
-# implementation take from the tokens.
-KNOWN_INDICATORS = (
-    *(
-        f"{metric}{order}"
-        for metric in (
-            "effective_rank",
-            "log_effective_rank",
-            "traditional_rank",
-            "response_entropy",
-            "curvature",
+class Indicators(NamedTuple):
+    """The K tracked indicators of B responses, in the order of the baselines.
+
+    Attributes:
+      values: float32, 0.0 where not present.
+      present: which responses have which indicator; under invalid="zeros" all of them.
+      valid: responses that have every used indicator, so that they can be shaped.
+    """
+
+    values: Float[Array, "K B"]
+    present: Bool[Array, "K B"]
+    valid: Bool[Array, " B"]
+
+
+def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
+    """Takes the tracked indicators out of the metrics; ValueError where they do not fit."""
+    columns = [read_indicator(metrics, name, options.invalid) for name in options.tracked]
+    sizes = {name: len(values) for name, (values, _) in zip(options.tracked, columns)}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"metrics hold one value per response, but in numbers that differ: {sizes}."
         )
-        for order in ("", "_velocity", "_acceleration")
-    ),
-    "avg_log_probs",
-    "avg_logits_entropy",
-    "avg_response_entropy",
-)
-
-
-def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, ...]:
-    """Indicators that need a baseline: the weighted ones, then the guidance if it is another."""
-    names = tuple(indicators)
-    return names if guidance in names else (*names, guidance)
+    values, present = (jnp.stack(parts) for parts in zip(*columns))  # [K, B]
+    used = [options.tracked.index(name) for name in options.used]
+    return Indicators(values, present, jnp.all(present[np.array(used)], axis=0))
 
 
 def read_indicator(
@@ -60,51 +56,47 @@ def read_indicator(
             f"{', '.join(sorted(metrics)) or 'nothing'}. Compute it, or change shaping.indicators "
             "or shaping.guidance."
         )
+    shape = np.shape(metrics[name])
+    if len(shape) != 1:
+        raise ValueError(
+            f"metrics[{name!r}] has shape {shape}; it must be [B], one value per response."
+        )
     values = jax.lax.stop_gradient(jnp.asarray(metrics[name]).astype(jnp.float32))
-    valid = jnp.isfinite(values)
-    if f"{name}_valid" in metrics:
-        valid = valid & jnp.asarray(metrics[f"{name}_valid"])
-    values = jnp.where(valid, values, 0.0)
-    return values, jnp.ones_like(valid) if invalid == "zeros" else valid
-
-
-def used_indicators(
-    indicators: Sequence[str],
-    explore_weights: Sequence[float],
-    exploit_weights: Sequence[float],
-    guidance: str,
-    mixing: str,
-) -> tuple[str, ...]:
-    """Indicators a response must have to be shaped: those of non-zero weight, and the guidance."""
-    weighted = [
-        name
-        for name, explore, exploit in zip(indicators, explore_weights, exploit_weights)
-        if explore != 0 or exploit != 0
-    ]
-    # Fixed mixing never looks at the guidance.
-    return tuple(weighted) + ((guidance,) if mixing == "adaptive" else ())
-
-
-def shapeable(metrics: Metrics, used: Sequence[str], invalid: str) -> Bool[Array, " B"]:
-    """Responses that have every used indicator."""
-    valid = [read_indicator(metrics, name, invalid)[1] for name in used]
-    return jnp.all(jnp.stack(valid), axis=0)
+    present = jnp.isfinite(values)
+    if (key := f"{name}_valid") in metrics:
+        flags = jnp.asarray(metrics[key])
+        if flags.shape != shape or flags.dtype != jnp.bool_:
+            raise ValueError(
+                f"metrics[{key!r}] has shape {flags.shape} and dtype {flags.dtype}; it must be "
+                f"{shape} and bool, as metrics[{name!r}] has one value per response."
+            )
+        present = present & flags
+    values = jnp.where(present, values, 0.0)
+    return values, jnp.ones_like(present) if invalid == "zeros" else present
 
 
 def masked_mean(values: Float[Array, "*axes"], mask: Bool[Array, "*axes"]) -> Float[Array, ""]:
     """Mean under the mask, 0.0 of nothing."""
-    count = jnp.sum(mask, dtype=jnp.float32)
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(count, 1.0)
+    count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+    # Divided first: a sum of large values would leave float32, and no baseline recovers from inf.
+    return jnp.sum(jnp.where(mask, values / count, 0.0))
 
 
 def masked_correlation(
     x: Float[Array, " B"], y: Float[Array, " B"], mask: Bool[Array, " B"]
 ) -> Float[Array, ""]:
     """Pearson correlation under the mask; 0.0 of fewer than two responses or a constant."""
-    x = jnp.where(mask, x - masked_mean(x, mask), 0.0)
-    y = jnp.where(mask, y - masked_mean(y, mask), 0.0)
-    # Normalised before the product, which could leave the range of float32.
-    x = x / jnp.maximum(jnp.max(jnp.abs(x), initial=0.0), jnp.finfo(jnp.float32).tiny)
-    y = y / jnp.maximum(jnp.max(jnp.abs(y), initial=0.0), jnp.finfo(jnp.float32).tiny)
+    x, y = _standardised(x, mask), _standardised(y, mask)
     norm = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     return jnp.where(norm > 0, jnp.sum(x * y) / jnp.where(norm > 0, norm, 1.0), 0.0)
+
+
+def _standardised(x: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, " B"]:
+    """Centred, largest entry of size 1; zeros off the mask, and all of a constant."""
+    # The rounded mean of equal values need not be that value: what is left would correlate.
+    lowest = jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
+    highest = jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
+    half = 0.5 * x  # the difference of two float32 may leave its range, of their halves not
+    centred = jnp.where(mask & (highest > lowest), half - masked_mean(half, mask), 0.0)
+    largest = jnp.max(jnp.abs(centred), initial=0.0)
+    return centred / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)

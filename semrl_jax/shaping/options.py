@@ -1,17 +1,41 @@
-"""The options of the shaping and their one check."""
+"""The options of the shaping, their defaults and their one check."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from semrl_jax.shaping.indicators import (
-    EXPLOIT_WEIGHTS,
-    EXPLORE_WEIGHTS,
-    GUIDANCE,
-    INDICATORS,
-    KNOWN_INDICATORS,
+import numpy as np
+
+INDICATORS = (
+    "effective_rank_acceleration",
+    "effective_rank_velocity",
+    "effective_rank",
+)
+EXPLORE_WEIGHTS = (0.0, 0.0, 1.0)
+EXPLOIT_WEIGHTS = (0.0, 1.0, 0.0)
+GUIDANCE = INDICATORS[0]
+
+# Every metric of a response with its orders, and what later revisions of the reference
+# implementation take from the tokens.
+KNOWN_INDICATORS = (
+    *(
+        f"{metric}{order}"
+        for metric in (
+            "effective_rank",
+            "log_effective_rank",
+            "traditional_rank",
+            "response_entropy",
+            "curvature",
+        )
+        for order in ("", "_velocity", "_acceleration")
+    ),
+    "avg_log_probs",
+    "avg_logits_entropy",
+    "avg_response_entropy",
 )
 
 CHOICES = {
@@ -24,35 +48,25 @@ CHOICES = {
     "invalid": ("excluded", "zeros"),
 }
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-def validate_shaping(
-    *,
-    target: str = "advantage",
-    tokens: str = "all",
-    mixing: str = "adaptive",
-    scale: str = "fixed",
-    ema_init: str = "first_batch",
-    ema_lag: int = 1,
-    invalid: str = "excluded",
-    alpha: float | int = 0.3,
-    gain: float | int = 2.0,
-    eta: float | int = 1.0,
-    kappa: float | int = 2.0,
-    indicators: Sequence[str] = INDICATORS,
-    explore_weights: Sequence[float | int] = EXPLORE_WEIGHTS,
-    exploit_weights: Sequence[float | int] = EXPLOIT_WEIGHTS,
-    guidance: str = GUIDANCE,
-) -> None:
-    """Checks options of the shaping, those of one function or all of `config.shaping`.
 
-    Args:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapingOptions:
+    """All of `config.shaping`; the functions of this room take its fields as keywords.
+
+    They are Python values, fixed while tracing. One set serves all functions: each reads what
+    concerns it.
+
+    Attributes:
       target: where the signal goes: "advantage"; "reward", the last token's reward before the
         estimator; "both", counted twice; "none".
       tokens: "all" response tokens get the bonus, or the "last" one only.
       mixing: "adaptive": beta from the guidance; "half": beta = 0.5; "sum": both weights in full.
-      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.
+      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward;
+        for rewards in [-1, 1], as above it the signal turns its sign.
       ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
-      ema_lag: 1: step t sees means up to step t - 1; 2: up to t - 2.
+      ema_lag: 1: step t sees means up to step t - 1; 2: up to t - 2, and q none of the first step.
       invalid: responses without a needed indicator are "excluded", or count with "zeros".
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
@@ -60,38 +74,107 @@ def validate_shaping(
       kappa: above 1; the bonus stays below |A| / kappa.
       indicators: names out of KNOWN_INDICATORS, no two equal.
       explore_weights, exploit_weights: one finite weight per indicator.
-      guidance: the indicator the meta-controller reads.
+      guidance: the indicator the meta-controller reads; one of `indicators` or another.
 
     Raises:
-      ValueError: with field, value and rule.
+      ValueError: with field, value, rule and way out.
     """
-    chosen: dict[str, Any] = {
-        "target": target,
-        "tokens": tokens,
-        "mixing": mixing,
-        "scale": scale,
-        "ema_init": ema_init,
-        "ema_lag": ema_lag,
-        "invalid": invalid,
-    }
-    for field, value in chosen.items():
-        if value not in CHOICES[field]:
-            allowed = ", ".join(map(repr, CHOICES[field]))
-            raise ValueError(f"shaping.{field}={value!r} is unknown; it must be one of {allowed}.")
-    if not 0 < alpha <= 1:
-        raise ValueError(f"shaping.alpha={alpha} must lie in (0, 1]; 1 forgets all but one batch.")
-    if not (kappa > 1 and math.isfinite(kappa)):
+
+    target: str = "advantage"
+    tokens: str = "all"
+    mixing: str = "adaptive"
+    scale: str = "fixed"
+    ema_init: str = "first_batch"
+    ema_lag: int = 1
+    invalid: str = "excluded"
+    alpha: float | int = 0.3
+    gain: float | int = 2.0
+    eta: float | int = 1.0
+    kappa: float | int = 2.0
+    indicators: Sequence[str] = INDICATORS
+    explore_weights: Sequence[float | int] = EXPLORE_WEIGHTS
+    exploit_weights: Sequence[float | int] = EXPLOIT_WEIGHTS
+    guidance: str = GUIDANCE
+
+    def __post_init__(self) -> None:
+        for field, choices in CHOICES.items():
+            _check_choice(field, getattr(self, field), choices)
+        for field in ("alpha", "gain", "eta", "kappa"):
+            _check_number(f"shaping.{field}=", getattr(self, field))
+        if not 0 < self.alpha <= 1:
+            raise ValueError(
+                f"shaping.alpha={self.alpha} must lie in (0, 1]; 1 forgets all but one batch."
+            )
+        # In float32, where the division happens: 1 + 1e-9 is 1 there.
+        if not np.float32(self.kappa) > 1:
+            raise ValueError(
+                f"shaping.kappa={self.kappa} must be above 1 in float32, so that no bonus turns "
+                "the sign of an advantage; shaping.target='none' switches shaping off."
+            )
+        if self.eta < 0:
+            raise ValueError(
+                f"shaping.eta={self.eta} must not be negative; negate the weights to reward what "
+                "lies below a baseline."
+            )
+        check_names(self.indicators, self.guidance)
+        for field in ("explore_weights", "exploit_weights"):
+            self._check_weights(field)
+        weights = [*self.explore_weights, *self.exploit_weights]
+        if not any(weights):
+            raise ValueError(
+                "shaping.explore_weights and shaping.exploit_weights are all zero; "
+                "shaping.target='none' switches shaping off."
+            )
+        if self.eta * math.fsum(map(abs, weights)) > _FLOAT32_MAX:
+            raise ValueError(
+                f"shaping.eta={self.eta} times the weights leaves float32; lower shaping.eta, "
+                "shaping.explore_weights or shaping.exploit_weights."
+            )
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """Indicators that have a baseline, in its order."""
+        return tracked_indicators(self.indicators, self.guidance)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Indicators a response must have to be shaped: those of non-zero weight, the guidance."""
+        weights = zip(self.indicators, self.explore_weights, self.exploit_weights)
+        weighted = tuple(name for name, explore, exploit in weights if explore or exploit)
+        # Fixed mixing never looks at the guidance.
+        return (*weighted, self.guidance) if self.mixing == "adaptive" else weighted
+
+    def _check_weights(self, field: str) -> None:
+        weights = getattr(self, field)
+        if isinstance(weights, str) or not isinstance(weights, Sequence):
+            raise ValueError(
+                f"shaping.{field}={weights!r} must be a tuple of numbers, such as (0.0, 1.0)."
+            )
+        if len(weights) != len(self.indicators):
+            raise ValueError(
+                f"shaping.{field}={tuple(weights)} has {len(weights)} weights; it must have one "
+                f"for each of the {len(self.indicators)} indicators {tuple(self.indicators)}."
+            )
+        for weight in weights:
+            _check_number(f"shaping.{field} has ", weight)
+
+
+def validate_shaping(**options: Any) -> None:
+    """Checks `ShapingOptions`: ValueError for a wrong value, TypeError for an unknown field."""
+    ShapingOptions(**options)
+
+
+def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, ...]:
+    """Indicators that need a baseline: the weighted ones, then the guidance if it is another."""
+    names = tuple(indicators)
+    return names if guidance in names else (*names, guidance)
+
+
+def check_names(indicators: Any, guidance: Any) -> None:
+    """Raises ValueError unless all names are known and no two indicators the same."""
+    if isinstance(indicators, str) or not isinstance(indicators, Sequence):
         raise ValueError(
-            f"shaping.kappa={kappa} must be finite and above 1, so that no bonus turns the sign of "
-            "an advantage; shaping.target='none' switches shaping off."
-        )
-    if not math.isfinite(gain):
-        raise ValueError(f"shaping.gain={gain} must be finite.")
-    if not 0 <= eta < math.inf:
-        raise ValueError(f"shaping.eta={eta} must be finite and not negative.")
-    if len(indicators) == 0 or len(set(indicators)) != len(indicators):
-        raise ValueError(
-            f"shaping.indicators={tuple(indicators)} must name one or more, each once."
+            f"shaping.indicators={indicators!r} must be a tuple of names, such as ({GUIDANCE!r},)."
         )
     for field, names in (("indicators", indicators), ("guidance", (guidance,))):
         for name in names:
@@ -100,19 +183,27 @@ def validate_shaping(
                     f"shaping.{field} names {name!r}, which is unknown; it must be one of "
                     f"{', '.join(KNOWN_INDICATORS)}."
                 )
-    for field, weights in (
-        ("explore_weights", explore_weights),
-        ("exploit_weights", exploit_weights),
-    ):
-        if len(weights) != len(indicators):
-            raise ValueError(
-                f"shaping.{field}={tuple(weights)} has {len(weights)} weights; it must have one "
-                f"for each of the {len(indicators)} indicators {tuple(indicators)}."
-            )
-        if not all(math.isfinite(weight) for weight in weights):
-            raise ValueError(f"shaping.{field}={tuple(weights)} must be finite.")
-    if not any(explore_weights) and not any(exploit_weights):
+    if len(indicators) == 0 or len(set(indicators)) != len(indicators):
         raise ValueError(
-            "shaping.explore_weights and shaping.exploit_weights are all zero; "
+            f"shaping.indicators={tuple(indicators)} must name one or more, each once; "
             "shaping.target='none' switches shaping off."
+        )
+
+
+def _check_choice(field: str, value: Any, choices: Sequence[Any]) -> None:
+    # The type first: True is 1 to Python, and an array is neither in nor out of a tuple.
+    if type(value) is not type(choices[0]) or value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ValueError(f"shaping.{field}={value!r} is unknown; it must be one of {allowed}.")
+
+
+def _check_number(prefix: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"{prefix}{value!r} must be a Python number, which a traced array is not: under "
+            "jax.jit close over it or name it in static_argnames."
+        )
+    if not abs(value) <= _FLOAT32_MAX:
+        raise ValueError(
+            f"{prefix}{value} must be finite, in float32 too: at most {_FLOAT32_MAX:.1e} in size."
         )
