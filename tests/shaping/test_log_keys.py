@@ -1,0 +1,122 @@
+"""docs/log_keys.md: it leaves out no key of the reference implementation, and none of ours."""
+
+import itertools
+import json
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import shaping
+from semrl_jax.evaluation.greedy import greedy_scalars
+from semrl_jax.training import train
+from semrl_jax.training.statistics import batch_scalars
+from tests.training.conftest import make_scored
+from tests.training.tiny import tiny_config
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "log_keys.md").read_text()
+# Every key the reference implementation writes in training and validation.
+RELEASE = (
+    "cal/{overall,correct,incorrect}/layer_1/<metric>/{mean,max,min}",
+    "cal/base_v/<indicator>",
+    "cal/num_correct",
+    "cal/num_incorrect",
+    "cal/accuracy",
+    "train/layer_1/global/<metric>",
+    "val/<set>/layer_1/global/<metric>",
+    "val/cal_{overall,correct,incorrect}/...",
+    "reward_manager/percentage_deviation_mean",
+    "reward_manager/diff_2_tendency_mean",
+    "reward_manager/performance_scaling_factor_mean",
+    "reward_manager/weight_*_mean",
+    "reward_manager/relative_deviation_*_mean",
+    "critic/{score_0,score,rewards,advantages_0,advantages,returns,values}/{mean,max,min}",
+    "critic/{kl,kl_coeff,vf_explained_var,vf_loss,vf_clipfrac,vpred_mean,grad_norm,lr}",
+    "actor/{pg_loss,pg_clipfrac,ppo_kl,entropy_loss,kl_loss,kl_coef,grad_norm,lr}",
+    "response_length/{overall,correct,incorrect}/{mean,max,min,clip_ratio}",
+    "prompt_length/{mean,max,min,clip_ratio}",
+    "val/test_score",
+    "val/test_correctness",
+    "val/test_{overall,correct,incorrect}_len",
+    "timing_s/*",
+    "timing_per_token_ms/*",
+    "mfu/actor",
+    "mfu/critic",
+    "global_seqlen/*",
+)
+
+
+def expand(pattern):
+    """All names of a pattern with {alternatives}."""
+    parts = re.split(r"\{(.*?)\}", pattern)
+    choices = [part.split(",") if k % 2 else [part] for k, part in enumerate(parts)]
+    return ["".join(pieces) for pieces in itertools.product(*choices)]
+
+
+def keys_of(cell):
+    """Names in backticks that are log keys, alternatives written out."""
+    quoted = re.findall(r"`([^`]+)`", cell)
+    return [name for text in quoted if "/" in text for name in expand(text)]
+
+
+def table(part):
+    """Cells of the rows below the head."""
+    lines = [line for line in part.splitlines() if line.startswith("|")][2:]
+    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+
+
+BESIDE, OURS = map(table, PAGE.split("\n## Ours\n"))
+OUR_KEYS = {
+    key for cell in [here for _, here in BESIDE] + [key for key, _ in OURS] for key in keys_of(cell)
+}
+
+
+def as_expression(key):
+    return re.compile(re.sub(r"<\w+>", "[a-z0-9_]+", re.escape(key)) + r"\Z")
+
+
+def undocumented(keys):
+    expressions = [as_expression(key) for key in OUR_KEYS]
+    return sorted(key for key in keys if not any(e.match(key) for e in expressions))
+
+
+def test_no_key_of_the_release_is_left_out():
+    named = {key for row in BESIDE for key in keys_of(row[0])}
+    missing = [key for pattern in RELEASE for key in expand(pattern) if key not in named]
+    assert missing == []
+    for release_key, here in BESIDE:
+        assert keys_of(here) or here.strip().startswith("-: ") or "the same" in here, release_key
+
+
+def test_what_is_computed_a_step_is_on_the_page():
+    names = ("effective_rank", "effective_rank_velocity", "effective_rank_acceleration")
+    values = dict.fromkeys(names, 1.0) | {f"{name}_valid": True for name in names}
+    scored = [make_scored(i, score=float(i % 2), metrics=values) for i in range(4)]
+    keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
+    keys |= set(greedy_scalars("a_set", [s.rollout for s in scored], [s.verdict for s in scored]))
+    found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}
+    state = shaping.init_shaping_state(guidance="curvature")
+    mask = jnp.ones((4, 2), bool)
+    _, report = shaping.shape_advantages(jnp.ones((4, 2)), found, mask, state, guidance="curvature")
+    assert "shaping/deviation/curvature/mean" in report  # a guidance that is no indicator
+    assert undocumented(keys | set(report)) == []
+    assert undocumented({"shaping/odd", "metrics/effective_rank/odd"}) != []
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
+    config = tiny_config()
+    config.shaping.target = "both"
+    config.metrics.names = ("effective_rank", "curvature")
+    config.metrics.dataset_stride = 2
+    config.evaluation.metrics = True
+    config.hidden_states.compare_every = 1
+    assert train(config, str(tmp_path / "run")) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    keys = {key for line in lines for key in json.loads(line)} - {"step"}
+    assert undocumented(keys) == []
+    unwritten = [key for key in OUR_KEYS if not any(as_expression(key).match(k) for k in keys)]
+    # An untrained policy solves nothing.
+    assert [key for key in unwritten if "correct" not in key.split("/")[-1]] == []

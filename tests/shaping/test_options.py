@@ -1,0 +1,328 @@
+"""Every option, alone and with every other, beside float64 loops over some steps."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax import metrics, shaping
+from semrl_jax.shaping.options import CHOICES
+from tests.oracles import shaping as oracle
+
+ERA, ERV, ER = shaping.INDICATORS
+NUM_STEPS = 4
+MASK = np.arange(5) < np.array([5, 3, 0, 1, 4])[:, None]
+DEFAULTS = dataclasses.asdict(shaping.ShapingOptions())
+# What the reference implementation's configuration file has where its launcher says nothing.
+ENTROPY = {
+    "indicators": (
+        "response_entropy", "response_entropy_velocity", "response_entropy_acceleration",
+    ),
+    "explore_weights": (1, 0.25, 0.0625),
+    "exploit_weights": (1, 0.01, 0.001),
+    "guidance": "response_entropy",
+    "alpha": 0.7,
+    "gain": 1.5,
+    "scale": "performance",
+}  # fmt: skip
+
+
+@st.composite
+def all_options(draw):
+    indicators = draw(
+        st.lists(st.sampled_from(shaping.KNOWN_INDICATORS), min_size=1, max_size=4, unique=True)
+    )
+    weights = st.tuples(*[st.sampled_from([0.0, 1, -0.5, 0.25])] * len(indicators))
+    explore, exploit = draw(weights), draw(weights)
+    if not any(explore) and not any(exploit):
+        explore = (1.0, *explore[1:])
+    return {field: draw(st.sampled_from(values)) for field, values in CHOICES.items()} | {
+        "alpha": draw(st.sampled_from([0.05, 0.3, 0.7, 1])),
+        "gain": draw(st.sampled_from([-1.0, 0, 1.5, 2.0])),
+        "eta": draw(st.sampled_from([0.0, 0.3, 1, 4.0])),
+        "kappa": draw(st.sampled_from([1.01, 2, 10.0])),
+        "indicators": tuple(indicators),
+        "explore_weights": explore,
+        "exploit_weights": exploit,
+        # Often one of them, as often another.
+        "guidance": draw(
+            st.one_of(st.sampled_from(indicators), st.sampled_from(shaping.KNOWN_INDICATORS))
+        ),
+    }
+
+
+def make_batches(seed, names):
+    """Batches for the oracle, and the same as metrics; holes are NaN, infinite or flagged."""
+    rng = np.random.default_rng(seed)
+    batches = []
+    for _ in range(NUM_STEPS):
+        advantages = rng.normal(size=MASK.shape).astype(np.float32)
+        advantages[0, :2] = 0.0
+        advantages[~MASK] = np.nan
+        holes_in_all = rng.random() < 0.1
+        found, given_values = {}, {}
+        for k, name in enumerate(sorted(names)):
+            # One sign for one indicator: a mean that cancels would leave no digits of float32.
+            values = (rng.uniform(1, 3, len(MASK)) * (-10.0) ** (k % 3)).astype(np.float32)
+            present = rng.random(len(MASK)) < (0.0 if holes_in_all else 0.75)
+            kinds = rng.integers(0, 4, len(MASK))
+            holes = np.select([kinds == 0, kinds == 1, kinds == 2], [np.nan, np.inf, 1e30], 7.0)
+            flagged = present | (kinds < 2)  # NaN and infinity need no flag
+            given_values[name] = np.where(present, values, holes).astype(np.float32)
+            if k % 2:
+                given_values[f"{name}_valid"] = flagged
+            else:
+                given_values[name][~present] = np.nan  # no flags at all
+            found[name] = [float(v) if p else None for v, p in zip(values, present)]
+        batches.append(
+            {
+                "advantages": advantages,
+                "mask": MASK,
+                "values": found,
+                "reward": float(np.float32(rng.uniform(-1, 1))),
+                "metrics": given_values,
+            }
+        )
+    return batches
+
+
+def steps(batches, options, wrap=lambda function: function):
+    """What the package makes of the batches, one step after the other."""
+    shape = wrap(lambda *arrays: shaping.shape_advantages(*arrays, **options))
+    bonus = wrap(lambda *arrays: shaping.reward_bonus(*arrays, **options))
+    update = wrap(
+        lambda state, found, reward: shaping.update_shaping_state(
+            state, found, mean_reward=reward, **options
+        )
+    )
+    state = shaping.init_shaping_state(options["indicators"], guidance=options["guidance"])
+    for batch in batches:
+        found = jax.tree.map(jnp.asarray, batch["metrics"])
+        shaped, report = shape(
+            jnp.asarray(batch["advantages"]), found, jnp.asarray(batch["mask"]), state
+        )
+        yield shaped, bonus(found, state), report
+        state = update(state, found, jnp.float32(batch["reward"]))
+
+
+def assert_matches_oracle(seed, options):
+    batches = make_batches(seed, {*options["indicators"], options["guidance"]})
+    for actual, expected in zip(
+        steps(batches, options), oracle.run(batches, **options), strict=True
+    ):
+        # A dozen float32 roundings, and some more in the baselines.
+        np.testing.assert_allclose(actual[0], expected[0], rtol=2e-5, atol=5e-6)
+        np.testing.assert_allclose(actual[1], expected[1], rtol=2e-5, atol=5e-6)
+        for key, value in expected[2].items():
+            np.testing.assert_allclose(actual[2][key], value, rtol=2e-5, atol=5e-6, err_msg=key)
+
+
+@given(seed=st.integers(0, 2**31 - 1), options=all_options())
+def test_any_options_match_float64_loops(seed, options):
+    assert_matches_oracle(seed, options)
+
+
+@pytest.mark.parametrize("options", [{}, ENTROPY], ids=["launcher", "configuration file"])
+def test_the_documented_settings_match_float64_loops(options):
+    assert_matches_oracle(0, DEFAULTS | options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CHOICES["target"])
+def test_every_combination_of_choices_matches_float64_loops(target):
+    others = {field: values for field, values in CHOICES.items() if field != "target"}
+    for seed, values in enumerate(itertools.product(*others.values())):
+        assert_matches_oracle(seed, DEFAULTS | {"target": target} | dict(zip(others, values)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        ENTROPY | {"guidance": "curvature", "tokens": "last"},
+        {"mixing": "sum", "ema_init": "zero", "ema_lag": 2, "invalid": "zeros", "target": "both"},
+    ],
+    ids=["default", "foreign guidance", "release"],
+)
+def test_transformed_it_is_the_same(options):
+    options = DEFAULTS | options
+    batches = make_batches(0, {*options["indicators"], options["guidance"]})
+
+    def batched(function):
+        def with_axis(*arrays):
+            doubled = jax.tree.map(lambda x: jnp.stack([x, x]), arrays)
+            return jax.tree.map(lambda x: x[1], jax.vmap(function)(*doubled))
+
+        return with_axis
+
+    plain = list(steps(batches, options))
+    for wrap in (jax.jit, batched, lambda f: jax.jit(batched(f))):
+        for expected, actual in zip(plain, steps(batches, options, wrap), strict=True):
+            # Fused, sums and quotients round elsewhere.
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                actual,
+                expected,
+            )
+
+
+def test_whole_steps_run_inside_one_compiled_loop():
+    batches = make_batches(3, shaping.INDICATORS)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *[b["metrics"] for b in batches])
+    advantages = jnp.stack([batch["advantages"] for batch in batches])
+
+    @jax.jit
+    def run(state):
+        def step(state, batch):
+            shaped, _ = shaping.shape_advantages(batch[0], batch[1], jnp.asarray(MASK), state)
+            return shaping.update_shaping_state(state, batch[1]), shaped
+
+        return jax.lax.scan(step, state, (advantages, stacked))[1]
+
+    expected = [shaped for shaped, _, _ in steps(batches, DEFAULTS)]
+    actual = run(shaping.init_shaping_state())
+    np.testing.assert_allclose(actual, np.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", CHOICES["scale"])
+@pytest.mark.parametrize("mixing", ["adaptive", "half"])
+def test_release_options_give_the_release(mixing, scale):
+    """Zero start, two steps late, zeros let in, last token, counted twice."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(4) < np.array([4, 2, 3])[:, None]
+    last = mask & ~np.roll(mask, -1, axis=1) | (mask & (np.arange(4) == 3))
+    options = {
+        "target": "both", "tokens": "last", "mixing": mixing, "scale": scale, "ema_init": "zero",
+        "ema_lag": 2, "invalid": "zeros",
+    }  # fmt: skip
+    batches = []
+    for _ in range(8):
+        values = rng.uniform(1, 3, (3, 3)).astype(np.float32)
+        values[rng.random((3, 3)) < 0.2] = 0.0  # too short for a difference
+        advantages = rng.normal(size=(3, 4)).astype(np.float32)
+        batches.append(
+            {
+                "values": values,
+                "reward": float(np.float32(rng.uniform(-1, 1))),
+                "advantages": advantages,
+                "last_advantages": advantages[last],
+            }
+        )
+    state = shaping.init_shaping_state()
+    expected = oracle.released(
+        batches, 0.3, 2.0, 1.0, 2.0, adaptive=mixing == "adaptive", fixed_scale=scale == "fixed"
+    )
+    for batch, (in_reward, in_advantage) in zip(batches, expected, strict=True):
+        columns = batch["values"].T
+        found = dict(zip(shaping.INDICATORS, columns))
+        found |= {f"{n}_valid": v != 0 for n, v in zip(shaping.INDICATORS, columns)}
+        np.testing.assert_allclose(
+            shaping.reward_bonus(found, state, **options), in_reward, rtol=2e-5, atol=5e-6
+        )
+        shaped, _ = shaping.shape_advantages(
+            jnp.asarray(batch["advantages"]), found, jnp.asarray(mask), state, **options
+        )
+        bonus = np.asarray(shaped) - np.where(mask, batch["advantages"], 0)
+        np.testing.assert_allclose(bonus[last], in_advantage, rtol=2e-5, atol=5e-6)
+        np.testing.assert_array_equal(bonus[~last], 0)
+        state = shaping.update_shaping_state(state, found, mean_reward=batch["reward"], **options)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_broken_response_gets_nothing_and_touches_nobody(broken):
+    rng = np.random.default_rng(0)
+    clean = {name: rng.uniform(1, 3, 5).astype(np.float32) for name in shaping.INDICATORS}
+    state = shaping.update_shaping_state(shaping.init_shaping_state(), clean)
+    higher = {name: values * 2 for name, values in clean.items()}
+    advantages, mask = jnp.ones(MASK.shape), jnp.asarray(MASK)
+    expected, _ = shaping.shape_advantages(advantages, higher, mask, state)
+    for name in shaping.INDICATORS:
+        hurt = higher | {name: np.where(np.arange(5) == 1, broken, higher[name])}
+        shaped, report = shaping.shape_advantages(advantages, hurt, mask, state)
+        others = np.arange(5) != 1
+        np.testing.assert_array_equal(np.asarray(shaped)[others], np.asarray(expected)[others])
+        np.testing.assert_array_equal(np.asarray(shaped)[1], MASK[1])
+        np.testing.assert_allclose(report["shaping/valid_fraction/mean"], 0.8, rtol=1e-6)
+        assert np.asarray(expected)[1, 0] > 1  # else nothing was taken from it
+        without = {key: values[others] for key, values in higher.items()}
+        np.testing.assert_allclose(
+            shaping.update_shaping_state(state, hurt).baseline,
+            shaping.update_shaping_state(state, without).baseline,
+            rtol=1e-6,  # sums of four and of five terms
+        )
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_broken_advantage_stays_and_spoils_no_report(broken):
+    high = {name: np.full(5, 9.0, np.float32) for name in shaping.INDICATORS}
+    low = {name: np.full(5, 3.0, np.float32) for name in shaping.INDICATORS}
+    state = shaping.update_shaping_state(shaping.init_shaping_state(), low)
+    advantages = jnp.ones(MASK.shape).at[0, 0].set(broken)
+    shaped, report = shaping.shape_advantages(advantages, high, jnp.asarray(MASK), state)
+    np.testing.assert_equal(float(shaped[0, 0]), broken)
+    assert np.all(np.asarray(shaped)[MASK][1:] == 1.5)
+    assert all(np.isfinite(value) for value in report.values())
+    np.testing.assert_allclose(report["shaping/bonus/mean"], 0.5 * 12 / 13, rtol=1e-6)
+    np.testing.assert_allclose(report["shaping/bonus_to_advantage/mean"], 0.5 * 12 / 13, rtol=1e-6)
+
+
+def test_values_near_the_end_of_float32_leave_finite_baselines():
+    # Their plain sum is infinite, and no average with infinity ever comes back.
+    huge = {name: np.full(3, 3e38, np.float32) for name in shaping.INDICATORS}
+    state = shaping.update_shaping_state(shaping.init_shaping_state(), huge)
+    np.testing.assert_allclose(state.baseline, 3e38, rtol=1e-6)
+    state = shaping.update_shaping_state(state, {name: -huge[name] for name in huge})
+    np.testing.assert_allclose(state.baseline, 0.4 * 3e38, rtol=1e-5)
+    shaped, report = shaping.shape_advantages(jnp.ones((3, 1)), huge, jnp.ones((3, 1), bool), state)
+    assert np.all(np.isfinite(shaped)) and all(np.isfinite(x) for x in report.values())
+
+
+@pytest.mark.parametrize("mixing", CHOICES["mixing"])
+def test_results_are_float32_in_double_precision_too(mixing):
+    found = {name: np.arange(1.0, 6) for name in shaping.INDICATORS}
+    options = {"mixing": mixing, "kappa": np.float64(2.0), "gain": np.float64(1.0)}
+    with jax.enable_x64(True):
+        state = shaping.update_shaping_state(
+            shaping.init_shaping_state(), found, mean_reward=1.0, **options
+        )
+        double = jnp.ones(MASK.shape)
+        assert double.dtype == jnp.float64
+        result = shaping.shape_advantages(double, found, jnp.asarray(MASK), state, **options)
+        assert {leaf.dtype for leaf in jax.tree.leaves(result)} == {np.dtype("float32")}
+        assert [leaf.dtype for leaf in state] == [
+            leaf.dtype for leaf in shaping.init_shaping_state()
+        ]
+
+
+def test_every_metric_and_its_orders_may_steer():
+    measured = {
+        f"{name}{order}" for name in metrics.METRICS for order in ("", "_velocity", "_acceleration")
+    }
+    assert set(shaping.KNOWN_INDICATORS) - measured == {
+        "avg_log_probs", "avg_logits_entropy", "avg_response_entropy",
+    }  # fmt: skip
+    assert measured < set(shaping.KNOWN_INDICATORS)
+
+
+def test_all_functions_take_the_whole_section():
+    # A config section unpacks at each call; what a function has no use for it still checks.
+    found = {name: np.ones(5, np.float32) for name in shaping.INDICATORS}
+    state, mask = shaping.init_shaping_state(), jnp.asarray(MASK)
+    ones = jnp.ones(MASK.shape)
+    for call in (
+        lambda **options: shaping.shape_advantages(ones, found, mask, state, **options),
+        lambda **options: shaping.reward_bonus(found, state, **options),
+        lambda **options: shaping.compute_signal(found, state, **options),
+        lambda **options: shaping.update_shaping_state(state, found, **options),
+        shaping.validate_shaping,
+    ):  # fmt: skip
+        call(**DEFAULTS)
+        with pytest.raises(ValueError, match=r"shaping\.kappa=0\.5 must be above 1"):
+            call(**DEFAULTS | {"kappa": 0.5})
+        with pytest.raises(TypeError, match="capa"):
+            call(capa=2.0)
