@@ -66,10 +66,10 @@ def test_an_average_response_deviates_by_nothing_from_the_second_step_on():
     np.testing.assert_allclose(np.array(seen)[1:], 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("ema_lag, covers", [(1, 3), (2, 2)])
-def test_the_baseline_knows_every_step_before_its_own(ema_lag, covers):
+@pytest.mark.parametrize("options, covers", [({}, 3), ({"ema_lag": 2}, 2)])
+def test_the_baseline_knows_every_step_before_its_own(options, covers):
     batches = [metrics_of([x, x], [x, x], [x, x]) for x in (1.0, 2.0, 4.0)]
-    state = state_after(*batches, ema_lag=ema_lag, alpha=0.5)
+    state = state_after(*batches, alpha=0.5, **options)
     expected = {3: ((1.0 + 2.0) / 2 + 4.0) / 2, 2: (1.0 + 2.0) / 2}[covers]
     np.testing.assert_allclose(state.baseline, expected)
 
