@@ -230,16 +230,17 @@ def main() -> None:
         num_rounds = arguments.warmup + arguments.pairs
         bar = stack.enter_context(run.reporter.bar("steps", num_rounds, "steps"))
         for index in range(num_rounds):
-            finished, tokens = {}, set()
+            finished, sampled = {}, set()
             for position in ORDERS[index % len(ORDERS)]:
                 side = SIDES[position]
                 finished[side], row = take_step(sides[side], state, bar)
-                tokens.add((row["response/num_tokens"], row["reward/num_correct"]))
+                sampled.add((row["response/num_tokens"], row["reward/num_correct"]))
                 if index >= arguments.warmup:
                     rows[side].append(row)
-            assert len(tokens) == 1, f"the sides sampled different responses: {tokens}"
+            assert len(sampled) == 1, f"the sides sampled different responses: {sampled}"
             state = finished[MEASURED]
-            print(f"{index + 1}/{num_rounds}", end="\r", file=sys.stderr, flush=True)
+            bar.advance()
+            print(f"pair {index + 1}/{num_rounds} ...", file=sys.stderr, flush=True)
         alone = metrics_alone(sides[MEASURED], state, bar)
     report(rows, alone)
 
