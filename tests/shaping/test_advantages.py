@@ -6,6 +6,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +41,14 @@ def metrics_of(rows, valid=None):
 
 
 METRICS = metrics_of([(1.0, 5, 30), (0.2, 6, 18), (-0.5, 3, 21), (0.6, 4.1, 22)])
+
+
+@pytest.fixture
+def unannotated():
+    """As in a run, where nothing checks annotations before our own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def shape(advantages, metrics, mask, state, **options):
@@ -233,6 +242,25 @@ def test_correlations_are_those_of_valid_responses():
     assert report[f"metrics/correlation/{ERV}"] == 0.0
 
 
+def test_a_constant_does_not_correlate():
+    # The mean of seven times 0.1 is not 0.1 in float32; what is left is all alike.
+    for row in ((0.1, 0.7, 0.3), (3e38, -3e38, 1e-30)):
+        metrics = metrics_of([row] * 7)
+        _, report = shape(np.ones((7, 1)), metrics, np.ones((7, 1), bool), state_with())
+        for name in (ERA, ERV):
+            assert report[f"metrics/correlation/{name}"] == 0.0
+
+
+def test_correlations_of_values_near_the_end_of_float32_are_finite():
+    for size in (3e37, 3e38):
+        rows = [(size, -size, -size), (-size, size, size), (0, 0, 0)]
+        _, report = shape(np.ones((3, 1)), metrics_of(rows), np.ones((3, 1), bool), state_with())
+        found = [float(report[f"metrics/correlation/{name}"]) for name in (ERA, ERV)]
+        assert np.all(np.isfinite(found))
+        if size < 1e38:  # a quotient by more may be a product with what float32 takes for 0
+            np.testing.assert_allclose(found, [-1, 1], rtol=1e-5)
+
+
 def test_nothing_has_a_gradient():
     def total(advantages, metrics, state):
         return shaping.shape_advantages(advantages, metrics, jnp.asarray(MASK), state)[0].sum()
@@ -266,6 +294,14 @@ def test_empty_rows_and_batches_stay_finite():
         ({"guidance": "curvature"}, "state holds 3 baselines"),
         *(({field: "odd"}, f"{field}='odd'") for field in ("target", "tokens", "mixing", "scale")),
         *(({field: "odd"}, f"{field}='odd'") for field in ("ema_init", "invalid")),
+        # In float32 it is 1, and |A| / kappa would cancel the advantage.
+        ({"kappa": 1 + 1e-9}, "kappa=1.000000001 must be above 1 in float32"),
+        # Infinite in float32: 0 times it is no number.
+        ({"kappa": 1e39}, "kappa=1e+39 must be finite"),
+        ({"eta": 1e39}, "eta=1e+39 must be finite"),
+        ({"gain": -1e39}, "gain=-1e+39 must be finite"),
+        ({"explore_weights": (0.0, 0.0, 1e39)}, "explore_weights has 1e+39 must be finite"),
+        ({"eta": 1e20, "explore_weights": (0.0, 0.0, 1e20)}, "times the weights leaves float32"),
     ],
 )
 def test_mistakes_are_refused(options, message):
@@ -286,7 +322,13 @@ def test_wrong_shapes_and_missing_metrics_are_refused():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"alpha": 0.0}, "alpha=0.0"), ({"alpha": 1.5}, "alpha=1.5"), ({"ema_lag": 3}, "ema_lag=3")],
+    [
+        ({"alpha": 0.0}, "alpha=0.0"),
+        ({"alpha": 1.5}, "alpha=1.5"),
+        ({"alpha": -0.1}, "alpha=-0.1"),
+        ({"alpha": float("nan")}, "alpha=nan"),
+        ({"ema_lag": 3}, "ema_lag=3"),
+    ],
 )
 def test_mistakes_in_the_baseline_options_are_refused(options, message):
     for call in (
@@ -296,6 +338,71 @@ def test_mistakes_in_the_baseline_options_are_refused(options, message):
         with pytest.raises(ValueError) as error:
             call()
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"kappa": "2"}, "shaping.kappa='2' must be a Python number"),
+        ({"alpha": None}, "shaping.alpha=None must be a Python number"),
+        ({"eta": True}, "shaping.eta=True must be a Python number"),
+        ({"ema_lag": True}, "shaping.ema_lag=True is unknown"),
+        ({"mixing": np.array(["half", "sum"])}, "is unknown; it must be one of 'adaptive'"),
+        ({"indicators": ER}, "shaping.indicators='effective_rank' must be a tuple of names"),
+        ({"indicators": None}, "shaping.indicators=None must be a tuple of names"),
+        ({"indicators": ()}, "must name one or more"),
+        ({"guidance": (ERA,)}, "shaping.guidance names"),
+        ({"explore_weights": None}, "shaping.explore_weights=None must be a tuple of numbers"),
+        ({"explore_weights": ("a", "b", "c")}, "explore_weights has 'a' must be a Python number"),
+    ],
+)
+def test_wrong_types_are_refused(options, message, unannotated):
+    with pytest.raises(ValueError) as error:
+        shaping.validate_shaping(**options)
+    assert message in str(error.value)
+
+
+def test_an_option_is_no_traced_array(unannotated):
+    traced = jax.jit(lambda kappa: shaping.reward_bonus(METRICS, state_with(), kappa=kappa))
+    with pytest.raises(ValueError, match="close over it or name it in static_argnames"):
+        traced(2.0)
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({ER: np.float32(1.0)}, r"metrics\['effective_rank'\] has shape \(\)"),
+        ({ER: np.ones((4, 1), np.float32)}, r"shape \(4, 1\); it must be \[B\]"),
+        ({ER: np.ones(1, np.float32), f"{ER}_valid": np.ones(1, bool)}, "numbers that differ"),
+        # One flag would be spread over all responses.
+        ({f"{ER}_valid": np.ones(1, bool)}, r"_valid'\] has shape \(1,\)"),
+        ({f"{ER}_valid": np.ones(4, np.float32)}, "dtype float32; it must be"),
+    ],
+)
+def test_metrics_of_a_wrong_shape_are_refused(broken, message, unannotated):
+    for call in (
+        lambda metrics: shaping.reward_bonus(metrics, state_with()),
+        lambda metrics: shaping.update_shaping_state(state_with(), metrics),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(METRICS | broken)
+
+
+def test_a_mask_that_is_no_bool_is_refused(unannotated):
+    for dtype in (np.int32, np.float32):
+        with pytest.raises(ValueError, match="response_mask has dtype"):
+            shaping.shape_advantages(np.ones((4, 5)), METRICS, MASK.astype(dtype), state_with())
+
+
+def test_states_and_rewards_that_do_not_fit_are_refused(unannotated):
+    with pytest.raises(ValueError, match="state holds 3 baselines"):
+        shaping.update_shaping_state(state_with(), METRICS, guidance="curvature")
+    with pytest.raises(ValueError, match=r"mean_reward has shape \(2,\)"):
+        shaping.update_shaping_state(state_with(), METRICS, mean_reward=np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="'rank'"):
+        shaping.init_shaping_state(("rank",))
+    with pytest.raises(ValueError, match="must be a tuple of names"):
+        shaping.init_shaping_state(ER)
 
 
 def test_every_combination_of_options_is_accepted():

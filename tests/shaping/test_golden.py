@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import shaping
+from tests.oracles import shaping as oracle
 
 
 @pytest.mark.parametrize("tokens", ["all", "last"])
@@ -42,3 +43,6 @@ def test_bonus_matches_the_recorded_one(golden, tokens):
     # 1e-6: the hyperbolic tangent and its inverse, in float32.
     expected = np.where(mask, data[f"shaped_{name}_kappa2"], 0.0)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    # The float64 loops too, which all other options are compared with.
+    loops = oracle.shaped(data["grpo_advantages"], mask, aux, 2.0, tokens)
+    np.testing.assert_allclose(loops, expected, rtol=1e-6, atol=1e-7)
