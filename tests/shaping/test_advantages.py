@@ -410,3 +410,15 @@ def test_every_combination_of_options_is_accepted():
 
     for values in itertools.product(*CHOICES.values()):
         shaping.validate_shaping(**dict(zip(CHOICES, values)))
+
+
+def test_an_indicator_without_a_baseline_is_not_compared():
+    # Under fixed mixing nothing needs ERA; the first response to have one would deviate by 5.
+    state = shaping.init_shaping_state()
+    without = METRICS | {f"{ERA}_valid": np.zeros(4, bool)}
+    state = shaping.update_shaping_state(state, without, mixing="half")
+    _, report = shape(np.ones((4, 5)), METRICS, MASK, state, mixing="half")
+    assert report["shaping/active"] == 1.0
+    assert report[f"shaping/deviation/{ERA}/mean"] == 0.0
+    _, from_zero = shape(np.ones((4, 5)), METRICS, MASK, state, mixing="half", ema_init="zero")
+    assert from_zero[f"shaping/deviation/{ERA}/mean"] != 0.0
