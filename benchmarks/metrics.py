@@ -148,6 +148,8 @@ def cases() -> dict[str, np.ndarray]:
     found = {"Gaussian": gaussian, "Gaussian, bfloat16": gaussian.astype(ml_dtypes.bfloat16)}
     for smallest in (1e-2, 1e-3, 1e-4):
         found[f"sigma down to {smallest:.0e}"] = u * np.geomspace(1, smallest, shape[0]) @ v.T * 99
+    for share in (1.2e-3, 3e-4):
+        found[f"one direction, {share:.1e}"] = u * np.append(1, np.full(383, share)) @ v.T * 99
     for rank in (5, 20):
         rows = rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1]))
         found[f"rank {rank}"] = rows
@@ -172,12 +174,14 @@ def errors(rows: np.ndarray, method: str) -> dict[str, float]:
     expected = oracle.effective_rank(exact), velocity, acceleration
     er, erv, era = (abs(float(a) / b - 1) for a, b in zip(measured, expected))
     beta = 1 / (1 + math.exp(-2 * era)) - 0.5
-    return {"ER": er, "ERV": erv, "ERA": era, "beta": beta, "ERA is": acceleration}
+    return {
+        "ER": er, "ERV": erv, "ERA": era, "beta": beta, "ERV is": velocity, "ERA is": acceleration
+    }  # fmt: skip
 
 
 def accuracy() -> None:
     """Prints the errors of both methods for every case."""
-    print(f"{'':30}{'ER':>10}{'ERV':>10}{'ERA':>10}{'beta':>10}{'ERA is':>10}")
+    print(f"{'':30}{'ER':>10}{'ERV':>10}{'ERA':>10}{'beta':>10}{'ERV is':>10}{'ERA is':>10}")
     for name, rows in cases().items():
         for method in metrics.METHODS:
             values = "".join(f"{value:10.1e}" for value in errors(rows, method).values())

@@ -72,10 +72,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.metrics.stride = 40  # tokens between two prefixes; ERA needs 3 strides
     config.metrics.dataset_stride = 20  # responses between prefixes of a batch; 0: not measured
     config.metrics.window = "exact"  # exact, release or later
+    # Above 1: from the fifth prefix on only those so many times as far as the one before are
+    # decomposed, and the last; the others are interpolated.
+    config.metrics.window_growth = 1.0
     config.metrics.method = "gram"  # gram or svd
     config.metrics.names = ("effective_rank",)
     config.metrics.placement = "trainer"  # only trainer is built
     config.metrics.num_threads = 1
+    # 0: on the host, in num_threads threads. N: N responses at a time on the accelerator.
+    config.metrics.device_batch = 0
 
     config.shaping = ml_collections.ConfigDict()
     config.shaping.target = "advantage"  # advantage, reward, both or none

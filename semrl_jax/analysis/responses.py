@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from semrl_jax.metrics import effective_rank, hidden_state_metrics
+from semrl_jax.metrics import hidden_state_metrics, rank_series
 
 matplotlib.use("Agg")
 
@@ -29,8 +28,9 @@ COLUMNS = {
     "entropy": "response_entropy",
     "curvature": "curvature",
 }
-MAX_PROGRAMS = 16  # sizes the prefixes of one input are padded to, which bounds compiling
 MAX_TABLE_ROWS = 40
+
+_rank_series = jax.jit(rank_series, static_argnames=("stride", "window", "method"))
 
 Measured = Mapping[str, Shaped[np.ndarray, " B"]]
 
@@ -103,18 +103,9 @@ def rank_curve(
     whole response. No prefix if the response is shorter than the first one, or a valid row is not
     finite.
     """
-    rows = np.asarray(hidden_states[response_mask], np.float32)
-    sizes = _prefix_sizes(len(rows), stride, window)
-    if not np.all(np.isfinite(rows)) or not sizes:
-        return RankCurve(np.zeros(0, int), np.zeros(0, np.float32))
-    rows = rows[-512:] if window == "release" else rows
-    step = -(-len(hidden_states) // MAX_PROGRAMS)
-    values = []
-    for size in sizes:
-        padded = np.zeros((-(-size // step) * step, rows.shape[1]), np.float32)
-        padded[:size] = rows[:size]
-        values.append(_prefix_rank(padded, size, method))
-    return RankCurve(np.array(sizes), np.array(jax.device_get(values), np.float32))
+    found = _rank_series(hidden_states, response_mask, stride=stride, window=window, method=method)
+    values, num_tokens, count = jax.device_get(found)
+    return RankCurve(num_tokens[:count], values[:count])
 
 
 def response_table(measured: Measured) -> Table:
@@ -190,20 +181,3 @@ _ROW = tuple(COLUMNS.values())
 def _cell(measured: Measured, metric: str, index: int) -> str:
     """The value, or a dash where there is none."""
     return f"{measured[metric][index]:.4g}" if measured[f"{metric}_valid"][index] else "-"
-
-
-def _prefix_sizes(num_tokens: int, stride: int, window: str) -> list[int]:
-    """Tokens of each prefix, as `metrics.rank_dynamics` has them."""
-    if window == "exact":
-        return list(range(stride, num_tokens + 1, stride))
-    span = min(num_tokens, 512) if window == "release" else num_tokens
-    sizes = list(range(stride + 1, span + 1, stride)) if span >= 2 * stride else []
-    return [*sizes, num_tokens] if sizes and window == "later" else sizes
-
-
-@functools.partial(jax.jit, static_argnames="method")
-def _prefix_rank(
-    states: Float[Array | np.ndarray, "T D"], num_tokens: int | Int[Array, ""], method: str
-) -> Float[Array, ""]:
-    """Effective rank of the first rows."""
-    return effective_rank(states, jnp.arange(states.shape[0]) < num_tokens, method=method)

@@ -3,14 +3,16 @@
 from semrl_jax.metrics.batch import dataset_metrics, hidden_state_metrics, mean_hidden_state
 from semrl_jax.metrics.curvature import curvature
 from semrl_jax.metrics.dynamics import (
-    PrefixDynamics,
     RankDynamics,
+    RankSeries,
     prefix_dynamics,
     rank_dynamics,
+    rank_series,
 )
 from semrl_jax.metrics.entropy import response_entropy
 from semrl_jax.metrics.inputs import METHODS, METRICS, WINDOWS
 from semrl_jax.metrics.rank import effective_rank, log_effective_rank, traditional_rank
+from semrl_jax.metrics.windows import PrefixDynamics
 
 __all__ = [
     "METHODS",
@@ -18,6 +20,7 @@ __all__ = [
     "WINDOWS",
     "PrefixDynamics",
     "RankDynamics",
+    "RankSeries",
     "curvature",
     "dataset_metrics",
     "effective_rank",
@@ -26,6 +29,7 @@ __all__ = [
     "mean_hidden_state",
     "prefix_dynamics",
     "rank_dynamics",
+    "rank_series",
     "response_entropy",
     "traditional_rank",
 ]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from semrl_jax.metrics.curvature import mean_angle, turning_angles
-from semrl_jax.metrics.dynamics import spectral_series, split_windows, summarise
 from semrl_jax.metrics.entropy import response_entropy_of
 from semrl_jax.metrics.inputs import (
     METHODS,
@@ -19,11 +18,14 @@ from semrl_jax.metrics.inputs import (
     WINDOWS,
     AnyArray,
     check_choice,
+    check_growth,
     check_states,
     check_stride,
     compact,
 )
+from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.rank import effective_rank_of, log_effective_rank_of, traditional_rank_of
+from semrl_jax.metrics.windows import split_windows, summarise
 
 _OF_SPECTRUM = {
     "effective_rank": effective_rank_of,
@@ -34,7 +36,12 @@ _OF_SPECTRUM = {
 _MIN_TOKENS = dict.fromkeys(SPECTRAL_METRICS, 2) | {"curvature": 3}
 
 
-@functools.partial(jax.jit, static_argnames=("stride", "window", "names", "method", "orders"))
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "stride", "window", "names", "method", "orders", "window_growth", "side_by_side",
+    ),
+)  # fmt: skip
 def hidden_state_metrics(
     hidden_states: Float[AnyArray, "B T D"],
     response_mask: Bool[AnyArray, "B T"],
@@ -44,6 +51,8 @@ def hidden_state_metrics(
     names: Sequence[str] = METRICS,
     method: str = "gram",
     orders: Sequence[str] | None = None,
+    window_growth: float = 1.0,
+    side_by_side: bool = False,
 ) -> dict[str, Shaped[Array, " B"]]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
@@ -57,11 +66,13 @@ def hidden_state_metrics(
       stride: tokens between two prefixes, at least 1.
       window: "exact", "release" or "later", see `rank_dynamics`.
       names: which of METRICS to compute, a tuple.
-      method: "gram": eigenvalues of Gram matrices, relative error 1e-3 in ER where no true singular
-        value lies below 1e-3 of the largest; values below 7e-4 of it count as zero. "svd": 1e-5, in
-        float64. Asking for traditional_rank makes the values "svd", its orders make all orders so.
+      method: "gram": eigenvalues of Gram matrices in float32, and in float64 for a response that
+        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, always in float64.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name what is used.
+      window_growth: as in `rank_dynamics`, for spectral metrics; 1 measures every window.
+      side_by_side: one batch of decompositions a window instead of one response after the other,
+        for accelerators; a response short of the others then costs as much as they do.
 
     Returns:
       For each name the float32 array `<name>` and the bool `<name>_valid`; for each of `orders`
@@ -70,12 +81,13 @@ def hidden_state_metrics(
       three, all of a response with a valid row that is not finite.
 
     Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window, name, method or order.
+      ValueError: for a wrong rank, shape, dtype, stride, window, name, method, order or growth.
     """
     check_states(hidden_states, response_mask, batched=True)
     check_stride(stride)
     check_choice("window", window, WINDOWS)
     check_choice("method", method, METHODS)
+    check_growth(window_growth)
     if isinstance(names, str):
         raise ValueError(f"names={names!r} must be a tuple of metric names, such as ({names!r},).")
     for name in names:
@@ -86,8 +98,11 @@ def hidden_state_metrics(
     for name in orders:
         check_choice("orders", name, names)
     measure = functools.partial(
-        _measure, stride=stride, window=window, names=tuple(names), method=method, orders=orders
-    )
+        _measure, stride=stride, window=window, names=tuple(names), method=method, orders=orders,
+        growth=window_growth, batched=side_by_side,
+    )  # fmt: skip
+    if side_by_side:
+        return jax.vmap(lambda *response: measure(response))(hidden_states, response_mask)
     if hidden_states.shape[0] == 1:  # the loop over responses is not free
         return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
     return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
@@ -159,10 +174,12 @@ def _measure(
     names: tuple[str, ...],
     method: str,
     orders: tuple[str, ...],
+    growth: float,
+    batched: bool,
 ) -> dict[str, Shaped[Array, ""]]:
     """All asked metrics of one response."""
     rows = compact(*response)
-    windows = split_windows(rows, stride, window)
+    windows = split_windows(rows, stride, window, growth)
     values: dict[str, Float[Array, ""]] = {}
     series: dict[str, Float[Array, " K"]] = {}
     spectral = [name for name in names if name in _OF_SPECTRUM]
@@ -173,8 +190,9 @@ def _measure(
             windows,
             tuple(_OF_SPECTRUM[name] for name in spectral),
             tuple(_OF_SPECTRUM[name] for name in spectral_orders),
-            exact_value=method == "svd" or "traditional_rank" in spectral,
-            exact_series=method == "svd" or "traditional_rank" in spectral_orders,
+            method=method,
+            strict="traditional_rank" in spectral,
+            batched=batched,
         )
         values |= zip(spectral, measured[0])
         series |= zip(spectral_orders, measured[1].T)

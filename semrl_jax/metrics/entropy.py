@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
-from semrl_jax.metrics.rank import EPSILON, _whole_response
+from semrl_jax.metrics.rank import EPSILON, whole_response
 
 ORDER = 1.0001
 
@@ -36,7 +36,7 @@ def response_entropy(
     Source: the reference implementation. It evaluates the formula as written, which in float32
     costs 6e-4; here log1p and expm1 keep full precision.
     """
-    return _whole_response(response_entropy_of, hidden_states, response_mask, method)
+    return whole_response(response_entropy_of, hidden_states, response_mask, method)
 
 
 def response_entropy_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,19 @@ def check_stride(stride: Any) -> int:
         value = 0
     if value < 1 or isinstance(stride, bool):
         raise ValueError(f"stride={stride!r} must be an integer of at least 1 token.")
+    return value
+
+
+def check_growth(growth: Any) -> float:
+    """Returns the growth as a float; ValueError unless it is finite and at least 1."""
+    if isinstance(growth, bool) or not isinstance(growth, (int, float)):
+        value = math.nan
+    else:
+        value = float(growth)
+    if not 1 <= value < math.inf:
+        raise ValueError(
+            f"window_growth={growth!r} must be a number of at least 1; 1 measures every window."
+        )
     return value
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import METHODS, AnyArray, Rows, anchor, check_choice, compact
-from semrl_jax.metrics.spectrum import PrefixSpectra, one_by_one
+from semrl_jax.metrics.inputs import METHODS, AnyArray, check_choice, compact
+from semrl_jax.metrics.prefixes import SpectralMetric, spectral_value
 
 EPSILON = 1e-8  # in units of the hidden states, as the reference implementation has it
 
@@ -27,8 +27,9 @@ def effective_rank(
       hidden_states: any real float dtype, computed in float32; row t gave response token t. Rows
         outside the mask may hold anything, NaN too.
       response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
-      method: "svd": relative error 1e-5, from a Gram matrix and its eigenvalues in float64. "gram":
-        the same in float32, 1e-3 where no true value lies below 1e-3 of the largest.
+      method: how singular values come from the eigenvalues of a Gram matrix. "svd": in float64,
+        which loses nothing an SVD of float32 rows has, relative error 1e-5. "gram": in float32,
+        and again in float64 where that does not resolve them, relative error 1e-3.
 
     Returns:
       Float32 in [1, min(T - 1, D)] for T valid tokens; 1.0 if all rows are equal; 0.0 if T < 2 or a
@@ -39,7 +40,7 @@ def effective_rank(
 
     Source: Roy and Vetterli 2007; arXiv:2509.23808 for hidden states of a response.
     """
-    return _whole_response(effective_rank_of, hidden_states, response_mask, method)
+    return whole_response(effective_rank_of, hidden_states, response_mask, method)
 
 
 def log_effective_rank(
@@ -49,7 +50,7 @@ def log_effective_rank(
     method: str = "svd",
 ) -> Float[Array, ""]:
     """Computes log ER in nats; arguments, errors and zeros as in `effective_rank`."""
-    return _whole_response(log_effective_rank_of, hidden_states, response_mask, method)
+    return whole_response(log_effective_rank_of, hidden_states, response_mask, method)
 
 
 def traditional_rank(
@@ -57,10 +58,10 @@ def traditional_rank(
 ) -> Float[Array, ""]:
     """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
 
-    Always in float64: the noise of float32 Gram eigenvalues lies above this threshold. Arguments,
-    errors and zeros as in `effective_rank`; 0.0 also if all rows are equal.
+    In float64: the noise of float32 Gram eigenvalues lies above this threshold. Arguments, errors
+    and zeros as in `effective_rank`; 0.0 also if all rows are equal.
     """
-    return _whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
+    return whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
 
 
 def log_effective_rank_of(
@@ -88,23 +89,12 @@ def traditional_rank_of(
     return jnp.where(num_rows >= 2, jnp.sum(sigma > threshold, dtype=jnp.float32), 0.0)
 
 
-def _whole_response(metric, hidden_states, response_mask, method) -> Float[Array, ""]:
+def whole_response(
+    metric: SpectralMetric,
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    method: str,
+) -> Float[Array, ""]:
     """Applies a function of the spectrum to all valid rows."""
     check_choice("method", method, METHODS)
-    rows = compact(hidden_states, response_mask)
-    num_rows, width = rows.states.shape
-    if min(num_rows, width) == 0:
-        return jnp.float32(0)
-    dtype = jnp.float64 if method == "svd" else jnp.float32
-    value = one_by_one(_of_all_rows, metric=metric, dtype=dtype)(rows)
-    return jnp.where(rows.finite, value, 0.0)
-
-
-def _of_all_rows(rows: Rows, *, metric, dtype: type) -> Float[Array, ""]:
-    """A function of the spectrum of all valid rows, decomposed in this dtype."""
-    num_rows, width = rows.states.shape
-    rows = rows._replace(states=rows.states.astype(dtype))
-    active = rows.finite & (rows.num_tokens >= 2)
-    spectra = PrefixSpectra(anchor(rows, rows.num_tokens))
-    sigma = spectra(num_rows, rows.num_tokens, active, jnp.dtype(dtype))
-    return metric(sigma, rows.scale, rows.num_tokens, width)
+    return spectral_value(compact(hidden_states, response_mask), metric, method=method)

@@ -2,14 +2,16 @@
 
 With rows Z shifted by a common vector, G = Z Z^T is formed once; the eigenvalues of J G[:n, :n] J,
 where J subtracts the mean, are the squares of the singular values of the first n rows, centred. A
-prefix longer than D takes the D x D scatter matrix instead. Squaring halves the digits: float64
-keeps those of a float32 decomposition and more, float32 those above its floor.
+prefix longer than D takes the D x D scatter matrix instead, which grows with the prefix. Squaring
+halves the digits: float64 keeps those of a float32 decomposition and more, float32 those above its
+floor, and says whether that was enough.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +24,28 @@ except ImportError:  # not public: without it eigvalsh serves, which makes vecto
     lapack = None
 
 # Rounding leaves eigenvalues of about one epsilon of the largest where true ones are zero, and
-# there may be hundreds; four epsilons put the floor at sigma = 7e-4 sigma_max in float32.
+# there may be hundreds: four epsilons are the floor, sigma = 7e-4 sigma_max in float32.
 FLOOR_EPSILONS = 4
+# Above this share of sigma_max a float32 value is good for 6 % even beside one huge direction, with
+# either sign; a few below are harmless where the others together outweigh them.
+RESOLVED_SIGMA = 1e-3
+MAX_UNRESOLVED_SHARE = 1e-4
+
+MAX_UNSPLIT_ROWS = 384  # smaller products lose more speed than half of them is worth
+
+
+class Spectrum(NamedTuple):
+    """Descending singular values of a prefix, and whether the arithmetic could tell them."""
+
+    sigma: Float[Array, " S"]
+    resolved: Bool[Array, ""]
+
+
+class Scatter(NamedTuple):
+    """Sum of z z^T over the first `num_rows` rows z; num_rows is static."""
+
+    num_rows: int
+    matrix: Float[Array, "D D"]
 
 
 def eigenvalue_kernel(dtype: np.dtype) -> str | None:
@@ -36,11 +58,12 @@ def eigenvalue_kernel(dtype: np.dtype) -> str | None:
     return target if target in known else None
 
 
-@jax.custom_batching.sequential_vmap
+@jax.custom_batching.custom_vmap
 def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) -> Float[Array, " N"]:
     """Descending eigenvalues of a positive semi-definite matrix; zeros where not active.
 
-    The loop under `vmap` is meant: batched solvers on CPU wait inside the pool that runs them.
+    Under `vmap` a CPU takes them one by one: batched solvers wait there inside the pool that runs
+    them. An accelerator takes them at once, the ones that are not active too.
     """
     target = eigenvalue_kernel(gram.dtype)
 
@@ -51,14 +74,32 @@ def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) ->
     return jax.lax.cond(active, values, lambda a: jnp.zeros(a.shape[:1], a.dtype), gram)
 
 
+@symmetric_eigenvalues.def_vmap
+def _batch_of_eigenvalues(
+    axis_size: int, in_batched: list[bool], gram: Array, active: Array
+) -> tuple[Float[Array, "B N"], bool]:
+    gram, active = (
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip((gram, active), in_batched)
+    )
+
+    def in_turn(gram: Float[Array, "B N N"], active: Bool[Array, " B"]) -> Float[Array, "B N"]:
+        return jax.lax.map(lambda pair: symmetric_eigenvalues(*pair), (gram, active))
+
+    def at_once(gram: Float[Array, "B N N"], active: Bool[Array, " B"]) -> Float[Array, "B N"]:
+        values = jnp.linalg.eigvalsh(jnp.where(active[:, None, None], gram, 0.0))
+        return values[:, ::-1]
+
+    return jax.lax.platform_dependent(gram, active, cpu=in_turn, default=at_once), True
+
+
 class PrefixSpectra:
     """Singular values of the first n of `states`' rows, for any n, after centring those n."""
 
     def __init__(self, states: Float[Array, "T D"], gram: Float[Array, "S S"] | None = None):
         """Takes anchored rows (inputs.anchor), zero past the valid ones, and their Gram matrix."""
-        short = states[: min(states.shape)]
         self.states = states
-        self._gram = _product(short, short.T) if gram is None else gram  # S = min(T, D)
+        self._gram = symmetric_product(states[: min(states.shape)]) if gram is None else gram
 
     def part(self, start: Int[Array, ""], size: int) -> PrefixSpectra:
         """Spectra of the prefixes of `size` rows from `start` on."""
@@ -67,20 +108,34 @@ class PrefixSpectra:
             return PrefixSpectra(states)
         return PrefixSpectra(states, jax.lax.dynamic_slice(self._gram, (start, start), (size,) * 2))
 
+    def scatter(self, num_rows: int, before: Scatter | None = None) -> Scatter:
+        """Scatter matrix of the first `num_rows` rows, from one of fewer rows."""
+        width = self.states.shape[1]
+        before = before or Scatter(0, jnp.zeros((width, width), self.states.dtype))
+        added = symmetric_product(self.states[before.num_rows : num_rows].T)
+        return Scatter(num_rows, before.matrix + added)
+
     def __call__(
-        self, size: int, num_rows: Int[Array, ""], active: Bool[Array, ""], dtype: np.dtype
-    ) -> Float[Array, " S"]:
+        self,
+        size: int,
+        num_rows: Int[Array, ""],
+        active: Bool[Array, ""],
+        *,
+        strict: bool = False,
+        before: Scatter | None = None,
+    ) -> Spectrum:
         """Descending singular values of the first `num_rows` rows, num_rows <= size, float32.
 
         Args:
           size: static number of rows the decomposition is compiled for.
           num_rows: how many of them this prefix has.
-          active: False skips the decomposition and returns zeros.
-          dtype: of the decomposition; the rest has that of the states.
+          active: False skips the decomposition and returns zeros, resolved.
+          strict: unresolved if a single value is, as a count of values needs.
+          before: of rows that every prefix of this call has, saves their products.
         """
-        width = self.states.shape[1]
+        dtype, width = self.states.dtype, self.states.shape[1]
         valid = jnp.arange(size) < num_rows
-        count = jnp.maximum(num_rows, 1).astype(self.states.dtype)
+        count = jnp.maximum(num_rows, 1).astype(dtype)
         if size <= width:
             both = valid[:, None] & valid[None]
             gram = jnp.where(both, self._gram[:size, :size], 0.0)
@@ -88,32 +143,66 @@ class PrefixSpectra:
             centred = gram - mean - mean.T + jnp.sum(mean, keepdims=True) / count
             centred = jnp.where(both, centred, 0.0)
         else:
-            rows = self.states[:size]
-            mean = jnp.sum(jnp.where(valid[:, None], rows, 0.0), axis=0, keepdims=True) / count
-            rows = jnp.where(valid[:, None], rows - mean, 0.0)
-            centred = _product(rows.T, rows)
-        eigenvalues = symmetric_eigenvalues(centred.astype(dtype), active)
+            before = before or self.scatter(0)
+            rows = jnp.where(valid[:, None], self.states[:size], 0.0)
+            total = jnp.sum(rows, axis=0, keepdims=True)  # [1, D]
+            scatter = before.matrix + symmetric_product(rows[before.num_rows :].T)
+            centred = scatter - total.T * (total / count)
+        eigenvalues = symmetric_eigenvalues(centred, active)
         # Centring takes one dimension: a value past min(T - 1, D) is rounding.
-        rank_bound = jnp.minimum(num_rows - 1, width)
-        floor = FLOOR_EPSILONS * jnp.finfo(dtype).eps * jnp.max(eigenvalues, initial=0.0)
-        real = (jnp.arange(eigenvalues.shape[0]) < rank_bound) & (eigenvalues > floor)
-        return jnp.sqrt(jnp.where(real, eigenvalues, 0.0)).astype(jnp.float32)
+        real = jnp.arange(eigenvalues.shape[0]) < jnp.minimum(num_rows - 1, width)
+        largest = jnp.max(eigenvalues, initial=0.0)
+        floor = FLOOR_EPSILONS * jnp.finfo(dtype).eps * largest
+        sigma = jnp.sqrt(jnp.where(real & (eigenvalues > floor), eigenvalues, 0.0))
+        if dtype == jnp.float64:
+            resolved = jnp.bool_(True)
+        else:
+            # The threshold of traditional rank, max(T, D) eps, stays half of what is resolved.
+            share = max(RESOLVED_SIGMA, 2 * max(size, width) * float(jnp.finfo(dtype).eps))
+            unresolved = jnp.sum(real & (eigenvalues < share**2 * largest), dtype=dtype)
+            lost = unresolved * share * jnp.sqrt(largest)
+            resolved = lost <= (0.0 if strict else MAX_UNRESOLVED_SHARE) * jnp.sum(sigma)
+        return Spectrum(sigma.astype(jnp.float32), resolved)
+
+
+def symmetric_product(rows: Float[Array, "N K"]) -> Float[Array, "N N"]:
+    """rows rows^T in full precision, without the products above the diagonal."""
+    num_rows = rows.shape[0]
+    if num_rows <= MAX_UNSPLIT_ROWS:
+        return _product(rows, rows.T)
+    first, second = rows[: num_rows // 2], rows[num_rows // 2 :]
+    corner = _product(second, first.T)
+    return jnp.block([[symmetric_product(first), corner.T], [corner, symmetric_product(second)]])
 
 
 @functools.lru_cache(maxsize=256)
-def one_by_one(function: Callable, **static: Hashable) -> Callable:
+def with_float64(function: Callable, *, batched: bool = False, **static: Hashable) -> Callable:
     """Lets a function of arrays use float64 inside, whatever batches or traces it.
 
     Its arguments and results are of 32 bits or less, `static` its keyword arguments. Float64 is in
-    scope while it is traced only: `vmap` must not look inside, and gets a loop; a call outside jit
-    must not go op by op, and finds what an earlier one compiled.
+    scope while it is traced only: `vmap` must not look inside, and gets a loop, or with `batched`
+    one call of the function with `batched=True` and a leading axis on all arrays. A call outside
+    jit must not go op by op, and finds what an earlier one compiled.
     """
     jitted = jax.jit(functools.partial(function, **static))
 
-    @jax.custom_batching.sequential_vmap
     def scoped(*args):
         with jax.enable_x64(True):
             return jitted(*args)
+
+    if not batched:
+        return jax.custom_batching.sequential_vmap(scoped)
+    scoped = jax.custom_batching.custom_vmap(scoped)
+
+    @scoped.def_vmap
+    def of_batch(axis_size, in_batched, *args):
+        args = jax.tree.map(
+            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (axis_size, *x.shape)),
+            args,
+            tuple(in_batched),
+        )
+        found = with_float64(function, **static, over_batch=True)(*args)
+        return found, jax.tree.map(lambda _: True, found)
 
     return scoped
 

@@ -50,6 +50,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
         "rewards.memory_limit_gib", "checkpoints.keep_every", "metrics.dataset_stride",
+        "metrics.device_batch",
         "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
         "algorithms.loss.entropy_coefficient",
     )  # fmt: skip
@@ -77,6 +78,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
         value = _get(config, field)
         if value not in allowed:
             raise UserError(f"{field}={value!r} must be one of {allowed}.")
+    if config.metrics.window_growth < 1:
+        raise UserError(
+            f"metrics.window_growth={config.metrics.window_growth} must be at least 1; "
+            "1 measures every prefix."
+        )
     for name in config.metrics.names:
         if name not in METRICS:
             raise UserError(f"metrics.names has {name!r}; it may have {tuple(METRICS)}.")

@@ -13,6 +13,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.console import Reporter
+from semrl_jax.training.measuring import Measurer
 from semrl_jax.training.policy_setup import (
     build_policy,
     end_token_ids,
@@ -22,7 +23,6 @@ from semrl_jax.training.policy_setup import (
 from semrl_jax.training.prompts import held_out_problems, training_prompts
 from semrl_jax.training.replicas import open_client
 from semrl_jax.training.run import Run
-from semrl_jax.training.scoring import Measurer
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.workdir import Workdir
@@ -89,6 +89,8 @@ def open_run(
                     window=config.metrics.window,
                     method=config.metrics.method,
                     names=tuple(config.metrics.names),
+                    window_growth=config.metrics.window_growth,
+                    device_batch=config.metrics.device_batch,
                 )
             )
         checkpoints = stack.enter_context(

@@ -28,8 +28,9 @@ from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
+from semrl_jax.training.measuring import Measurer
 from semrl_jax.training.policy_setup import starting_params
-from semrl_jax.training.scoring import Measurer, ScoredRollout, score_and_measure
+from semrl_jax.training.scoring import ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import (
     TrainState,
@@ -129,7 +130,7 @@ class Run:
             if self.config.evaluation.metrics:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
-                over_all = self.measurer.submit_batch(of_it).result()
+                over_all = self.measurer.submit_batch([s.mean_state for s in of_it]).result()
                 scalars |= {f"{prefix}/{name}": value for name, value in over_all.items()}
         return scalars
 
@@ -214,6 +215,7 @@ class Run:
             self.measurer.submit(rows[index, : len(item.rollout.response_ids)])
             for index, item in enumerate(scored)
         ]
+        self.measurer.flush()
         return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
 
     def measure_batch(
@@ -224,7 +226,7 @@ class Run:
             nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
             nothing.set_result({})
             return nothing
-        return self.measurer.submit_batch(scored)
+        return self.measurer.submit_batch([item.mean_state for item in scored])
 
     def update(
         self,

@@ -61,7 +61,6 @@ def test_metrics_are_those_of_the_oracle(batch, measured):
 @pytest.mark.parametrize("window", ["exact", "release", "later"])
 @pytest.mark.parametrize("num_tokens", [700, 250, 90])
 def test_the_orders_follow_from_the_curve(window, num_tokens):
-    # The curve has window rules of its own; ERV and ERA of the metrics must come out of them.
     rows = np.random.default_rng(1).normal(size=(1, 700, 6)).astype(np.float32)
     rows *= np.linspace(0.1, 1, 700)[:, None]
     mask = np.arange(700)[None] < num_tokens

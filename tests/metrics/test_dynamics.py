@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import metrics
-from semrl_jax.metrics.dynamics import Windows, _chunks, summarise
 from semrl_jax.metrics.inputs import compact
+from semrl_jax.metrics.windows import Windows, chunks, summarise
 from tests.oracles import metrics as oracle
 
 seeds = st.integers(0, 2**31 - 1)
@@ -31,7 +31,7 @@ def _dynamics(window, stride, method):
 def orders_of(values):
     """First and second order of a series, all of it valid."""
     rows = compact(jnp.zeros((1, 1)), jnp.ones(1, bool))
-    windows = Windows(rows, (), jnp.int32(len(values)), False)
+    windows = Windows(rows, (), (), jnp.int32(len(values)), False)
     result = jax.jit(lambda series: summarise(jnp.float32(0), series, windows)[1:3])
     return [float(x) for x in result(np.asarray(values, np.float32))]
 
@@ -97,9 +97,9 @@ def test_more_windows_than_are_unrolled(method):
 
 @given(num_windows=st.integers(0, 100))
 def test_every_window_is_in_one_chunk(num_windows):
-    chunks = _chunks(num_windows)
-    assert [i for start, stop in chunks for i in range(start, stop)] == list(range(num_windows))
-    assert len(chunks) <= 16
+    runs = chunks(num_windows, most=16)
+    assert [i for start, stop in runs for i in range(start, stop)] == list(range(num_windows))
+    assert len(runs) <= 16
 
 
 @pytest.mark.parametrize(

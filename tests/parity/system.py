@@ -24,7 +24,8 @@ from semrl_jax.training.advantages import (
     shaped_advantages,
 )
 from semrl_jax.training.batch import pad_batch
-from semrl_jax.training.scoring import Measurer, ScoredRollout
+from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.statistics import metric_arrays
 from semrl_jax.training.update import batch_logprobs, update_policy
@@ -145,6 +146,7 @@ def measured(
         measurer.submit(states[row, : len(item.rollout.response_ids)])
         for row, item in enumerate(scored)
     ]
+    measurer.flush()
     return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
 
 

@@ -4,10 +4,12 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from semrl_jax.metrics import hidden_state_metrics
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.training.scoring import Measurer, score_and_measure
+from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.scoring import score_and_measure
 from tests.training.conftest import make_scored
 
 OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
@@ -90,13 +92,15 @@ def test_a_batch_is_measured_as_one_set_of_mean_states():
     random = np.random.default_rng(3)
     states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(3, 12)]
     with Measurer(max_tokens=56, num_threads=2, **options) as measurer:
-        measured = [measurer.submit(rows).result() for rows in states]
+        measured = [measurer.submit(rows) for rows in states]
+        measurer.flush()
+        measured = [future.result() for future in measured]
         scored = [make_scored(i).with_measured(m) for i, m in enumerate(measured)]
-        found = measurer.submit_batch(scored).result()
+        found = measurer.submit_batch([item.mean_state for item in scored]).result()
         spoilt = measured[4]._replace(mean_state=np.full(16, np.nan, np.float32))
         scored[4] = scored[4].with_measured(spoilt)
-        without = measurer.submit_batch(scored).result()
-        few = measurer.submit_batch(scored[:3]).result()
+        without = measurer.submit_batch([item.mean_state for item in scored]).result()
+        few = measurer.submit_batch([item.mean_state for item in scored[:3]]).result()
     rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
     for index, item in enumerate(measured):
         np.testing.assert_allclose(item.mean_state, rows[index], atol=1e-6)  # float32 sums
@@ -121,3 +125,56 @@ def rank_series_f64(rows, stride):
     series = [rank(rows[:size]) for size in range(stride, len(rows) + 1, stride)]
     deltas = [series[j] - np.mean(series[:j]) for j in range(1, len(series))]
     return rank(rows), np.mean(deltas)
+
+
+def test_neighbours_in_a_call_change_no_bit():
+    # Groups of 16 for these; 21 leave one that is not full.
+    random = np.random.default_rng(5)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(20, 41)]
+    with Measurer(max_tokens=64, num_threads=2, **OPTIONS) as measurer:
+        found = []
+        for order in (range(21), reversed(range(21)), range(3)):
+            futures = {i: measurer.submit(states[i]) for i in order}
+            measurer.flush()
+            found.append({i: future.result() for i, future in futures.items()})
+    for measured in found[1:]:
+        for i, (metrics, mean) in measured.items():
+            assert metrics == found[0][i].metrics
+            np.testing.assert_array_equal(mean, found[0][i].mean_state)
+
+
+def test_a_full_group_starts_and_a_large_response_is_a_group():
+    states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
+        pending = [measurer.submit(states) for _ in range(17)]
+        first = pending[0].result(timeout=60)
+        assert all(future.result(timeout=60).metrics == first.metrics for future in pending[:16])
+        assert not pending[16].done()
+        measurer.flush()
+        assert pending[16].result(timeout=60).metrics == first.metrics
+        wide = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+        assert measurer.submit(wide).result(timeout=60).metrics["effective_rank"] > 50
+
+
+def test_what_goes_wrong_reaches_everyone_who_waits():
+    with Measurer(max_tokens=64, num_threads=1, **OPTIONS | {"window": "none"}) as measurer:
+        pending = [measurer.submit(np.ones((4, 16), np.float32)) for _ in range(2)]
+        measurer.flush()
+        for future in pending:
+            with pytest.raises(ValueError, match="window='none'"):
+                future.result(timeout=60)
+
+
+def test_the_device_measures_the_same_side_by_side():
+    random = np.random.default_rng(5)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 33)]
+    found = []
+    for options in ({}, {"device_batch": 4}):
+        with Measurer(max_tokens=64, num_threads=1, **OPTIONS | options) as measurer:
+            pending = [measurer.submit(rows) for rows in states]
+            measurer.flush()
+            found.append([future.result(timeout=60) for future in pending])
+    for host, device in zip(*found):
+        for name, value in host.metrics.items():
+            # Batched products round otherwise.
+            np.testing.assert_allclose(device.metrics[name], value, rtol=1e-5, atol=1e-5)

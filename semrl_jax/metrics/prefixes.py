@@ -1,0 +1,162 @@
+"""Functions of the spectrum of a whole response and of its prefixes, each decomposed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.metrics.inputs import Rows, anchor
+from semrl_jax.metrics.spectrum import PrefixSpectra, with_float64
+from semrl_jax.metrics.windows import Windows, chunks, interpolated
+
+# More windows are padded to so many sizes, which bounds the compile time; float64 runs rarely.
+MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
+
+# (sigma [S], scale, num_rows, width) -> scalar
+SpectralMetric = Callable[..., Float[Array, ""]]
+
+
+def spectral_value(rows: Rows, metric: SpectralMetric, *, method: str) -> Float[Array, ""]:
+    """A function of the spectrum of all valid rows; 0.0 where they are not finite."""
+    windows = Windows(rows, (), (), jnp.int32(0), False)
+    values, _ = spectral_series(rows, windows, (metric,), (), method=method)
+    return values[0]
+
+
+def spectral_series(
+    rows: Rows,
+    windows: Windows,
+    value_metrics: tuple[SpectralMetric, ...],
+    series_metrics: tuple[SpectralMetric, ...],
+    *,
+    method: str,
+    strict: bool = False,
+    batched: bool = False,
+) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
+    """Functions of the spectrum: of the whole response, and of every window.
+
+    One Gram matrix, and one decomposition a window, serve all metrics; windows beyond the response
+    cost nothing, nor does one that is the whole response.
+
+    Args:
+      method: "svd": in float64. "gram": in float32 if that resolves the spectrum of the response
+        and of each prefix, else all of it again in float64.
+      strict: whether a single unresolved singular value takes float64, as counting needs.
+      batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
+    """
+    num_rows, width = rows.states.shape
+    if min(num_rows, width) == 0:
+        return jnp.zeros(len(value_metrics)), jnp.zeros((len(windows.sizes), len(series_metrics)))
+    measure = with_float64(
+        _measure,
+        batched=batched,
+        sizes=windows.sizes if series_metrics else (),
+        measured=windows.measured if series_metrics else (),
+        window_rows=windows.rows.states.shape[0],
+        value_metrics=value_metrics,
+        series_metrics=series_metrics,
+        method=method,
+        strict=strict,
+    )
+    values, series = measure(rows, windows.rows.num_tokens, windows.num_windows)
+    if not series_metrics:
+        series = jnp.zeros((len(windows.sizes), 0), jnp.float32)
+    return values, series
+
+
+def _measure(*arrays, method: str, over_batch: bool = False, **static):
+    """`spectral_series` of rows of which the last `window_tokens` valid ones have windows.
+
+    `arrays` are those of `_measure_in`, all with a leading batch axis if `over_batch`.
+    """
+
+    def measure(dtype: type):
+        function = functools.partial(_measure_in, dtype=dtype, **static)
+        return jax.vmap(function)(*arrays) if over_batch else function(*arrays)
+
+    if method == "svd":
+        return measure(jnp.float64)[:2]
+    values, series, resolved = measure(jnp.float32)
+
+    def again():
+        repeated = measure(jnp.float64)[:2]
+        if not over_batch:
+            return repeated
+        return jnp.where(resolved[:, None], values, repeated[0]), jnp.where(
+            resolved[:, None, None], series, repeated[1]
+        )
+
+    return jax.lax.cond(jnp.all(resolved), lambda: (values, series), again)
+
+
+def _measure_in(
+    rows: Rows,
+    window_tokens: Int[Array, ""],
+    num_windows: Int[Array, ""],
+    *,
+    sizes: tuple[int, ...],
+    measured: tuple[int, ...],
+    window_rows: int,
+    value_metrics: tuple[SpectralMetric, ...],
+    series_metrics: tuple[SpectralMetric, ...],
+    strict: bool,
+    dtype: type,
+) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
+    """Values, series, and whether arithmetic in this dtype resolved them."""
+    num_rows, width = rows.states.shape
+    first_row = rows.num_tokens - window_tokens
+    states = rows._replace(states=rows.states.astype(dtype))
+    whole = PrefixSpectra(anchor(states, sizes[0] if sizes else num_rows, first_row))
+    prefixes = whole if window_rows == num_rows else whole.part(first_row, window_rows)
+
+    def of_first(spectra, size, num_tokens, active, metrics, before=None):
+        spectrum = spectra(
+            size, num_tokens, active & (num_tokens >= 2), strict=strict, before=before
+        )
+        values = [metric(spectrum.sigma, rows.scale, num_tokens, width) for metric in metrics]
+        return jnp.where(active, jnp.stack(values), 0.0), spectrum.resolved
+
+    everything, resolved = of_first(
+        whole, num_rows, rows.num_tokens, rows.finite, (*value_metrics, *series_metrics)
+    )
+    values, of_whole = everything[: len(value_metrics)], everything[len(value_metrics) :]
+    if not sizes:
+        return values, jnp.zeros((0, len(series_metrics)), jnp.float32), resolved
+    unresolved = ~resolved  # then the windows are left to float64
+
+    def of_window(
+        index: Int[Array, ""], size: int, before=None, skip: Bool[Array, ""] | bool = False
+    ):
+        num_tokens = jnp.asarray(sizes, jnp.int32)[index]
+        is_whole = (first_row == 0) & (num_tokens == rows.num_tokens)
+        active = (index < num_windows) & ~is_whole & ~unresolved & ~jnp.asarray(skip)
+        found, resolved = of_first(prefixes, size, num_tokens, active, series_metrics, before)
+        return jnp.where(is_whole & rows.finite, of_whole, found), resolved
+
+    parts, all_resolved, before = [], [resolved[None]], None
+    for start, stop in chunks(len(measured), MAX_SIZES[jnp.dtype(dtype)]):
+        size = sizes[measured[stop - 1]]
+        if size > width:
+            before = prefixes.scatter(sizes[measured[start]], before)
+        one = functools.partial(of_window, size=size, before=before)
+        indices = jnp.asarray(measured[start:stop], jnp.int32)
+        if stop - start == 1:
+            part, resolved = jax.tree.map(lambda x: x[None], one(indices[0]))
+        else:
+            part, resolved = jax.lax.map(one, indices)
+        parts.append(part)
+        all_resolved.append(resolved)
+    series = jnp.concatenate(parts)
+    if len(measured) < len(sizes):
+        index = jnp.maximum(num_windows - 1, 0)
+        known = jnp.asarray(measured, jnp.int32)
+        last, resolved = of_window(index, sizes[-1], skip=jnp.any(known == index))
+        place = jnp.minimum(jnp.searchsorted(known, index), len(measured) - 1)
+        last = jnp.where(known[place] == index, series[place], last)
+        all_resolved.append(resolved[None])
+        series = interpolated(series, last, measured, num_windows, len(sizes))
+    return values, series, jnp.all(jnp.concatenate(all_resolved))

@@ -1,0 +1,174 @@
+"""Metrics of responses as they arrive, in host threads or side by side on the accelerator."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+
+MIN_METRIC_TOKENS = 32
+MAX_GROUP = 16
+MAX_GROUP_ENTRIES = 2**18  # larger responses hide their call's overhead and need the threads
+
+
+class Measured(NamedTuple):
+    """Metrics of one response by name, and the float32 mean of its hidden states."""
+
+    metrics: dict[str, float]
+    mean_state: Float[np.ndarray, " D"]
+
+
+class _Waiting(NamedTuple):
+    hidden_states: Float[np.ndarray, "T D"]
+    future: concurrent.futures.Future[Measured]
+
+
+class Measurer:
+    """Runs `hidden_state_metrics` on what arrives.
+
+    Small responses of one bucket share a call, because a call costs as much as the arithmetic of a
+    small one; inside it they are measured one after the other, so that who shares a call, and who
+    arrives first, changes no bit. The call has a fixed number of places: `flush` runs those
+    that are not full. Thread-safe.
+
+    Args:
+      max_tokens: response limit; lengths are padded to powers of two below it.
+      num_threads: calls side by side.
+      dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
+      device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
+        the first local device.
+      options: stride, window, method, names and window_growth of `hidden_state_metrics`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        num_threads: int,
+        dataset_stride: int = 0,
+        device_batch: int = 0,
+        **options,
+    ):
+        self._max_tokens = max_tokens
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            num_threads, thread_name_prefix="metrics"
+        )
+        self._dataset_stride = dataset_stride
+        self._device_batch = device_batch
+        self._measure = jax.jit(
+            functools.partial(_measure, **options, side_by_side=device_batch > 0)
+        )
+        self._measure_dataset = jax.jit(
+            functools.partial(dataset_metrics, **_of_dataset(options), stride=dataset_stride)
+        )
+        self._host = jax.local_devices(backend="cpu")[0]
+        self._device = jax.local_devices()[0] if device_batch else self._host
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
+
+    def submit(
+        self, hidden_states: Float[np.ndarray, "T D"]
+    ) -> concurrent.futures.Future[Measured]:
+        """Measures one response of at least one token, soon or at the next `flush`."""
+        length, width = hidden_states.shape
+        bucket = MIN_METRIC_TOKENS
+        while bucket < length:
+            bucket *= 2
+        bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
+        item = _Waiting(hidden_states, concurrent.futures.Future())
+        with self._lock:
+            group = self._waiting.setdefault((bucket, width), [])
+            group.append(item)
+            if len(group) == self._places(bucket, width):
+                self._start(bucket, width)
+        return item.future
+
+    def flush(self) -> None:
+        """Starts measuring whatever has been submitted and not been started."""
+        with self._lock:
+            for bucket, width in list(self._waiting):
+                self._start(bucket, width)
+
+    def submit_batch(
+        self, means: Sequence[Float[np.ndarray, " D"]]
+    ) -> concurrent.futures.Future[dict[str, float]]:
+        """Starts measuring the mean states of measured responses, in their order, as one set.
+
+        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
+        that are valid; it is empty without a `dataset_stride`.
+        """
+        return self._pool.submit(self._measure_batch, means)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _places(self, bucket: int, width: int) -> int:
+        if self._device_batch:
+            return self._device_batch
+        return min(max(MAX_GROUP_ENTRIES // (bucket * width), 1), MAX_GROUP)
+
+    def _start(self, bucket: int, width: int) -> None:
+        """Hands a group to the threads; the caller holds the lock."""
+        self._pool.submit(self._measure_group, self._waiting.pop((bucket, width)), bucket)
+
+    def _measure_group(self, group: list[_Waiting], bucket: int) -> None:
+        try:
+            for item, found in zip(group, self._measured(group, bucket)):
+                item.future.set_result(found)
+        except BaseException as error:  # belongs to those who wait for the results
+            for item in group:
+                if not item.future.done():
+                    item.future.set_exception(error)
+
+    def _measured(self, group: list[_Waiting], bucket: int) -> list[Measured]:
+        width, dtype = group[0].hidden_states.shape[1], group[0].hidden_states.dtype
+        padded = np.zeros((self._places(bucket, width), bucket, width), dtype)
+        mask: Bool[np.ndarray, "G T"] = np.zeros(padded.shape[:2], bool)
+        for i, item in enumerate(group):
+            padded[i, : len(item.hidden_states)] = item.hidden_states
+            mask[i, : len(item.hidden_states)] = True
+        with jax.default_device(self._device):
+            metrics, means = jax.device_get(self._measure(padded, mask))
+        return [
+            Measured({name: float(value[i]) for name, value in metrics.items()}, means[i])
+            for i in range(len(group))
+        ]
+
+    def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
+        if not self._dataset_stride:
+            return {}
+        rows = np.stack(means)
+        with jax.default_device(self._host):
+            found = jax.device_get(
+                self._measure_dataset(rows, row_mask=np.isfinite(rows).all(axis=1))
+            )
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if not name.endswith("_valid") and found[f"{name}_valid"]
+        }
+
+
+def _measure(
+    hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
+) -> tuple[dict[str, Array], Float[Array, "G D"]]:
+    metrics = hidden_state_metrics(hidden_states, mask, **options)
+    return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
+
+
+def _of_dataset(options: Mapping) -> dict:
+    return {name: value for name, value in options.items() if name in ("window", "method", "names")}
