@@ -98,7 +98,7 @@ def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
     torch.set_num_threads(threads)
     rng = np.random.default_rng(0)
     batch, length, width = shape
-    part = min(batch, threads * 2)  # a turn measures this many of the batch's responses
+    part = min(batch, threads * 4)  # a turn measures this many of the batch's responses
     states = rng.normal(size=(part, length, width)).astype(np.float32)
     states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
     mask = np.ones((part, length), bool)

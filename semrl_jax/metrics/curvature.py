@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from semrl_jax.metrics.inputs import AnyArray, Rows, compact
 
 MIN_STEP = 1e-6  # steps no longer than this have no direction
+BLOCK_STEPS = 64  # of 3584 dimensions they stay in a core's cache
 
 
 def curvature(
@@ -42,21 +45,30 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
     Entry t is of the step from row t to row t + 1, N = max(T - 1, 0).
     """
     states, num_tokens = rows.states, rows.num_tokens
-    steps = states[1:] - states[:-1]  # [N, D]
-    num_steps = steps.shape[0]
-    if min(steps.shape) == 0:
+    num_steps = max(states.shape[0] - 1, 0)
+    if min(num_steps, states.shape[1]) == 0:
         return jnp.zeros(num_steps), jnp.zeros(num_steps, bool)
     position = jnp.arange(num_steps)
-    norms = jnp.sqrt(jnp.sum(steps * steps, axis=1))
+    # By blocks of steps: nothing of the size of the states is written.
+    by_blocks = functools.partial(jax.lax.map, batch_size=min(BLOCK_STEPS, num_steps))
+
+    def step(t: Int[Array, ""]) -> Float[Array, " D"]:
+        return states[t + 1] - states[t]
+
+    norms = by_blocks(lambda t: jnp.sqrt(jnp.sum(step(t) ** 2)), position)
     directed = (norms > MIN_STEP / rows.scale) & (norms > 0) & (position < num_tokens - 1)
-    units = steps / jnp.where(directed, norms, 1.0)[:, None]
+    lengths = jnp.where(directed, norms, 1.0)
     last = jax.lax.cummax(jnp.where(directed, position, -1))
     before = jnp.concatenate([jnp.full(1, -1, last.dtype), last[:-1]])
-    previous = units[jnp.maximum(before, 0)]
-    # Half-angle form of arccos(cos): the arccosine itself loses half the digits near 0 and pi.
-    difference = jnp.sqrt(jnp.sum((units - previous) ** 2, axis=1))
-    total = jnp.sqrt(jnp.sum((units + previous) ** 2, axis=1))
-    return 2.0 * jnp.arctan2(difference, total), directed & (before >= 0)
+
+    def angle(t: Int[Array, ""], earlier: Int[Array, ""]) -> Float[Array, ""]:
+        unit, previous = step(t) / lengths[t], step(earlier) / lengths[earlier]
+        # Half-angle form of arccos(cos): the arccosine itself loses half the digits near 0 and pi.
+        difference = jnp.sqrt(jnp.sum((unit - previous) ** 2))
+        return 2.0 * jnp.arctan2(difference, jnp.sqrt(jnp.sum((unit + previous) ** 2)))
+
+    angles = by_blocks(lambda pair: angle(*pair), (position, jnp.maximum(before, 0)))
+    return angles, directed & (before >= 0)
 
 
 def mean_angle(

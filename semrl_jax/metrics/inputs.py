@@ -107,14 +107,15 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     if min(hidden_states.shape) == 0:
         states = jnp.zeros(hidden_states.shape, jnp.float32)
         return Rows(states, num_tokens, jnp.float32(1), jnp.bool_(True))
+    hidden_states = jnp.asarray(hidden_states).astype(jnp.float32)
+    largest = jnp.max(jnp.where(mask[:, None], jnp.abs(hidden_states), 0.0))  # NaN if one is
+    finite = jnp.isfinite(largest)
+    scale = _power_of_two_below(jnp.where(finite, largest, 0.0))
     order = jnp.argsort(~mask, stable=True)
     valid = (jnp.arange(mask.shape[0]) < num_tokens)[:, None]
-    states = jnp.where(valid, jnp.asarray(hidden_states)[order].astype(jnp.float32), 0.0)
-    finite = jnp.all(jnp.isfinite(states))
     # LAPACK may never return from NaN: nothing past this line can see one.
-    states = jnp.where(finite, states, 0.0)
-    scale = _power_of_two_below(jnp.max(jnp.abs(states)))
-    return Rows(states / scale, num_tokens, scale, finite)
+    states = jnp.where(valid & finite, hidden_states[order] / scale, 0.0)
+    return Rows(states, num_tokens, scale, finite)
 
 
 def anchor(

@@ -79,8 +79,9 @@ def test_a_response_is_the_same_alone_and_in_any_batch(batch):
     for i in range(len(states)):
         alone = metrics.hidden_state_metrics(states[i : i + 1], mask[i : i + 1], stride=STRIDE)
         for key in together:
-            # 1e-6, not bits: the compiler fuses the loop body otherwise than the straight program.
-            np.testing.assert_allclose(together[key][i], alone[key][0], rtol=1e-5, atol=2e-6)
+            # 2e-6 of ranks up to 8, not bits: the compiler fuses a loop body otherwise than the
+            # straight program.
+            np.testing.assert_allclose(together[key][i], alone[key][0], rtol=1e-5, atol=2e-5)
     reverse = metrics.hidden_state_metrics(states[::-1], mask[::-1], stride=STRIDE)
     for key in together:
         np.testing.assert_array_equal(together[key], reverse[key][::-1])
