@@ -159,9 +159,10 @@ def metrics_alone(run: Run, state: TrainState, bar: Bar) -> tuple[float, float, 
     for _ in range(ALONE_REPEATS):
         started, cpu_started = time.monotonic(), time.process_time()
         pending = [run.measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
+        run.measurer.flush()
         for future in pending:
             future.result()
-        run.measurer.submit_batch(scored).result()
+        run.measurer.submit_batch([item.mean_state for item in scored]).result()
         seconds.append(time.monotonic() - started)
         cpu_s.append(time.process_time() - cpu_started)
     num_bytes = sum(item.rollout.hidden_states.nbytes for item in scored)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.metrics
     python -m benchmarks.metrics --accuracy
-    python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank
+    python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank --growth 1.25
+    python -m benchmarks.metrics --growths 1.1 1.25 1.5
 
 The release's algorithm: singular values of the centred response for all five values, then one
 eigvalsh of the growing Gram matrix a window for the orders of the effective rank. Both take turns,
@@ -28,6 +29,7 @@ import ml_dtypes
 import numpy as np
 
 from semrl_jax import metrics
+from semrl_jax.analysis.growth import growing_states, sampled_states, wide_states
 from tests.oracles import metrics as oracle
 
 ORDERS = ("effective_rank",)
@@ -68,11 +70,12 @@ def release(states) -> dict[str, float]:
     }
 
 
-def measurement(names: tuple[str, ...], window: str, stride: int = STRIDE) -> Callable:
+def measurement(names: tuple[str, ...], window: str, growth: float = 1.0) -> Callable:
     """hidden_state_metrics with the orders of the effective rank."""
     return functools.partial(
-        metrics.hidden_state_metrics, stride=stride, window=window, names=names, orders=ORDERS
-    )
+        metrics.hidden_state_metrics, stride=STRIDE, window=window, names=names, orders=ORDERS,
+        window_growth=growth,
+    )  # fmt: skip
 
 
 def seconds(function: Callable, *arguments) -> float:
@@ -188,9 +191,11 @@ def accuracy() -> None:
             print(f"{method:8}{name:22}{values}", flush=True)
 
 
-def lengths(sizes: list[int], width: int, names: tuple[str, ...], turns: int) -> None:
+def lengths(
+    sizes: list[int], width: int, names: tuple[str, ...], growth: float, turns: int
+) -> None:
     """Prints seconds a response under the `exact` window, and of 192 responses on one thread."""
-    measure, before = measurement(names, "exact"), None
+    measure, before = measurement(names, "exact", growth), None
     for length in sizes:
         states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
         arrays = jnp.asarray(states), jnp.ones((1, length), bool)
@@ -201,10 +206,52 @@ def lengths(sizes: list[int], width: int, names: tuple[str, ...], turns: int) ->
         before = took
 
 
+def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6) -> None:
+    """Prints what interpolated windows cost in ERV, ERA and beta, and what they save."""
+    rng = np.random.default_rng(0)
+    sources = {
+        "directions like sqrt t": lambda rate: growing_states(
+            "square root", num_tokens=num_tokens, rate=rate * 3, width=128, rng=rng
+        ),
+        "directions like t": lambda rate: growing_states(
+            "linear", num_tokens=num_tokens, rate=rate / 16, width=128, rng=rng
+        ),
+        "768 directions": lambda rate: wide_states(num_tokens=num_tokens, decay=rate / 2, rng=rng),
+    }
+    responses = {
+        name: [make(rate) for rate in np.linspace(0.2, 1, num_responses)]
+        for name, make in sources.items()
+    }
+    responses["sampled by a model"] = sampled_states(
+        num_responses=num_responses, num_tokens=num_tokens
+    )
+    for name, found in responses.items():
+        states = np.stack([rows[:num_tokens] for rows in found])
+        arrays = states, np.ones(states.shape[:2], bool)
+        exact = measurement(ORDERS, "exact")
+        expected, took = exact(*arrays), seconds(exact, *arrays)
+        for growth in values:
+            measure = measurement(ORDERS, "exact", growth)
+            actual = measure(*arrays)
+            erv, era = (
+                np.abs(actual[key] / expected[key] - 1).max()
+                for key in ("effective_rank_velocity", "effective_rank_acceleration")
+            )
+            # beta = sigmoid(2 d): a relative error of ERA moves d by as much at the baseline.
+            beta = 1 / (1 + math.exp(-2 * era)) - 0.5
+            print(
+                f"{took / seconds(measure, *arrays):5.1f}x  growth {growth:<5} {name:24}"
+                f"largest error of ERV {erv:.1e}, ERA {era:.1e}, beta {beta:.1e}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--accuracy", action="store_true", help="errors against float64, no times")
     parser.add_argument("--lengths", type=int, nargs="*", help="growth of the `exact` window")
+    parser.add_argument("--growth", type=float, default=1.0, help="window_growth of --lengths")
+    parser.add_argument("--growths", type=float, nargs="*", help="errors of window_growth")
     parser.add_argument("--names", nargs="*", default=list(metrics.METRICS), help="for --lengths")
     parser.add_argument("--width", type=int, default=3584, help="for --lengths")
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896; default: three")
@@ -214,7 +261,10 @@ def main() -> None:
     if arguments.accuracy:
         accuracy()
     elif arguments.lengths:
-        lengths(arguments.lengths, arguments.width, tuple(arguments.names), arguments.turns)
+        names = tuple(arguments.names)
+        lengths(arguments.lengths, arguments.width, names, arguments.growth, arguments.turns)
+    elif arguments.growths:
+        growths(arguments.growths)
     else:
         shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes or ()]
         for shape in shapes or SHAPES:

@@ -18,17 +18,6 @@ from semrl_jax.training.scoring import ScoredRollout
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
 
-# Which fields of config.shaping each function takes.
-SIGNAL_FIELDS = (
-    "mixing", "scale", "ema_init", "invalid", "eta", "gain", "indicators", "explore_weights",
-    "exploit_weights", "guidance",
-)  # fmt: skip
-ADVANTAGE_FIELDS = ("target", "tokens", "kappa", *SIGNAL_FIELDS)
-BASELINE_FIELDS = (
-    "alpha", "ema_init", "ema_lag", "invalid", "mixing", "indicators", "explore_weights",
-    "exploit_weights", "guidance",
-)  # fmt: skip
-
 Metrics = Mapping[str, np.ndarray]
 Options = tuple[tuple[str, Any], ...]
 
@@ -57,8 +46,7 @@ def shaped_advantages(
         response_mask,
         state,
         estimator=tuple(config.algorithms.advantage.items()),
-        signal=_options(config, SIGNAL_FIELDS),
-        shaping=_options(config, ADVANTAGE_FIELDS),
+        shaping=tuple(config.shaping.items()),
     )
     return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
 
@@ -72,16 +60,16 @@ def next_baselines(
     """The baselines of the next step; unchanged where an indicator is not measured."""
     if not {*config.shaping.indicators, config.shaping.guidance} <= metrics.keys():
         return state
-    return _next_baselines(state, metrics, rewards, options=_options(config, BASELINE_FIELDS))
+    return _next_baselines(state, metrics, rewards, options=tuple(config.shaping.items()))
 
 
-@functools.partial(jax.jit, static_argnames=("estimator", "signal", "shaping"))
+@functools.partial(jax.jit, static_argnames=("estimator", "shaping"))
 def _shaped_advantages(
-    rewards, metrics, response_mask, state, *, estimator: Options, signal: Options, shaping: Options
+    rewards, metrics, response_mask, state, *, estimator: Options, shaping: Options
 ):
     scalars = {}
     if metrics and dict(shaping)["target"] in ("reward", "both"):
-        rewards = rewards + reward_bonus(metrics, state, **dict(signal)).reshape(rewards.shape)
+        rewards = rewards + reward_bonus(metrics, state, **dict(shaping)).reshape(rewards.shape)
         scalars |= _extent("reward/shaped", rewards, jnp.ones_like(rewards, bool))
     advantages = group_relative_advantages(rewards, **dict(estimator)).reshape(-1)
     plain = broadcast_to_tokens(advantages, response_mask)
@@ -104,7 +92,3 @@ def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:
 @functools.partial(jax.jit, static_argnames="options")
 def _next_baselines(state, metrics, rewards, *, options: Options):
     return update_shaping_state(state, metrics, mean_reward=rewards.mean(), **dict(options))
-
-
-def _options(config: ml_collections.ConfigDict, fields: Sequence[str]) -> Options:
-    return tuple((field, config.shaping[field]) for field in fields)

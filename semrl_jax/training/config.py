@@ -14,6 +14,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics import METHODS, METRICS, WINDOWS
 from semrl_jax.models import DTYPES, REMAT_POLICIES
 from semrl_jax.shaping import validate_shaping
+from semrl_jax.training.measuring import TOKEN_INDICATORS
 
 TASKS = ("arithmetic", "files")
 
@@ -211,26 +212,39 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
         raise UserError(str(error)) from None
     if shaping.target == "none":
         return
-    if config.hidden_states.source == "none":
-        raise UserError(
-            f"hidden_states.source='none' leaves nothing to shape with, but shaping.target="
-            f"{shaping.target!r}; set shaping.target='none' or another source."
-        )
-    measured = {
-        name + order for name in metrics.names for order in ("", "_velocity", "_acceleration")
+    of_states = {
+        name + order: name for name in METRICS for order in ("", "_velocity", "_acceleration")
     }
-    for indicator in (*shaping.indicators, shaping.guidance):
-        if indicator not in measured:
+    tracked = (*shaping.indicators, shaping.guidance)
+    for indicator in tracked:
+        if indicator in TOKEN_INDICATORS:
+            continue
+        if indicator not in of_states:
+            raise UserError(
+                f"shaping uses {indicator!r}, which the trainer does not measure; of the tokens it "
+                f"measures {', '.join(TOKEN_INDICATORS)}."
+            )
+        if config.hidden_states.source == "none":
+            raise UserError(
+                f"hidden_states.source='none' measures no hidden states, but the shaping uses "
+                f"{indicator!r}; set another source, shaping.target='none', or indicators of the "
+                f"tokens: {', '.join(TOKEN_INDICATORS)}."
+            )
+        if of_states[indicator] not in metrics.names:
             raise UserError(
                 f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
                 "measure; add its metric there."
             )
-    if 3 * metrics.stride > config.rollout.max_response_tokens:
-        raise UserError(
-            f"metrics.stride={metrics.stride} leaves under 3 prefixes in "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}, so no response "
-            "would have an acceleration; set a stride of at most a third of the limit."
-        )
+    limit = config.rollout.max_response_tokens
+    for order, num_prefixes in (("_acceleration", 3), ("_velocity", 2)):
+        of_order = [name for name in tracked if name.endswith(order)]
+        if of_order and num_prefixes * metrics.stride > limit:
+            raise UserError(
+                f"metrics.stride={metrics.stride} leaves under {num_prefixes} prefixes in "
+                f"rollout.max_response_tokens={limit}, so no response would have the "
+                f"{of_order[0]!r} that the shaping uses; set a stride of at most "
+                f"{limit // num_prefixes}."
+            )
 
 
 def _check_not_built(config: ml_collections.ConfigDict) -> None:

@@ -48,14 +48,17 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
         rewards = group_rewards(scored, config, step)
         batch = run.to_device(scored, rewards)
         with clock("old_logprobs"):
-            old_logprobs, states = run.logprobs(
-                state.params, batch, with_states=run.needs_policy_states(step)
+            old = run.logprobs(
+                state.params,
+                batch,
+                with_states=run.needs_policy_states(step),
+                with_entropies=bool(run.token_indicators),
             )
         with clock("ref_logprobs"):
-            ref_logprobs, _ = run.logprobs(run.reference, batch)
-        mismatch = mismatch_scalars(scored, batch, old_logprobs, states)
+            ref_logprobs = run.logprobs(run.reference, batch).logprobs
+        mismatch = mismatch_scalars(scored, batch, old.logprobs, old.states)
         with clock("metrics"):
-            scored = run.measured(scored, states)
+            scored = run.measured(scored, batch, old)
             metrics = metric_arrays(scored)
         over_batch = run.measure_batch(scored)
         with clock("advantages"):
@@ -65,7 +68,7 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
             shaping = next_baselines(state.shaping, metrics, rewards, config)
         run.stop.check()  # the last moment at which the state before this step still exists
         with clock("update"):
-            state, losses = run.update(state, batch, old_logprobs, ref_logprobs, shaped)
+            state, losses = run.update(state, batch, old.logprobs, ref_logprobs, shaped)
         state = state._replace(
             shaping=shaping, position=DataPosition(*position), step=state.step + 1
         )
@@ -134,7 +137,7 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
         with stop.installed(), contextlib.ExitStack() as stack:
             try:
                 run = stack.enter_context(open_run(config, directory, reporter, stop))
-            except Exception:
+            except (Exception, Preempted):
                 directory.discard()
                 raise
             return _train(run)

@@ -13,6 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.training.update import TokenPass
+
+# Indicators that the pass behind `old_logprobs` gives, and where it has them.
+TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropies"}
 
 MIN_METRIC_TOKENS = 32
 MAX_GROUP = 16
@@ -161,6 +165,19 @@ class Measurer:
             for name, value in found.items()
             if not name.endswith("_valid") and found[f"{name}_valid"]
         }
+
+
+def token_indicators(
+    names: Sequence[str], tokens: TokenPass, mask: Bool[Array, "B T"]
+) -> list[dict[str, float]]:
+    """Means over the tokens of each response, nats; out of TOKEN_INDICATORS."""
+    found: list[dict[str, float]] = [{} for _ in mask]
+    for name in names:
+        values = np.asarray(getattr(tokens, TOKEN_INDICATORS[name]), np.float64)
+        means = np.mean(values, axis=1, where=np.asarray(mask))
+        for metrics, mean in zip(found, means):
+            metrics |= {name: float(mean), f"{name}_valid": bool(np.isfinite(mean))}
+    return found
 
 
 def _measure(

@@ -28,7 +28,7 @@ from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.measuring import TOKEN_INDICATORS, Measurer, token_indicators
 from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.scoring import ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
@@ -40,7 +40,7 @@ from semrl_jax.training.state import (
     num_optimizer_updates,
 )
 from semrl_jax.training.statistics import metric_scalars
-from semrl_jax.training.update import batch_logprobs, update_policy
+from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
     HiddenStateParams,
@@ -188,10 +188,8 @@ class Run:
         )
         return jax.device_put(batch, models.batch_sharding(self.mesh))
 
-    def logprobs(
-        self, params: models.Params, batch: RolloutBatch, *, with_states: bool = False
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T D"] | None]:
-        """Log-probabilities of the responses under `params`, and their hidden states if asked."""
+    def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
+        """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
         with self.device_lock:
             return jax.block_until_ready(
                 batch_logprobs(
@@ -200,17 +198,19 @@ class Run:
                     policy=self.policy,
                     temperature=self.config.rollout.temperature,
                     micro_batch_size=self.config.training.micro_batch_size,
-                    with_states=with_states,
+                    **with_also,
                 )
             )
 
     def measured(
-        self, scored: list[ScoredRollout], states: Float[Array, "B T D"] | None
+        self, scored: list[ScoredRollout], batch: RolloutBatch, tokens: TokenPass
     ) -> list[ScoredRollout]:
-        """With metrics of the training model's own states where `hidden_states.source` says so."""
+        """With what the training model's own pass measures, as far as the config wants it."""
+        indicators = token_indicators(self.token_indicators, tokens, batch.response_mask)
+        scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
         if self.config.hidden_states.source != "policy":
             return scored
-        rows = np.asarray(states)
+        rows = np.asarray(tokens.states)
         pending = [
             self.measurer.submit(rows[index, : len(item.rollout.response_ids)])
             for index, item in enumerate(scored)
@@ -323,6 +323,13 @@ class Run:
     def needs_policy_states(self, step: int) -> bool:
         """Whether the pass that computes `old_logprobs` should keep its hidden states."""
         return self.config.hidden_states.source == "policy" or self.compares(step)
+
+    @property
+    def token_indicators(self) -> tuple[str, ...]:
+        """What the shaping takes from the tokens of that pass."""
+        shaping = self.config.shaping
+        tracked = {*shaping.indicators, shaping.guidance} if shaping.target != "none" else set()
+        return tuple(name for name in TOKEN_INDICATORS if name in tracked)
 
     def compares(self, step: int) -> bool:
         """Whether this step takes hidden states from both sources and logs their mismatch."""

@@ -25,8 +25,14 @@ class ScoredRollout:
 
     def with_measured(self, measured: Measured) -> ScoredRollout:
         """The same with metrics in the rollout, and its mean state."""
-        rollout = dataclasses.replace(self.rollout, metrics=measured.metrics)
-        return dataclasses.replace(self, rollout=rollout, mean_state=measured.mean_state)
+        return dataclasses.replace(
+            self.with_metrics(measured.metrics), mean_state=measured.mean_state
+        )
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> ScoredRollout:
+        """The same with more metrics in the rollout."""
+        metrics = {**self.rollout.metrics, **metrics}
+        return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, metrics=metrics))
 
 
 def score_and_measure(

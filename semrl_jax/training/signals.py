@@ -10,8 +10,12 @@ import threading
 from collections.abc import Iterator
 
 
-class Preempted(Exception):
-    """The run was asked to end; the train state in memory is that of the last finished step."""
+class Preempted(BaseException):
+    """The run was asked to end; the train state in memory is that of the last finished step.
+
+    No Exception: it is raised wherever the main thread happens to be, and a library that goes on
+    after any Exception would swallow it there.
+    """
 
 
 class StopRequest:
@@ -39,11 +43,19 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Allows the signal to raise anywhere in the block."""
+        """Allows the signal to raise anywhere in the block.
+
+        Whatever else the block raises after a signal is Preempted too: raised between any two
+        instructions, it can leave a lock unheld whose owner then fails to release it.
+        """
         self.check()
         self._depth += 1
         try:
             yield
+        except Exception as error:
+            if self._signal_name:
+                raise Preempted(self._signal_name) from error
+            raise
         finally:
             self._depth -= 1
         self.check()

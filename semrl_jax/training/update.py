@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,20 @@ from semrl_jax.models import Params, Policy
 from semrl_jax.types import RolloutBatch
 
 
+class TokenPass(NamedTuple):
+    """What a forward pass says of B responses; finite and meaningless at padding.
+
+    Attributes:
+      logprobs: of each token, float32 nats.
+      entropies: of the distribution each token was drawn from, float32 nats; None unless asked for.
+      states: in the compute dtype; None unless asked for.
+    """
+
+    logprobs: Float[Array, "B T"]
+    entropies: Float[Array, "B T"] | None
+    states: Float[Array, "B T D"] | None
+
+
 def response_states(params: Params, batch: RolloutBatch, policy: Policy) -> Float[Array, "B T D"]:
     """Final states in the compute dtype; row t is the state whose logits produced token t."""
     states = policy.final_states(params, batch.token_ids, batch.positions, batch.segment_ids)
@@ -27,8 +41,11 @@ def response_states(params: Params, batch: RolloutBatch, policy: Policy) -> Floa
 
 
 @functools.partial(
-    jax.jit, static_argnames=("policy", "temperature", "micro_batch_size", "with_states")
-)
+    jax.jit,
+    static_argnames=(
+        "policy", "temperature", "micro_batch_size", "with_states", "with_entropies",
+    ),
+)  # fmt: skip
 def batch_logprobs(
     params: Params,
     batch: RolloutBatch,
@@ -37,18 +54,18 @@ def batch_logprobs(
     temperature: float,
     micro_batch_size: int,
     with_states: bool = False,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T D"] | None]:
-    """Log-probabilities (float32 nats) of all responses under `params`, and their states if asked.
-
-    Values at padding are finite and meaningless.
-    """
+    with_entropies: bool = False,
+) -> TokenPass:
+    """Log-probabilities of all responses under `params`, and whatever else is asked for."""
 
     def of_micro_batch(micro: RolloutBatch):
         states = response_states(params, micro, policy)
-        logprobs, _ = policy.token_logprobs(
+        logprobs, entropies = policy.token_logprobs(
             params, states, micro.response_ids, temperature=temperature
         )
-        return logprobs, states if with_states else None
+        return TokenPass(
+            logprobs, entropies if with_entropies else None, states if with_states else None
+        )
 
     outputs = jax.lax.map(of_micro_batch, split_rows(batch, micro_batch_size))
     return join_rows(outputs)

@@ -80,6 +80,6 @@ def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
     )
     read_until(process, "step    1/6")
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
-    assert process.returncode == 75, out
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 75, out + err
     assert train(warmed, "--config.checkpoints.every_steps=1").returncode == 0

@@ -17,12 +17,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.rewards import Verdict
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
-from semrl_jax.training.advantages import (
-    SIGNAL_FIELDS,
-    group_rewards,
-    next_baselines,
-    shaped_advantages,
-)
+from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.measuring import Measurer
 from semrl_jax.training.scoring import ScoredRollout
@@ -184,15 +179,13 @@ def prepare(
     batch = jax.device_put(batch)
     options = pass_options(model, config)
     params, reference = jax.device_put((model.params, model.reference))
-    old_logprobs, states = batch_logprobs(params, batch, **options, with_states=True)
-    ref_logprobs, _ = batch_logprobs(reference, batch, **options)
+    old_logprobs, _, states = batch_logprobs(params, batch, **options, with_states=True)
+    ref_logprobs = batch_logprobs(reference, batch, **options).logprobs
     metrics = metric_arrays(measured(scored, np.asarray(states), config))
     state = shaping_state(config, baselines)
     plain = group_relative_advantages(jnp.asarray(rewards), **config.algorithms.advantage)
     plain = plain.reshape(-1)
-    signal = compute_signal(
-        jax.device_put(metrics), state, **{field: config.shaping[field] for field in SIGNAL_FIELDS}
-    )
+    signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
     shaped, report = shaped_advantages(rewards, metrics, batch.response_mask, state, config)
     found = metrics | {
         "old_logprobs": np.asarray(old_logprobs)[mask],

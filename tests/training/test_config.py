@@ -37,18 +37,21 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
         ("data.task", "chess", "data.task='chess' must be one of"),
         ("metrics.stride", 40, "leaves under 3 prefixes"),
+        ("metrics.window_growth", 0.9, "metrics.window_growth=0.9 must be at least 1"),
+        ("metrics.device_batch", -1, "metrics.device_batch=-1 must be at least 0"),
         ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
         ("metrics.window", "last", "metrics.window='last' must be one of"),
         ("metrics.method", "qr", "metrics.method='qr' must be one of"),
         ("metrics.names", ("rank",), "metrics.names has 'rank'"),
         ("metrics.names", ("curvature",), "does not measure"),
         ("metrics.placement", "rollout", "is not built yet"),
-        ("hidden_states.source", "none", "leaves nothing to shape with"),
+        ("hidden_states.source", "none", "measures no hidden states, but the shaping uses"),
         ("hidden_states.source", "disk", "hidden_states.source='disk' must be one of"),
         ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
         ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
+        ("shaping.guidance", "avg_response_entropy", "which the trainer does not measure"),
         ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
         ("algorithms.loss.clip_epsilon", 1.0, "clip_epsilon=1.0 must be in"),
         ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
@@ -75,3 +78,27 @@ def test_a_contradiction_is_named(field, value, message):
     with pytest.raises(UserError, match=message) as caught:
         validate(config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_stride_need_only_leave_the_orders_that_are_used():
+    config = quickstart.get_config()
+    limit = config.rollout.max_response_tokens
+    config.shaping.indicators = ("effective_rank_velocity",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "effective_rank"
+    config.metrics.stride = limit // 2
+    validate(config)
+    config.metrics.stride = limit // 2 + 1
+    with pytest.raises(UserError, match=r"leaves under 2 prefixes.*velocity"):
+        validate(config)
+    config.shaping.indicators = ("effective_rank",)
+    validate(config)
+
+
+def test_indicators_of_the_tokens_need_no_hidden_states():
+    config = quickstart.get_config()
+    config.shaping.indicators = ("avg_log_probs",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "avg_logits_entropy"
+    config.hidden_states.source = "none"
+    validate(config)

@@ -186,3 +186,21 @@ def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
     saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
     assert any(np.isinf(saved[name]).any() for name in saved)
+
+
+def test_indicators_of_the_tokens_shape_without_hidden_states(config, tmp_path, rewarded):
+    config.hidden_states.source = "none"
+    config.shaping.indicators = ("avg_log_probs",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "avg_logits_entropy"
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "run")) == 0
+    rows = read_rows(tmp_path / "run")
+    assert rows[1]["shaping/active"] == 1 and rows[1]["shaping/bonus/mean"] != 0
+    table = pq.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    means = [np.mean(row["rollout_logprobs"]) for row in table]
+    # Engine and policy are both float32; see rollout/logprob_mismatch.
+    assert rows[1]["metrics/avg_log_probs/mean"] == pytest.approx(np.mean(means), abs=1e-4)
+    assert rows[1]["metrics/avg_log_probs/min"] == pytest.approx(min(means), abs=1e-4)
+    entropy = rows[1]["metrics/avg_logits_entropy/mean"]
+    assert 0 < entropy < np.log(32) and entropy != pytest.approx(-np.mean(means), rel=1e-3)

@@ -49,9 +49,9 @@ def batch():
 
 def run(policy, params, batch, micro_batch_size, advantages, aggregation="token_mean"):
     params = jax.tree.map(jnp.copy, params)  # donated
-    old, _ = batch_logprobs(
+    old = batch_logprobs(
         params, batch, policy=policy, temperature=1.0, micro_batch_size=micro_batch_size
-    )
+    ).logprobs
     return update_policy(
         params, OPTIMIZER.init(params), batch, old - 0.1, old + 0.2, advantages,
         policy=policy, optimizer=OPTIMIZER, temperature=1.0, micro_batch_size=micro_batch_size,
@@ -82,14 +82,20 @@ def test_logprobs_do_not_depend_on_the_micro_batch(policy, batch):
     params = policy.init(jax.random.key(0))
     results = [
         batch_logprobs(
-            params, batch, policy=policy, temperature=0.5, micro_batch_size=size, with_states=True
+            params,
+            batch,
+            policy=policy,
+            temperature=0.5,
+            micro_batch_size=size,
+            with_states=True,
+            with_entropies=True,
         )
         for size in (1, 2, 8)
     ]
     mask = np.asarray(batch.response_mask)
-    for logprobs, states in results[1:]:
-        np.testing.assert_allclose(logprobs[mask], results[0][0][mask], atol=1e-5)
-        np.testing.assert_allclose(states[mask], results[0][1][mask], atol=1e-5, rtol=1e-4)
+    for found in results[1:]:
+        for actual, expected in zip(found, results[0]):
+            np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-5, rtol=1e-4)
 
 
 def test_a_nonfinite_update_is_skipped(policy, batch):
