@@ -12,6 +12,14 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0  # everything random follows from it
 
+    config.distributed = ml_collections.ConfigDict()  # docs/clusters.md
+    config.distributed.coordinator = ""  # host:port of process 0; empty: found out
+    config.distributed.num_processes = 0  # 0: found out; 1: this process alone, whatever is found
+    config.distributed.process_id = -1  # -1: found out
+    config.distributed.connect_timeout_s = 300.0  # for all processes to arrive
+    config.distributed.heartbeat_timeout_s = 60.0  # silence after which a process counts as lost
+    config.distributed.phase_timeout_s = 3600.0  # the longest that processes wait for one another
+
     config.model = ml_collections.ConfigDict()
     config.model.path = ""  # Hugging Face directory or hub id; empty: random, of the sizes below
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
@@ -138,6 +146,10 @@ def get_config() -> ml_collections.ConfigDict:
     )
     config.training.prompts_per_minibatch = 24
     config.training.micro_batch_size = 8  # responses in one forward and backward pass
+    # 0, or tokens in such a pass on each data shard, padding included, in place of a size.
+    config.training.micro_batch_tokens = 0
+    config.training.pack_sequences = False  # several in a row of micro_batch_tokens
+    config.training.balance_lengths = True  # as many tokens on every shard; rounding apart the same
     config.training.learning_rate = 5e-7
     config.training.learning_rate_warmup_steps = 0  # optimiser steps
     config.training.adam_b1 = 0.9

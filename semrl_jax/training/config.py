@@ -33,6 +33,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "evaluation.num_problems", "checkpoints.every_steps", "checkpoints.keep",
         "warm_start.batch_size", "warm_start.micro_batch_size", "warm_start.learning_rate",
         "warm_start.num_demonstrations",
+        "distributed.connect_timeout_s", "distributed.heartbeat_timeout_s",
+        "distributed.phase_timeout_s",
         "model.hidden_size",
         "model.intermediate_size",
         "model.num_layers",
@@ -48,10 +50,12 @@ def validate(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"{field}={value} must be above 0.")
     not_negative = (
         "seed", "training.num_steps", "training.weight_decay", "rollout.temperature",
-        "rollout.top_k", "training.learning_rate_warmup_steps", "hidden_states.compare_every",
+        "rollout.top_k", "training.learning_rate_warmup_steps", "training.micro_batch_tokens",
+        "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
         "rewards.memory_limit_gib", "checkpoints.keep_every", "metrics.dataset_stride",
         "metrics.device_batch",
+        "distributed.num_processes",
         "logging.plot_every_steps", "algorithms.loss.kl_coefficient",
         "algorithms.loss.entropy_coefficient",
     )  # fmt: skip
@@ -164,16 +168,23 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             f"training.responses_per_step={training.responses_per_step} is derived and must be "
             f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
         )
+    # A shorter last mini-batch would be as large a step of the optimiser as the others.
     if data.prompts_per_step % training.prompts_per_minibatch:
         raise UserError(
             f"training.prompts_per_minibatch={training.prompts_per_minibatch} must divide "
             f"data.prompts_per_step={data.prompts_per_step}."
         )
-    minibatch = training.prompts_per_minibatch * rollout.group_size
-    if minibatch % training.micro_batch_size:
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if 0 < training.micro_batch_tokens < longest:
         raise UserError(
-            f"training.micro_batch_size={training.micro_batch_size} must divide the {minibatch} "
-            "responses of a mini-batch (training.prompts_per_minibatch * rollout.group_size)."
+            f"training.micro_batch_tokens={training.micro_batch_tokens} must be at least the "
+            f"{longest} tokens of the longest sequence (rollout.max_prompt_tokens + "
+            "rollout.max_response_tokens); 0 counts rows by training.micro_batch_size."
+        )
+    if training.pack_sequences and not training.micro_batch_tokens:
+        raise UserError(
+            "training.pack_sequences=True packs rows of training.micro_batch_tokens, which is 0; "
+            f"set it to {longest} or more."
         )
     warm_start = config.warm_start
     if warm_start.batch_size % warm_start.micro_batch_size:
