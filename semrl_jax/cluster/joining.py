@@ -1,0 +1,325 @@
+"""Gathers the processes of a job, then lets JAX join them into one program."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import os
+import re
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from semrl_jax.cluster.environment import ALONE, Place, split_address
+from semrl_jax.cluster.peers import EXIT_PEER_LOST
+from semrl_jax.errors import UserError
+
+GREETING = "semrl_jax/1"
+MAX_LINE_BYTES = 4096
+GREETING_TIMEOUT_S = 2.0  # for the greeting of a caller; the others wait in the backlog
+RETRY_S = 0.2
+REPORT_EVERY_S = 10.0
+NO_GRPC_PROXY, NO_PROXY = "no_grpc_proxy", "no_proxy"  # in this case, and in this order
+
+
+def join(
+    place: Place,
+    *,
+    connect_timeout_s: float,
+    heartbeat_timeout_s: float,
+    announce: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Joins this process and the others of its job; a single process joins nothing.
+
+    To be called before anything else touches a JAX backend. JAX's own way of waiting ends a process
+    by abort() and a stack trace, without a word on who is missing. So the processes first meet
+    on the coordinator's port with a few lines of text, and JAX starts once all are there.
+
+    The meeting and JAX's coordination service speak without encryption or a password: the port must
+    be reachable from the cluster's own network only. A coordinator on loopback binds loopback.
+
+    Args:
+      place: from `find_place`.
+      connect_timeout_s: for all processes to arrive, counted from this one's call.
+      heartbeat_timeout_s: silence after which JAX gives a process up and aborts all others.
+      announce: takes one line about a wait, every 10 s.
+
+    Raises:
+      UserError: if process 0 cannot be reached or its port cannot be had, if processes did not
+        arrive in time (they are named), or came twice, or were told another number of processes.
+      RuntimeError: if this process has joined already or a JAX backend exists.
+    """
+    if place.num_processes == 1:
+        return
+    deadline = time.monotonic() + connect_timeout_s
+    import jax  # here: who only asks for the place, or talks to peers, needs none
+
+    if jax.distributed.is_initialized():
+        raise RuntimeError("this process has joined its job already")
+    host, port = split_address(place.coordinator, "distributed.coordinator")
+    if place.process_id == 0:
+        _receive_all(place, host, port, connect_timeout_s, deadline, announce)
+    else:
+        _call(place, host, port, connect_timeout_s, deadline, announce)
+    # gRPC would send even this through the proxy of $http_proxy; the meeting went without one.
+    bypassed = os.environ.get(NO_GRPC_PROXY) or os.environ.get(NO_PROXY) or ""
+    os.environ[NO_GRPC_PROXY] = ",".join(filter(None, (bypassed, host)))
+    jax.config.update("jax_check_proxy_envs", False)  # a warning of just that
+    # The service takes SIGTERM for itself, and the run would never hear of it.
+    jax.config.update("jax_enable_preemption_service", False)
+    left_s = max(deadline - time.monotonic(), 10.0)
+    with _bounded(left_s, place):
+        jax.distributed.initialize(
+            place.coordinator,
+            place.num_processes,
+            place.process_id,
+            # Neither a cluster nor a device is searched for: `place` is known, devices are all.
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=_bind_address(host, port),
+            initialization_timeout=math.ceil(left_s) + 60,  # ours comes first
+            heartbeat_timeout_seconds=max(1, math.ceil(heartbeat_timeout_s)),
+        )
+
+
+def name_processes(ids: Iterable[int]) -> str:
+    """Names processes in few words: 'process 3', 'processes 1, 4-7'."""
+    ids = sorted(ids)
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"process {text}" if len(ids) == 1 else f"processes {text}"
+
+
+def _receive_all(
+    place: Place,
+    host: str,
+    port: int,
+    timeout_s: float,
+    deadline: float,
+    announce: Callable[[str], None],
+) -> None:
+    """Process 0: waits until every other process has called, then tells all to go on."""
+    try:
+        listener = _listen(host, port)
+    except OSError as error:
+        # Python adds the address to the reason; that of a name that has none is text alone.
+        reason = (error.strerror or str(error)).split(" (while")[0]
+        raise UserError(
+            f"distributed.coordinator={place.coordinator} cannot be listened on: {reason}; end what "
+            "holds the port, or name another one for all processes."
+        ) from None
+    callers: dict[int, socket.socket] = {}
+    refused = ""
+    told: set[int] = set()
+    next_report = time.monotonic() + REPORT_EVERY_S
+    with listener, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [caller.close() for caller in callers.values()])
+        while True:
+            _forget_gone(callers)
+            missing = set(range(1, place.num_processes)) - callers.keys()
+            if not missing:
+                break
+            now = time.monotonic()
+            if now >= deadline:
+                _tell(callers, f"late {_ids(missing)}")
+                raise UserError(_absent(place, missing, timeout_s) + refused)
+            if now >= next_report:
+                announce(f"waits for {name_processes(missing)} at {place.coordinator}")
+                next_report += REPORT_EVERY_S
+            if missing != told:
+                _tell(callers, f"missing {_ids(missing)}")
+                told = missing
+            listener.settimeout(min(1.0, deadline - now))
+            try:
+                caller, address = listener.accept()
+            except TimeoutError:
+                continue
+            if answer := _admit(place, caller, callers):
+                refused = f" A process at {address[0]} was refused: {answer}."
+        listener.close()  # JAX is to have the port when the others come
+        _tell(callers, "go")
+
+
+def _admit(place: Place, caller: socket.socket, callers: dict[int, socket.socket]) -> str:
+    """Takes a caller in, or turns it away; returns why, if it is a process of a job."""
+    try:
+        caller.settimeout(GREETING_TIMEOUT_S)
+        greeting = _read_line(caller)
+        match = re.fullmatch(rf"{re.escape(GREETING)} (\d{{1,9}}) of (\d{{1,9}})", greeting)
+        if match is None:
+            caller.close()  # a stranger, such as a port scan
+            return ""
+        process_id, num_processes = int(match[1]), int(match[2])
+        _forget_gone(callers)
+        answer = ""
+        if num_processes != place.num_processes:
+            answer = f"it was told of {num_processes} processes, process 0 of {place.num_processes}"
+        elif not 0 < process_id < place.num_processes or process_id in callers:
+            answer = f"process {process_id} is there already"
+        if answer:
+            caller.sendall(f"refused {answer}\n".encode())
+            caller.close()
+        else:
+            callers[process_id] = caller
+        return answer
+    except OSError:
+        caller.close()
+        return ""
+
+
+def _call(
+    place: Place,
+    host: str,
+    port: int,
+    timeout_s: float,
+    deadline: float,
+    announce: Callable[[str], None],
+) -> None:
+    """Any other process: calls process 0 until it says to go on."""
+    problem = "it does not answer"
+    missing: set[int] = set()
+    next_report = time.monotonic() + REPORT_EVERY_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        if time.monotonic() >= next_report:
+            announce(f"waits for process 0 at {place.coordinator}: {problem}")
+            next_report += REPORT_EVERY_S
+        try:
+            with socket.create_connection((host, port), timeout=min(5.0, left_s)) as connection:
+                greeting = f"{GREETING} {place.process_id} of {place.num_processes}\n"
+                connection.sendall(greeting.encode())
+                problem = "something listens there, but does not answer as process 0 does"
+                while True:
+                    connection.settimeout(max(deadline - time.monotonic(), 0.01))
+                    word, _, rest = _read_line(connection).partition(" ")
+                    if word == "go":
+                        return
+                    if word == "refused":
+                        raise UserError(
+                            f"distributed.coordinator={place.coordinator} refused process "
+                            f"{place.process_id}: {rest}; give every process of the job the same "
+                            f"number and an id of its own (this one's are from {place.source})."
+                        )
+                    if word not in ("missing", "late") or not re.fullmatch(r"[\d,]+", rest):
+                        break
+                    missing = {int(number) for number in rest.split(",") if number}
+                    if word == "late":
+                        raise UserError(_absent(place, missing, timeout_s))
+                    problem = f"{name_processes(missing)} did not arrive"
+        except TimeoutError:
+            pass
+        except OSError as error:
+            missing = set()
+            problem = error.strerror or str(error)
+        time.sleep(max(0.0, min(RETRY_S, deadline - time.monotonic())))
+    if missing:
+        raise UserError(_absent(place, missing, timeout_s))
+    raise UserError(
+        f"distributed.coordinator={place.coordinator}: process 0 of {place.num_processes} cannot "
+        f"be reached within distributed.connect_timeout_s={timeout_s:g} s ({problem}); start it "
+        f"on that host, open the port, or, if this is no part of a job, {ALONE} (the place is from "
+        f"{place.source})."
+    )
+
+
+def _absent(place: Place, missing: set[int], timeout_s: float) -> str:
+    return (
+        f"{name_processes(missing)} of {place.num_processes} did not arrive at "
+        f"distributed.coordinator={place.coordinator} within "
+        f"distributed.connect_timeout_s={timeout_s:g} s; start them, or, if this is no part of a "
+        f"job, {ALONE} (the place is from {place.source})."
+    )
+
+
+def _ids(numbers: set[int]) -> str:
+    # As many as a line may have; of more than that, the first say enough.
+    return ",".join(str(number) for number in sorted(numbers)[:400])
+
+
+def _tell(callers: dict[int, socket.socket], line: str) -> None:
+    for process_id, caller in list(callers.items()):
+        try:
+            caller.sendall(f"{line}\n".encode())
+        except OSError:
+            callers.pop(process_id).close()
+
+
+def _forget_gone(callers: dict[int, socket.socket]) -> None:
+    """Drops those that have hung up: a process restarted while the others were awaited."""
+    if not callers:
+        return
+    poll = select.poll()  # select has no room for file descriptors above 1023
+    by_descriptor = {caller.fileno(): process_id for process_id, caller in callers.items()}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll(0):  # after its greeting a process says nothing more
+        callers.pop(by_descriptor[descriptor]).close()
+
+
+def _read_line(connection: socket.socket) -> str:
+    """One line without its end; OSError if the other side hangs up or sends no line."""
+    line = b""
+    # Byte by byte: what follows the line is the next read's.
+    while len(line) < MAX_LINE_BYTES:
+        byte = connection.recv(1)
+        if byte == b"\n":
+            return line.decode(errors="replace")
+        if not byte:
+            raise ConnectionError("the connection was closed")
+        line += byte
+    raise ConnectionError("what answers there is not process 0")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; without SO_REUSEPORT, so that a second job does not share the port."""
+    if _is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+        )
+    return socket.create_server(("", port), backlog=4096)
+
+
+def _bind_address(host: str, port: int) -> str:
+    """Where JAX's service listens, by the rule of `_listen`."""
+    if not _is_loopback(host):
+        return f"[::]:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextlib.contextmanager
+def _bounded(timeout_s: float, place: Place) -> Iterator[None]:
+    """Ends the process with one line if the block takes longer: a call into C++ cannot be left."""
+
+    def give_up():
+        print(
+            f"process {place.process_id} of {place.num_processes}: another process was lost while "
+            f"all were joining at {place.coordinator}; the same job can be started again",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_PEER_LOST)
+
+    watchdog = threading.Timer(timeout_s, give_up)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()

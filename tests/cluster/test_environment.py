@@ -1,0 +1,212 @@
+"""Which process of how many, from recorded surroundings."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs import default
+from semrl_jax.cluster import SINGLE, Place, expand_nodes, find_place
+from semrl_jax.cluster.environment import MAX_NODES, split_address
+from semrl_jax.errors import UserError
+
+FOUND_OUT = {"coordinator": "", "num_processes": 0, "process_id": -1}
+# What srun gives to task 1 of `srun -n 4` on two of a job's three nodes.
+SLURM_TASK = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_JOB_NODELIST": "gpu[01-03]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[02-03]",
+    "SLURM_STEP_NUM_TASKS": "4",
+}
+JOBSET_POD = {
+    "JOBSET_NAME": "semrl",
+    "REPLICATED_JOB_NAME": "trainer",
+    "REPLICATED_JOB_REPLICAS": "2",
+    "PODS_PER_JOB": "4",
+    "JOB_INDEX": "1",
+    "JOB_COMPLETION_INDEX": "2",
+}
+TPU_HOST = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t-0.s,t-1.s"}
+TPU_SLICES = TPU_HOST | {
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2",
+    "MEGASCALE_COORDINATOR_ADDRESS": "job-slice-0-0.job:8080",
+}
+
+
+def find(environ, **settings):
+    return find_place(FOUND_OUT | settings, environ)
+
+
+def without(environ, *names):
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def test_the_shipped_settings_find_out():
+    assert find_place(default.get_config().distributed, {}) == SINGLE
+    assert SINGLE[:3] == ("", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        # The node of task 0 is the step's first, not the job's; 61440 + 70001 mod 4096 = 61809.
+        (SLURM_TASK, Place("gpu02:61809", 4, 1, "Slurm")),
+        (SLURM_TASK | {"SLURM_STEP_ID": "2"}, Place("gpu02:61811", 4, 1, "Slurm")),
+        (without(SLURM_TASK, "SLURM_STEP_NUM_TASKS"), Place("gpu02:61809", 4, 1, "Slurm")),
+        (without(SLURM_TASK, "SLURM_STEP_NODELIST"), Place("gpu01:61809", 4, 1, "Slurm")),
+        (JOBSET_POD, Place("semrl-trainer-0-0.semrl:8482", 8, 6, "JobSet")),
+        (TPU_HOST, Place("t-0.s:8482", 2, 1, "the TPU slice")),
+        (TPU_SLICES, Place("job-slice-0-0.job:8482", 6, 5, "the TPU slice")),
+        # On GKE a pod of a JobSet has both.
+        (JOBSET_POD | TPU_HOST, Place("semrl-trainer-0-0.semrl:8482", 8, 6, "JobSet")),
+    ],
+)
+def test_the_cluster_says(environ, expected):
+    assert find(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        # salloc's shell on the login node, and what is typed into it
+        without(SLURM_TASK, "SLURM_PROCID", *[n for n in SLURM_TASK if "STEP" in n]),
+        # a batch script, which is no step but has a SLURM_PROCID
+        without(SLURM_TASK | {"SLURM_PROCID": "0"}, *[n for n in SLURM_TASK if "STEP" in n]),
+        # an interactive step: one task, beside the SLURM_NTASKS of the whole job
+        SLURM_TASK | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        # srun -n 1
+        SLURM_TASK | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        without(SLURM_TASK, "SLURM_PROCID"),
+        {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"},
+        # an indexed Job whose pods are runs of their own
+        {"JOB_COMPLETION_INDEX": "3"},
+        JOBSET_POD | {"REPLICATED_JOB_REPLICAS": "1", "PODS_PER_JOB": "1"},
+        # one host of TPUs
+        {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"},
+        {"TPU_WORKER_ID": "0"},
+    ],
+)
+def test_a_run_of_its_own_is_left_alone(environ):
+    assert find(environ) == SINGLE
+
+
+def test_one_task_of_slurm_on_a_tpu_slice_is_a_host_of_the_slice():
+    assert find(SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"} | TPU_HOST).source == "the TPU slice"
+
+
+def test_settings_come_first():
+    broken = SLURM_TASK | {"SLURM_PROCID": "x"}  # is not even read
+    settings = {"coordinator": "[::1]:99", "num_processes": 3, "process_id": 2}
+    assert find(broken, **settings) == Place("[::1]:99", 3, 2, "settings")
+    assert find(broken, num_processes=1) == SINGLE
+    assert find(broken, num_processes=1, coordinator="a:1") == SINGLE
+    assert find(SLURM_TASK, coordinator="a:1") == Place("a:1", 4, 1, "Slurm")
+    assert find(SLURM_TASK, num_processes=4).num_processes == 4
+    assert find(SLURM_TASK, process_id=3).process_id == 3
+    assert find(SLURM_TASK, num_processes=8, process_id=7)[1:3] == (8, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "message"),
+    [
+        ({"num_processes": 2}, {}, "set distributed.coordinator and distributed.process_id too"),
+        ({"num_processes": 2, "process_id": 1}, {}, "set distributed.coordinator too"),
+        ({"coordinator": "a:1", "num_processes": 2}, {}, "set distributed.process_id too"),
+        ({"coordinator": "a:1"}, {}, "distributed.coordinator=a:1, but neither Slurm"),
+        ({"process_id": 0}, {}, "distributed.process_id=0, but neither Slurm"),
+        ({"num_processes": -1}, {}, "distributed.num_processes=-1 must be at least 0"),
+        ({"process_id": -2}, {}, "distributed.process_id=-2 must be at least -1"),
+        ({"num_processes": 2, "process_id": 2}, {}, "process_id=2 must be below"),
+        ({"num_processes": 1, "process_id": 1}, {}, "process_id=1 must be below"),
+        ({"process_id": 4}, SLURM_TASK, "process_id=4 must be below the 4 processes that Slurm"),
+        ({"num_processes": 8}, SLURM_TASK, "num_processes=8, but Slurm runs 4 processes"),
+        ({"coordinator": "host"}, {}, "coordinator='host' must be host:port"),
+        ({"coordinator": "host:"}, {}, "coordinator='host:' must be host:port"),
+        ({"coordinator": ":80"}, {}, "coordinator=':80' must be host:port"),
+        ({"coordinator": "host:http"}, {}, "must be host:port with a port from 1"),
+        ({"coordinator": "host:65536"}, {}, "must be host:port with a port from 1"),
+        ({"coordinator": "host:0", "num_processes": 1}, {}, "must be host:port with a port"),
+        ({"coordinator": "http://host:80"}, {}, "must be host:port"),
+        ({"coordinator": "::1:80"}, {}, "must be host:port"),
+        ({}, SLURM_TASK | {"SLURM_STEP_NODELIST": "gpu[1-"}, "SLURM_STEP_NODELIST='gpu[1-' cannot"),
+        ({}, SLURM_TASK | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set, but Slurm"),
+        ({}, SLURM_TASK | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below 4"),
+        ({}, SLURM_TASK | {"SLURM_PROCID": "one"}, "SLURM_PROCID='one' must be a whole number"),
+        ({}, SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "-1"}, "SLURM_STEP_NUM_TASKS='-1' must be"),
+        ({}, without(SLURM_TASK, "SLURM_JOB_ID"), "SLURM_JOB_ID is not set"),
+        ({}, without(JOBSET_POD, "PODS_PER_JOB"), "PODS_PER_JOB is not set, but JobSet"),
+        ({}, without(JOBSET_POD, "JOB_INDEX"), "JOB_INDEX is not set"),
+        ({}, without(JOBSET_POD, "REPLICATED_JOB_NAME"), "REPLICATED_JOB_NAME is not set"),
+        ({}, JOBSET_POD | {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 must be below 4"),
+        ({}, without(TPU_HOST, "TPU_WORKER_ID"), "TPU_WORKER_ID is not set"),
+        ({}, TPU_HOST | {"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID=2 must be below 2"),
+        ({}, without(TPU_SLICES, "MEGASCALE_SLICE_ID"), "MEGASCALE_SLICE_ID is not set"),
+        ({}, without(TPU_SLICES, "MEGASCALE_COORDINATOR_ADDRESS"), "COORDINATOR_ADDRESS is not"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_named(settings, environ, message):
+    with pytest.raises(UserError) as caught:
+        find(environ, **settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_addresses_are_split():
+    assert split_address("10.0.0.1:8482", "f") == ("10.0.0.1", 8482)
+    assert split_address("[fe80::1%eth0]:1", "f") == ("fe80::1%eth0", 1)
+    assert split_address("pod-0.svc:65535", "f") == ("pod-0.svc", 65535)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "expected"),
+    [
+        ("node7", ["node7"]),
+        ("host[001-003,7],other", ["host001", "host002", "host003", "host7", "other"]),
+        ("a[9-11]", ["a9", "a10", "a11"]),
+        ("a[098-101]-ib,b", ["a098-ib", "a099-ib", "a100-ib", "a101-ib", "b"]),
+        ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
+    ],
+)
+def test_node_lists_are_expanded(node_list, expected):
+    assert expand_nodes(node_list) == expected
+
+
+@pytest.mark.parametrize(
+    "node_list",
+    [
+        "", ",", "a,,b", "a[", "a]", "a[]", "a[1", "a[1-]", "a[3-1]", "a[x]", "a[1]]", "a[[1]]",
+        "a b", "a[1,]", f"a[1-{MAX_NODES + 1}]", "a[1-999]b[1-999]", "a[٣]",
+    ],
+)  # fmt: skip
+def test_what_is_no_node_list_is_refused(node_list):
+    with pytest.raises(ValueError):
+        expand_nodes(node_list)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["gpu", "n-", "rack1n"]), st.integers(0, 300), st.integers(1, 9)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_expansion_is_the_inverse_of_writing_ranges(groups):
+    names, texts = [], []
+    for prefix, first, count in groups:
+        names += [f"{prefix}{number:03}" for number in range(first, first + count)]
+        texts.append(f"{prefix}[{first:03}-{first + count - 1:03}]")
+    assert expand_nodes(",".join(texts)) == names
+
+
+@given(st.text(alphabet="a1[]-,0 ", max_size=12))
+def test_any_text_is_expanded_or_refused(node_list):
+    try:
+        nodes = expand_nodes(node_list)
+    except ValueError:
+        return
+    assert nodes and all(node and not set(node) & set("[], ") for node in nodes)
