@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake of the user's, and what a full disk answers."""
+"""A mistake of the user's, a request to end, and what a full disk answers."""
 
 import errno
 
@@ -11,4 +11,12 @@ class UserError(ValueError):
 
     The commands in `launch` print it without a traceback and exit with code 2. Anything else that
     escapes them is a defect of ours and keeps its traceback.
+    """
+
+
+class Preempted(BaseException):
+    """The run was asked to end; the train state in memory is that of the last finished step.
+
+    No Exception: it is raised wherever the main thread happens to be, and a library that goes on
+    after any Exception would swallow it there.
     """

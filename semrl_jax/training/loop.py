@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from semrl_jax import data
-from semrl_jax.errors import UserError
+from semrl_jax.errors import Preempted, UserError
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
@@ -19,7 +19,7 @@ from semrl_jax.training.policy_setup import build_policy, starting_directory
 from semrl_jax.training.report import write_report
 from semrl_jax.training.run import Run
 from semrl_jax.training.scoring import ScoredRollout
-from semrl_jax.training.signals import Preempted, StopRequest
+from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.training.statistics import batch_scalars, metric_arrays, mismatch_scalars
 from semrl_jax.training.workdir import open_workdir

@@ -9,13 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-
-class Preempted(BaseException):
-    """The run was asked to end; the train state in memory is that of the last finished step.
-
-    No Exception: it is raised wherever the main thread happens to be, and a library that goes on
-    after any Exception would swallow it there.
-    """
+from semrl_jax.errors import Preempted
 
 
 class StopRequest:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from semrl_jax.training.signals import Preempted, StopRequest
+from semrl_jax.errors import Preempted
+from semrl_jax.training.signals import StopRequest
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""Work that ends in one agreed status, so that no process goes on alone into a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from semrl_jax.cluster.peers import PeerFailed, Peers
+from semrl_jax.errors import Preempted, UserError
+
+T = TypeVar("T")
+
+
+class Retry(RuntimeError):
+    """The phase has to be done again by all; the message says why."""
+
+
+# What ended a process's part, worst first: a mistake is told before its consequences.
+KINDS = ("mistake", "failed", "preempted", "retry", "done")
+
+
+def together(peers: Peers, phase: str, work: Callable[[], T]) -> T:
+    """Does this process's part and waits for the others'; all have to call it.
+
+    Returns:
+      What `work` returned here.
+
+    Raises:
+      UserError, Preempted, Retry: in every process if it was raised in one.
+      Exception: the process's own; PeerFailed where another could not do its part.
+    """
+    if peers.count == 1:
+        return work()
+    value, error, outcome = None, None, {"kind": "done", "text": ""}
+    try:
+        with peers.phase(phase):
+            value = work()
+    except (Exception, Preempted) as caught:
+        error = caught
+        outcome = {"kind": _kind(caught), "text": str(caught) or type(caught).__name__}
+    outcomes = peers.gather(phase, outcome)
+    index, worst = min(
+        enumerate(outcomes), key=lambda pair: (KINDS.index(pair[1]["kind"]), pair[0])
+    )
+    if worst["kind"] == "done":
+        return value
+    if error is not None and outcome["kind"] == worst["kind"]:
+        raise error
+    raise _as_exception(worst, index, phase)
+
+
+def on_first(peers: Peers, phase: str, work: Callable[[], Any]) -> Any:
+    """What process 0's `work` returns, in every process; JSON holds it. Raises as `together`."""
+    if peers.count == 1:
+        return work()
+    found = []
+    together(peers, phase, lambda: found.append(work()) if peers.index == 0 else None)
+    return peers.gather(phase, found)[0][0]
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return "mistake"
+    if isinstance(error, Preempted):
+        return "preempted"
+    return "retry" if isinstance(error, Retry) else "failed"
+
+
+def _as_exception(outcome: dict, index: int, phase: str) -> BaseException:
+    text = outcome["text"]
+    if outcome["kind"] == "mistake":
+        return UserError(f"process {index}: {text}")
+    if outcome["kind"] == "preempted":
+        return Preempted(text)
+    if outcome["kind"] == "retry":
+        return Retry(f"process {index}: {text}")
+    return PeerFailed(f"process {index} failed in phase {phase!r}: {text}")

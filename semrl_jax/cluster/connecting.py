@@ -1,0 +1,52 @@
+"""From processes that JAX has joined to `Peers`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from semrl_jax.cluster.peers import Peers, listen
+
+KEY_BYTES = 32
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+def connect(
+    coordinator: str,
+    *,
+    connect_timeout_s: float,
+    heartbeat_timeout_s: float,
+    phase_timeout_s: float,
+    progress: Callable[[str], None],
+) -> Peers:
+    """The peers of a joined process, or of the only one.
+
+    Process 0 takes a free port beside the coordinator's; secret and port reach the others over the
+    mesh. On a loopback coordinator it listens to this machine alone.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return Peers()
+    host = coordinator.rsplit(":", 1)[0]
+    listener, parts = None, np.zeros(KEY_BYTES + 2, np.uint8)
+    if jax.process_index() == 0:
+        key = secrets.token_bytes(KEY_BYTES)
+        listener = listen(host if host in LOOPBACK else "", key)
+        port = listener.address[1]
+        parts = np.frombuffer(key + port.to_bytes(2, "big"), np.uint8)
+    parts = np.asarray(multihost_utils.broadcast_one_to_all(parts), np.uint8)
+    return Peers(
+        jax.process_index(),
+        count,
+        listener=listener,
+        address=(host, int.from_bytes(parts[KEY_BYTES:].tobytes(), "big")),
+        key=parts[:KEY_BYTES].tobytes(),
+        connect_timeout_s=connect_timeout_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        phase_timeout_s=phase_timeout_s,
+        progress=progress,
+    )

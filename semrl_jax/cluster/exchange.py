@@ -1,0 +1,28 @@
+"""Bytes of every process to every process, over the mesh."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from semrl_jax.cluster.peers import Peers
+
+MIN_BYTES = 2**16
+
+
+def gather_bytes(peers: Peers, phase: str, data: bytes) -> list[bytes]:
+    """What each process gave, by process; all have to call it.
+
+    The sizes are agreed first, so that a process that is missing is named before the collective.
+    """
+    if peers.count == 1:
+        return [data]
+    sizes = peers.gather(phase, len(data))
+    size = MIN_BYTES
+    while size < max(sizes):  # powers of two: few programs
+        size *= 2
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    with peers.phase(phase):
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:length].tobytes() for row, length in zip(rows, sizes)]

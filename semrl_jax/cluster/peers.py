@@ -1,0 +1,311 @@
+"""The processes of one run: what they agree on, and who of them is missing.
+
+Every process holds one connection to process 0, beside JAX's own: JAX ends a process whose peer is
+gone with pages of C++ and without a name. Messages are small JSON objects; arrays go over the mesh
+(exchange.py). Loads no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing.connection
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+EXIT_PEER_LOST = 76
+BEATS_PER_TIMEOUT = 4
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class PeerFailed(RuntimeError):
+    """What another process could not do; its message names the process."""
+
+
+class Peers:
+    """One process's place among all, and its line to process 0.
+
+    A process that is lost (killed, stopped, cut off, or stuck in a phase for longer than
+    `phase_timeout_s`) ends all others with EXIT_PEER_LOST and one line on stderr that names it.
+
+    Args:
+      index: of this process; process 0 listens.
+      count: processes altogether; 1 connects nothing.
+      listener: process 0's, from `listen`.
+      address, key: where process 0 listens, and the secret of this run.
+      connect_timeout_s: for all others to connect to process 0.
+      heartbeat_timeout_s: a process that was not heard of for so long is lost.
+      phase_timeout_s: how long all others wait for one in `gather`.
+      progress: takes one line about a wait, on process 0.
+      progress_every_s: between two of them.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        *,
+        listener: multiprocessing.connection.Listener | None = None,
+        address: tuple[str, int] | None = None,
+        key: bytes = b"",
+        connect_timeout_s: float = 300.0,
+        heartbeat_timeout_s: float = 60.0,
+        phase_timeout_s: float = 3600.0,
+        progress: Callable[[str], None] = print,
+        progress_every_s: float = 10.0,
+    ):
+        self.index, self.count = index, count
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._phase_timeout_s = phase_timeout_s
+        self._progress, self._progress_every_s = progress, progress_every_s
+        self._changed = threading.Condition()
+        self._round = 0
+        self._results: dict[int, list] = {}
+        self._phase, self._phase_began = "start", time.monotonic()
+        self._closing = threading.Event()
+        self._links: dict[int, _Link] = {}  # process 0: to all others; they: to it
+        self._rounds: dict[int, _Round] = {}  # of process 0
+        if count == 1:
+            return
+        if index == 0:
+            assert listener is not None
+            self._accept(listener, connect_timeout_s)
+        else:
+            connection = multiprocessing.connection.Client(address, authkey=key)
+            self._links[0] = _Link(0, f"{address[0]}:{address[1]}", connection)
+            self._links[0].send({"hello": index, "name": f"{socket.gethostname()}:{os.getpid()}"})
+        for link in self._links.values():
+            threading.Thread(target=self._read, args=(link,), daemon=True).start()
+        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the others say this process is in, should it be lost in the block."""
+        before = self._phase
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def gather(self, phase: str, value: Any) -> list:
+        """Every process's value, by process; all have to call it in the same order.
+
+        Args:
+          phase: what is agreed on; the same word in every process.
+          value: anything JSON holds.
+
+        Raises:
+          RuntimeError: if the processes are not in the same phase.
+        """
+        if self.count == 1:
+            return [value]
+        self._round += 1
+        number = self._round
+        message = {"round": number, "phase": phase, "value": value}
+        with self.phase(phase):
+            if self.index == 0:
+                self._arrived(0, message)
+            else:
+                self._links[0].send(message)
+            with self._changed:
+                while number not in self._results:
+                    self._changed.wait(1.0)
+                arrived = self._results.pop(number)
+        phases = [entry["phase"] for entry in arrived]
+        if len(set(phases)) > 1:
+            raise RuntimeError(f"the processes are in different phases: {phases}.")
+        return [entry["value"] for entry in arrived]
+
+    def fail(self, reason: str, exit_code: int) -> None:
+        """Ends the other processes, which cannot go on without this one; returns here.
+
+        Where this one failed because another was lost, that one is named instead, and this process
+        ends like the others.
+        """
+        if self.count == 1 or self._closing.is_set():
+            return
+        # A peer's death breaks a collective here before or after its connection.
+        time.sleep(1.0)
+        failure = {"failed": self.index, "reason": reason, "exit_code": exit_code}
+        for link in self._links.values():
+            link.send(failure)
+        self._closing.set()
+
+    def close(self) -> None:
+        """Leaves the others; only after a last `gather`."""
+        self._closing.set()
+        for link in self._links.values():
+            link.send({"bye": self.index})
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began = phase, time.monotonic()
+        self._beat()
+
+    def _beat(self) -> None:
+        for link in self._links.values():
+            link.send({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
+
+    def _accept(self, listener: multiprocessing.connection.Listener, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        accepted: list[_Link] = []
+
+        def accept() -> None:
+            while len(accepted) < self.count - 1:
+                try:
+                    connection = listener.accept()
+                    hello = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+                except (OSError, EOFError, multiprocessing.AuthenticationError):
+                    continue  # a stranger, or one who gave up
+                accepted.append(_Link(hello["hello"], hello["name"], connection))
+
+        threading.Thread(target=accept, daemon=True).start()
+        while len(accepted) < self.count - 1:
+            if time.monotonic() > deadline:
+                missing = set(range(1, self.count)) - {link.index for link in accepted}
+                self._end(f"{_names(missing)} did not connect to process 0 within {timeout_s:g} s")
+            time.sleep(0.05)
+        self._links = {link.index: link for link in accepted}
+        listener.close()
+
+    def _read(self, link: _Link) -> None:
+        try:
+            while True:
+                message = json.loads(link.connection.recv_bytes(MAX_MESSAGE_BYTES))
+                link.heard = time.monotonic()
+                if "bye" in message:
+                    link.left = True
+                elif "round" in message and self.index == 0:
+                    self._arrived(link.index, message)
+                elif "round" in message:
+                    self._finished(message["round"], message["arrived"])
+                elif "phase" in message:
+                    link.phase, link.phase_s = message["phase"], message["phase_s"]
+                elif "lost" in message:
+                    self._end(message["lost"])
+                elif "failed" in message:
+                    self._failed(message)
+        except (OSError, EOFError):
+            if not link.left and not self._closing.is_set():
+                self._lost(link, "its connection closed")
+
+    def _watch(self) -> None:
+        """Sends beats, and finds whom no beat came from, or who keeps all others waiting."""
+        pause = self._heartbeat_timeout_s / BEATS_PER_TIMEOUT
+        beat = time.monotonic()
+        while not self._closing.wait(min(pause, 0.5)):
+            now = time.monotonic()
+            if now - beat >= pause:
+                beat = now
+                self._beat()
+            for link in self._links.values():
+                if not link.left and now - link.heard > self._heartbeat_timeout_s:
+                    self._lost(link, f"nothing was heard of it for {now - link.heard:.0f} s")
+            with self._changed:
+                rounds = list(self._rounds.values())
+            for waiting in rounds:
+                self._look_at(waiting, now)
+
+    def _look_at(self, waiting: _Round, now: float) -> None:
+        age = now - waiting.began
+        missing = [index for index in range(self.count) if index not in waiting.arrived]
+        if not missing or age < self._progress_every_s:
+            return
+        if age > self._phase_timeout_s:
+            self._end(
+                f"{self._describe(missing[0])} did not come to the end of phase "
+                f"{waiting.phase!r} within distributed.phase_timeout_s={self._phase_timeout_s:g} s"
+            )
+        if now - waiting.told > self._progress_every_s:
+            waiting.told = now
+            self._progress(
+                f"waiting for {'; '.join(map(self._describe, missing))} to end phase "
+                f"{waiting.phase!r} ({age:.0f} s; given up after {self._phase_timeout_s:g} s)"
+            )
+
+    def _arrived(self, index: int, message: dict) -> None:
+        with self._changed:
+            waiting = self._rounds.setdefault(message["round"], _Round(message["phase"]))
+            waiting.arrived[index] = {"phase": message["phase"], "value": message["value"]}
+            if len(waiting.arrived) < self.count:
+                return
+            del self._rounds[message["round"]]
+        arrived = [waiting.arrived[i] for i in range(self.count)]
+        for link in self._links.values():
+            link.send({"round": message["round"], "arrived": arrived})
+        self._finished(message["round"], arrived)
+
+    def _finished(self, number: int, arrived: list) -> None:
+        with self._changed:
+            self._results[number] = arrived
+            self._changed.notify_all()
+
+    def _describe(self, index: int) -> str:
+        if index == self.index:
+            return f"process {index} (in {self._phase!r})"
+        link = self._links[index]
+        return f"process {index} ({link.name}, in {link.phase!r} for {link.phase_s:.0f} s)"
+
+    def _lost(self, link: _Link, how: str) -> None:
+        self._end(
+            f"process {link.index} ({link.name}, last in phase {link.phase!r}) is lost: {how}"
+        )
+
+    def _failed(self, message: dict) -> None:
+        for link in self._links.values():
+            if link.index != message["failed"]:
+                link.send(message)
+        reason = f"process {message['failed']} failed: {message['reason']}"
+        print(f"{reason}; all processes stop", file=sys.stderr, flush=True)
+        os._exit(message["exit_code"])
+
+    def _end(self, reason: str) -> NoReturn:
+        """Whatever the main thread waits for will not come: no orderly end is possible."""
+        for link in self._links.values():
+            link.send({"lost": reason})
+        print(
+            f"{reason}; all {self.count} processes stop, the same command goes on from the last "
+            "checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_PEER_LOST)
+
+
+class _Link:
+    """A connection to another process, and what was last heard of it."""
+
+    def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
+        self.index, self.name, self.connection = index, name, connection
+        self.heard = time.monotonic()
+        self.phase, self.phase_s = "start", 0.0
+        self.left = False  # it said that it goes
+        self._sending = threading.Lock()
+
+    def send(self, message: dict) -> None:
+        """Sends, unless the other end is gone: the reader of this connection learns of it."""
+        with self._sending, contextlib.suppress(OSError):
+            self.connection.send_bytes(json.dumps(message).encode())
+
+
+class _Round:
+    """Who has come to one `gather`."""
+
+    def __init__(self, phase: str):
+        self.phase = phase
+        self.began = self.told = time.monotonic()
+        self.arrived: dict[int, dict] = {}
+
+
+def listen(host: str, key: bytes, port: int = 0) -> multiprocessing.connection.Listener:
+    """Process 0's end; its `address` is what the others connect to."""
+    return multiprocessing.connection.Listener((host, port), authkey=key)
+
+
+def _names(indices: Sequence[int]) -> str:
+    return ", ".join(f"process {index}" for index in sorted(indices))

@@ -1,0 +1,115 @@
+"""Real processes that agree, and what the others say of one that is gone."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from semrl_jax.cluster.agreement import Retry, on_first, together
+from semrl_jax.cluster.peers import EXIT_PEER_LOST, Peers
+
+COUNT = 3
+
+
+def start(index, port, deed):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.peer_process", *map(str, (index, COUNT, port, deed))],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(who, deed, *, but=()):
+    """Runs all with a deed of one; (exit code, stdout, stderr) of each process not in `but`."""
+    deeds = [deed if index == who else "none" for index in range(COUNT)]
+    first = start(0, 0, deeds[0])
+    port = int(first.stdout.readline())
+    processes = [first] + [start(index, port, deeds[index]) for index in range(1, COUNT)]
+    try:
+        found = {}
+        for index, process in enumerate(processes):
+            if index not in but:
+                out, err = process.communicate(timeout=30)
+                found[index] = process.returncode, out, err
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return found
+
+
+def test_everyone_gathers_everything_in_order():
+    pids = set()
+    for code, out, err in run(0, "none").values():
+        assert code == 0, err
+        lines = out.splitlines()
+        assert lines[0] == "[{'process': 0}, {'process': 1}, {'process': 2}]"
+        pids.add(lines[-1])
+    assert len(pids) == 1  # process 0's, in all
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("deed", "how", "limit_s"),
+    [
+        ("die", "its connection closed", 3),
+        ("stop", "nothing was heard of it for", 12),
+        ("hang", "did not come to the end of phase 'second'", 14),
+    ],
+)
+def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
+    started = time.monotonic()
+    found = run(who, deed, but=(who,))
+    took = time.monotonic() - started
+    for code, _, err in found.values():
+        assert code == EXIT_PEER_LOST
+        assert len(err.splitlines()) == 1
+        assert f"process {who} (" in err and how in err and "'deed'" in err
+    assert took < limit_s + 3  # and three interpreters to start
+
+
+def test_a_slow_process_is_waited_for_and_named_meanwhile():
+    found = run(1, "slow")
+    assert [code for code, _, _ in found.values()] == [0, 0, 0]
+    progress = [line for line in found[0][1].splitlines() if line.startswith("progress")]
+    assert progress and "process 1 (" in progress[0] and "'second'" in progress[0]
+
+
+def test_a_failure_ends_all_with_its_reason_and_code():
+    found = run(2, "fail")
+    assert [code for code, _, _ in found.values()] == [2, 2, 2]
+    for index in (0, 1):
+        assert "process 2 failed: disk on fire" in found[index][2]
+
+
+@pytest.mark.parametrize(
+    ("deed", "raised"),
+    [
+        ("mistake", "UserError process 1: seed=-1 is wrong."),
+        ("preempted", "Preempted SIGTERM"),
+        ("error", "PeerFailed process 1 failed in phase 'second': 'boom'"),
+        ("retry", "Retry process 1: replica gone"),
+    ],
+)
+def test_what_one_raises_all_raise(deed, raised):
+    found = run(1, deed)
+    for index, (code, out, err) in found.items():
+        assert code == 0, err
+        line = next(line for line in out.splitlines() if line.startswith("raised"))
+        if index != 1:
+            assert line == f"raised {raised}"
+
+
+def test_processes_in_other_phases_are_told():
+    found = run(1, "other phase")
+    assert any("different phases: ['third'" in err for _, _, err in found.values())
+
+
+def test_one_process_needs_no_one():
+    peers = Peers()
+    assert peers.gather("x", 1) == [1]
+    assert on_first(peers, "x", lambda: 3) == 3
+    with pytest.raises(Retry):
+        together(peers, "x", lambda: (_ for _ in ()).throw(Retry("again")))
+    peers.fail("nothing", 1)
+    peers.close()
