@@ -113,8 +113,8 @@ def _receive_all(
         # Python adds the address to the reason; that of a name that has none is text alone.
         reason = (error.strerror or str(error)).split(" (while")[0]
         raise UserError(
-            f"distributed.coordinator={place.coordinator} cannot be listened on: {reason}; end what "
-            "holds the port, or name another one for all processes."
+            f"distributed.coordinator={place.coordinator} cannot be listened on: {reason}; end "
+            "what holds the port, or name another one for all processes."
         ) from None
     callers: dict[int, socket.socket] = {}
     refused = ""

@@ -1,0 +1,191 @@
+"""Trains with several processes on this machine: a cluster of one computer, on CPUs.
+
+    python -m launch.local --processes=2 --devices_per_process=2 -- \\
+        --config=configs/quickstart.py --workdir=runs/two
+
+starts launch.train so many times with what follows the two dashes, joined over loopback; every line
+they print begins with [its process]. When one of them fails, the others get SIGTERM and, --grace_s
+later, SIGKILL. SIGTERM and SIGINT go on to all. If this command itself is killed, so are they
+(Linux). Exit codes: 0 all done, 2 wrong setting, else that of the first process that failed
+(launch.train: 75 ended by a signal, 76 another process was lost; 128 + N: killed by signal N).
+"""
+
+import contextlib
+import ctypes
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from absl import flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+PROCESSES = flags.DEFINE_integer("processes", None, "how many processes of launch.train")
+DEVICES = flags.DEFINE_integer("devices_per_process", 1, "CPU devices of each")
+GRACE_S = flags.DEFINE_float(
+    "grace_s", 60.0, "from SIGTERM to SIGKILL; above training.grace_s, or a checkpoint is cut short"
+)
+MAX_PROCESSES = 256
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main() -> int:
+    for flag, limit in ((PROCESSES, MAX_PROCESSES), (DEVICES, 4096)):
+        if not 1 <= cli.required(flag) <= limit:
+            raise UserError(f"--{flag.name}={flag.value} must be from 1 to {limit}.")
+    if not GRACE_S.value > 0:
+        raise UserError(f"--grace_s={GRACE_S.value} must be above 0.")
+    if not TRAIN_ARGUMENTS:
+        raise UserError("the arguments of launch.train are needed, after --; see --help.")
+    command = [sys.executable, "-m", "launch.train", *TRAIN_ARGUMENTS]
+    return Job(command, PROCESSES.value, DEVICES.value, GRACE_S.value).run()
+
+
+class Job:
+    """The processes, from their start until none is left.
+
+    Args:
+      command: of every process; each gets its fields of config.distributed behind it.
+      count: processes.
+      devices: CPU devices of each.
+      grace_s: between the signal that asks them to end and the one that ends them.
+    """
+
+    def __init__(self, command: list[str], count: int, devices: int, grace_s: float):
+        self._command, self._count, self._devices = command, count, devices
+        self._grace_s = grace_s
+        self._processes: list[subprocess.Popen] = []
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._kill_at = float("inf")
+        self._signal = 0
+        self._printing = threading.Lock()
+
+    def run(self) -> int:
+        """Starts all, waits for all; returns the first exit code that is not 0, or 0."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.end)
+        first, address, readers = 0, _free_address(), []
+        try:
+            # All before the first thread: preexec_fn must not run beside one.
+            for index in range(self._count):
+                self._processes.append(self._start(index, address))
+            if self._signal:  # it came while they were being started
+                self._send(self._signal)
+            readers = [self._watch(index) for index in range(len(self._processes))]
+            for _ in self._processes:
+                index, code = self._next_end()
+                first = first or code
+                if code and not self._signal:
+                    self._say(f"process {index} ended with exit code {code}; all others have to")
+                    self.end(signal.SIGTERM)
+        finally:
+            self._send(signal.SIGKILL)  # what they have started and left
+        for reader in readers:
+            reader.join(timeout=5.0)
+        return first
+
+    def end(self, number: int, _frame=None) -> None:
+        """Asks all to end; those that have not by the grace are killed. Twice SIGINT: at once."""
+        if self._signal == number == signal.SIGINT:
+            self._kill_at = 0.0
+        if not self._signal:
+            self._kill_at = time.monotonic() + self._grace_s
+            self._signal = number
+            self._send(number)
+
+    def _start(self, index: int, address: str) -> subprocess.Popen:
+        inherited = os.environ.get("XLA_FLAGS", "")
+        forced = "--xla_force_host_platform_device_count"
+        environment = {
+            "JAX_PLATFORMS": "cpu",  # unless the environment says otherwise
+            **os.environ,
+            "XLA_FLAGS": f"{re.sub(forced + r'=[0-9]+', '', inherited)} {forced}={self._devices}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        place = {"coordinator": address, "num_processes": self._count, "process_id": index}
+        settings = [f"--config.distributed.{field}={value}" for field, value in place.items()]
+        parent = os.getpid()
+        return subprocess.Popen(
+            [*self._command, *settings],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A session of its own: what a terminal sends at Ctrl-C comes once, from here.
+            start_new_session=True,
+            preexec_fn=(lambda: _die_with(parent)) if sys.platform == "linux" else None,
+        )
+
+    def _watch(self, index: int) -> threading.Thread:
+        """Passes a process's lines on, and its end to the queue."""
+        process = self._processes[index]
+
+        def read():
+            for line in process.stdout:
+                self._write(b"[%d] %s\n" % (index, line.rstrip(b"\r\n")))
+
+        threading.Thread(
+            target=lambda: self._ended.put((index, process.wait())), daemon=True
+        ).start()
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        return reader
+
+    def _next_end(self) -> tuple[int, int]:
+        """Waits for the next process to end; its index and exit code, as a shell would tell it."""
+        while True:
+            # Signals are handled between two of these waits.
+            with contextlib.suppress(queue.Empty):
+                index, code = self._ended.get(timeout=0.2)
+                return index, code if code >= 0 else 128 - code
+            if time.monotonic() >= self._kill_at:
+                self._say("SIGKILL to those that are left")
+                self._kill_at = float("inf")
+                self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        """To the processes; SIGKILL also to those that they have started."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                if number == signal.SIGKILL:
+                    os.killpg(process.pid, number)  # the session's group: start_new_session
+                else:
+                    process.send_signal(number)
+
+    def _say(self, line: str) -> None:
+        self._write(f"python -m launch.local: {line}\n".encode())
+
+    def _write(self, line: bytes) -> None:
+        # Whoever reads may have gone; that is no reason to end a run.
+        with self._printing, contextlib.suppress(BrokenPipeError):
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _die_with(parent: int) -> None:
+    """In a child, before its program: the kernel kills it when the parent is gone."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before the kernel was told
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # What follows the two dashes is launch.train's, flags of the same names included.
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    TRAIN_ARGUMENTS = sys.argv[split + 1 :]
+    del sys.argv[split:]
+    cli.run(main, __doc__)

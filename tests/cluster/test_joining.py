@@ -1,0 +1,222 @@
+"""Processes meet before JAX starts: real processes, real ports, deadlines of seconds."""
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from semrl_jax.cluster import SINGLE, Place, join
+from semrl_jax.cluster.joining import name_processes
+from semrl_jax.errors import UserError
+from tests.launch.conftest import ROOT, environment
+
+# Joins as the arguments say, then counts devices and asks itself to end.
+MEMBER = """
+import os, signal, sys, time
+from semrl_jax.cluster import Place, join
+from semrl_jax.errors import UserError
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+address, count, index, timeout = sys.argv[1], *map(int, sys.argv[2:5])
+assert "jax" not in sys.modules
+try:
+    join(Place(address, count, index, "settings"), connect_timeout_s=timeout, heartbeat_timeout_s=9)
+except UserError as error:
+    print(error)
+    sys.exit(2)
+import jax
+print("joined", jax.process_index(), jax.process_count(), jax.device_count(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+print("heard", heard)
+"""
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def member(address, count, index, timeout=60, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-c", MEMBER, address, str(count), str(index), str(timeout)],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment() | variables,
+    )  # fmt: skip
+
+
+def finish(process, timeout=90):
+    try:
+        output = process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def test_a_single_process_joins_nothing():
+    join(SINGLE, connect_timeout_s=0.0, heartbeat_timeout_s=1.0)
+    import jax
+
+    assert not jax.distributed.is_initialized()
+
+
+def test_all_arrive_and_still_hear_signals():
+    # A proxy that nobody answers at: gRPC would wait for it until the deadline.
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "elsewhere"}
+    address = free_address()
+    late = member(address, 2, 1, **proxy)  # before there is anybody to call
+    time.sleep(0.5)
+    members = [member(address, 2, 0, **proxy), late]
+    for index, process in enumerate(members):
+        assert finish(process) == (0, f"joined {index} 2 2\nheard [1]\n")
+
+
+def attempt(place, timeout_s, lines=None):
+    """The reason for which joining was refused, and the seconds it took."""
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        join(
+            place,
+            connect_timeout_s=timeout_s,
+            heartbeat_timeout_s=9.0,
+            announce=(lines if lines is not None else []).append,
+        )
+    assert "\n" not in str(caught.value)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_nobody_at_the_address():
+    address = free_address()
+    message, seconds = attempt(Place(address, 2, 1, "Slurm"), 0.5)
+    assert f"coordinator={address}: process 0 of 2 cannot be reached within" in message
+    assert "(Connection refused)" in message and "the place is from Slurm" in message
+    assert 0.5 <= seconds < 3
+    message, _ = attempt(Place("no-such-host.invalid:80", 2, 1, "settings"), 0.3)
+    assert "no-such-host.invalid:80" in message
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.0 400 Bad Request\r\n\r\n", b"x" * 9999, b"go"])
+def test_a_stranger_at_the_address(answer):
+    """It says nothing, something else, too much, or half a line."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def serve():
+            for _ in range(50):
+                try:
+                    caller, _ = stranger.accept()
+                except OSError:
+                    return
+                with caller:
+                    if answer is None:
+                        caller.recv(1000), time.sleep(1.0)
+                    else:
+                        caller.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        message, seconds = attempt(Place(address, 2, 1, "settings"), 0.7)
+    assert "something listens there, but does not answer as process 0" in message or answer
+    assert "cannot be reached within distributed.connect_timeout_s=0.7 s" in message
+    assert seconds < 3
+
+
+def test_a_port_in_use_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        message, seconds = attempt(Place(address, 2, 0, "settings"), 30.0)
+    assert f"coordinator={address} cannot be listened on: Address already in use;" in message
+    assert seconds < 3
+
+
+def call(address, greeting):
+    """A caller that is no process of ours; the socket it keeps."""
+    host, port = address.split(":")
+    for _ in range(600):
+        try:
+            caller = socket.create_connection((host, int(port)), timeout=10)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+            continue
+        caller.sendall(greeting)
+        return caller
+    raise AssertionError(f"nobody listens at {address}")
+
+
+def test_those_who_are_missing_are_named_to_all(monkeypatch):
+    monkeypatch.setattr("semrl_jax.cluster.joining.REPORT_EVERY_S", 0.5)
+    address, lines, messages = free_address(), [], {}
+
+    def process(index, timeout_s):
+        messages[index], _ = attempt(Place(address, 9, index, "JobSet"), timeout_s, lines)
+
+    # Process 3 gives up before process 0 does, process 2 hears it from process 0.
+    threads = [
+        threading.Thread(target=process, args=arguments)
+        for arguments in ((0, 3.0), (2, 20.0), (3, 2.0))
+    ]
+    for thread in threads:
+        thread.start()
+    others = [
+        call(address, b"semrl_jax/1 7 of 8\n"),  # of another job
+        call(address, b"semrl_jax/1 2 of 9\n"),  # there already, here or there
+        call(address, b"GET / HTTP/1.1\r\n\r\n"),
+        call(address, b"\xff\xfe\n"),
+    ]
+    for thread in threads:
+        thread.join(timeout=30)
+    for other in others:
+        other.close()
+    missing = {0: "1, 3-8", 2: "1, 3-8", 3: "1, 4-8"}
+    assert messages.keys() == missing.keys()
+    for index, names in missing.items():
+        start = f"processes {names} of 9 did not arrive at distributed.coordinator={address} within"
+        assert messages[index].startswith(start), (index, messages[index])
+    assert "was refused: it was told of 8 processes, process 0 of 9" in messages[0] or (
+        "was refused: process 2 is there already" in messages[0]
+    )
+    assert any(re.match(r"waits for processes .* at 127", line) for line in lines), lines
+
+
+def test_a_process_that_came_twice_is_told():
+    address, messages = free_address(), {}
+
+    def coordinator():
+        messages[0], _ = attempt(Place(address, 3, 0, "settings"), 3.0)
+
+    thread = threading.Thread(target=coordinator)
+    thread.start()
+    first = call(address, b"semrl_jax/1 1 of 3\n")
+    assert first.recv(100) == b"missing 2\n"
+    message, _ = attempt(Place(address, 3, 1, "settings"), 20.0)
+    assert f"coordinator={address} refused process 1: process 1 is there already" in message
+    message, _ = attempt(Place(address, 4, 2, "settings"), 20.0)
+    assert "it was told of 4 processes, process 0 of 3" in message
+    first.close()  # killed; started again, it is let in
+    again = call(address, b"semrl_jax/1 1 of 3\n")
+    assert b"missing 2" in again.recv(100)
+    thread.join(timeout=30)
+    again.close()
+    assert messages[0].startswith("process 2 of 3 did not arrive")
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_while_joining_ends_the_others():
+    """It was there when all met, but JAX never hears of it: 76 within the time, not an abort."""
+    address = free_address()
+    survivor = member(address, 2, 0, timeout=5)
+    with call(address, b"semrl_jax/1 1 of 2\n") as dying:
+        assert dying.recv(100) == b"go\n"
+    code, output = finish(survivor)
+    assert code == 76, output
+    assert "process 0 of 2: another process was lost while all were joining" in output
+    assert "Check failure" not in output
+
+
+def test_processes_are_named_in_few_words():
+    assert name_processes([3]) == "process 3"
+    assert name_processes({7, 1, 2, 3, 5}) == "processes 1-3, 5, 7"
