@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
+from semrl_jax.models.attention import self_attention, within_window
 from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.sharding import constrain, gather_layer, shared_heads
 
 
 class KVCache(NamedTuple):
@@ -58,23 +61,14 @@ def rotary(
     return turned.astype(x.dtype)
 
 
-def within_window(
-    mask: Bool[Array, "B T S"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    window: Int[Array, ""] | None,
-) -> Bool[Array, "B T S"]:
-    """Takes from `mask` the keys `window` or more positions before their query."""
-    if window is None:
-        return mask
-    return mask & (query_positions[:, :, None] - key_positions[:, None, :] < window)
-
-
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. Attention proper stays with the caller."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, *, dtype: jnp.dtype, mesh: Mesh | None, rngs: nnx.Rngs
+    ):
         self.config = config
+        self.mesh = mesh
         hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
 
         def linear(num_in, num_out, bias=False):
@@ -106,11 +100,15 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normed inputs, positions applied."""
-        batch, length, _ = x.shape
         normed = self.attention_norm(x)
-        query = self.query(normed).reshape(batch, length, self.config.num_heads, -1)
-        key = self.key(normed).reshape(batch, length, self.config.num_kv_heads, -1)
-        value = self.value(normed).reshape(batch, length, self.config.num_kv_heads, -1)
+
+        def of(linear, num_heads):
+            heads = linear(normed).reshape(*x.shape[:2], num_heads, -1)
+            return constrain(heads, "heads", self.mesh)
+
+        query = of(self.query, self.config.num_heads)
+        key = of(self.key, self.config.num_kv_heads)
+        value = of(self.value, self.config.num_kv_heads)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         frequencies = rotary_frequencies(self.config)
@@ -120,19 +118,29 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]
     ) -> Float[Array, "B T D"]:
         """Adds the attention output, then the feed-forward output."""
-        x = x + self.output(attended.reshape(*x.shape[:2], -1))
+        attended = constrain(attended, "heads", self.mesh).reshape(*x.shape[:2], -1)
+        x = x + constrain(self.output(attended), "states", self.mesh)
         normed = self.mlp_norm(x)
-        return x + self.down(jax.nn.silu(self.gate(normed)) * self.up(normed))
+        features = jax.nn.silu(self.gate(normed)) * self.up(normed)
+        features = constrain(features, "features", self.mesh)
+        return x + constrain(self.down(features), "states", self.mesh)
 
 
 class Decoder(nnx.Module):
     """Embedding, L layers with stacked parameters [L, ...], final norm, output matrix."""
 
     def __init__(
-        self, config: DecoderConfig, *, dtype: jnp.dtype, remat: str = "none", rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: jnp.dtype,
+        remat: str = "none",
+        mesh: Mesh | None = None,
+        rngs: nnx.Rngs,
     ):
         self.config = config
         self.remat = remat
+        self.mesh = mesh
         self.dtype = dtype
         self.embed = nnx.Embed(
             config.vocab_size, config.hidden_size, dtype=dtype, param_dtype=jnp.float32,
@@ -142,7 +150,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, dtype=dtype, rngs=rngs)
+            return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
         self.final_norm = nnx.RMSNorm(
@@ -172,26 +180,26 @@ class Decoder(nnx.Module):
         Returns:
           States in the compute dtype; finite but meaningless at padding.
         """
-        columns = jnp.arange(token_ids.shape[1])
-        mask = (
-            (segment_ids[:, :, None] == segment_ids[:, None, :])
-            & (segment_ids[:, None, :] != 0)
-            & (columns[:, None] >= columns[None, :])[None]
-        )  # [B, S, S]
+        num_columns = token_ids.shape[1]
+        if self.mesh is not None:  # an equal number of columns a device
+            padding = ((0, 0), (0, -num_columns % self.mesh.shape["sequence"]))
+            token_ids, positions, segment_ids = (
+                constrain(jnp.pad(x, padding), "tokens", self.mesh)
+                for x in (token_ids, positions, segment_ids)
+            )
+        attend = self_attention(positions, segment_ids, mesh=self.mesh)
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(x, scanned):
             state, window = scanned
-            layer = nnx.merge(graph, state)
+            layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions)
-            seen = within_window(mask, positions, positions, window)
-            attended = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
-            return layer.residual(x, attended), None
+            return layer.residual(x, attend(query, key, value, window)), None
 
         x, _ = jax.lax.scan(
-            self._checkpointed(layer_step), self.embed(token_ids), (stacked, self._windows)
+            self._checkpointed(layer_step), self._embedded(token_ids), (stacked, self._windows)
         )
-        return self.final_norm(x)
+        return self.final_norm(x)[:, :num_columns]
 
     def prefill(
         self,
@@ -204,23 +212,21 @@ class Decoder(nnx.Module):
         Returns:
           Final state of the last column, the input of each layer there, and the prompts' cache.
         """
-        columns = jnp.arange(token_ids.shape[1])
-        valid = segment_ids != 0
-        mask = valid[:, None, :] & (columns[:, None] >= columns[None, :])[None]  # [B, P, P]
+        attend = self_attention(positions, segment_ids, mesh=self.mesh)
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(x, scanned):
             state, window = scanned
-            layer = nnx.merge(graph, state)
+            layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions)
-            seen = within_window(mask, positions, positions, window)
-            attended = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
+            attended = attend(query, key, value, window)
             return layer.residual(x, attended), (x[:, -1], key, value)
 
         x, (inputs, keys, values) = jax.lax.scan(
-            layer_step, self.embed(token_ids), (stacked, self._windows)
+            layer_step, self._embedded(token_ids), (stacked, self._windows)
         )
-        cache = KVCache(keys, values, jnp.where(valid, positions, -1))
+        keys, values = (constrain(x, "cache", self.mesh) for x in (keys, values))
+        cache = KVCache(keys, values, jnp.where(segment_ids != 0, positions, -1))
         return self.final_norm(x[:, -1:])[:, 0], inputs, cache
 
     def decode(
@@ -245,20 +251,23 @@ class Decoder(nnx.Module):
         def layer_step(carry, scanned):
             x, keys, values = carry
             index, (state, window) = scanned
-            layer = nnx.merge(graph, state)
+            layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions[:, None])
             # In the carry, so that XLA writes the B new columns in place of copying the cache.
-            keys = keys.at[index, rows, columns].set(key[:, 0])
-            values = values.at[index, rows, columns].set(value[:, 0])
+            keys = constrain(keys.at[index, rows, columns].set(key[:, 0]), "cache", self.mesh)
+            values = constrain(values.at[index, rows, columns].set(value[:, 0]), "cache", self.mesh)
             seen = within_window(mask, positions[:, None], key_positions, window)
             attended = jax.nn.dot_product_attention(
-                query, keys[index], values[index], mask=seen[:, None]
+                query,
+                shared_heads(keys[index], query.shape[2], self.mesh),
+                shared_heads(values[index], query.shape[2], self.mesh),
+                mask=seen[:, None],
             )
             return (layer.residual(x, attended), keys, values), x[:, 0]
 
         (x, keys, values), inputs = jax.lax.scan(
             layer_step,
-            (self.embed(token_ids[:, None]), cache.keys, cache.values),
+            (self._embedded(token_ids[:, None]), cache.keys, cache.values),
             (jnp.arange(self.config.num_layers), (stacked, self._windows)),
         )
         return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, key_positions)
@@ -278,12 +287,32 @@ class Decoder(nnx.Module):
         full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
         return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(config.sliding_window))
 
+    def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """The input of the first layer."""
+        token_ids = constrain(token_ids, "looked_up_tokens", self.mesh)
+        return constrain(
+            constrain(self.embed(token_ids), "looked_up", self.mesh), "states", self.mesh
+        )
+
+    def _layer(self, graph: nnx.GraphDef, state: nnx.State) -> DecoderLayer:
+        """One layer of the stack, its parameters gathered from the data axes."""
+        return nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
-        if self.remat == "none":
-            return layer_step
         policies = {
+            "none": None,
             "full": None,
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
+        if self.remat == "none":
+            if self.mesh is None or self.mesh.shape["fsdp"] == 1:
+                return layer_step
+            # What is kept is never a layer gathered: the backward pass gathers it again.
+            policies["none"] = _all_but_constraints
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
+
+
+def _all_but_constraints(primitive, *_, **__) -> bool:
+    """A checkpoint policy: keeps every value but a layout, which comes from one that is kept."""
+    return primitive.name != "sharding_constraint"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoder, KVCache
+from semrl_jax.models.sharding import ACTIVATION_SPECS, constrain, constrain_parameters
 
 Params = dict[str, Any]
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
@@ -28,11 +30,14 @@ class Policy:
       config: the architecture.
       compute_dtype: "float32" or "bfloat16"; parameters are float32 either way.
       remat: what the backward pass recomputes: "none", "full" or "dots" (keeps matrix products).
+      mesh: over which parameters and activations are split, by the tables of sharding.py; None, or
+        a mesh of one device: the program holds no layout.
     """
 
     config: DecoderConfig
     compute_dtype: str = "float32"
     remat: str = "none"
+    mesh: Mesh | None = None
 
     def __post_init__(self):
         if self.compute_dtype not in DTYPES:
@@ -84,7 +89,8 @@ class Policy:
 
     def logits(self, params: Params, states: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Float32 logits of final states."""
-        return _float32_product(states, self._bind(params).output_matrix())
+        logits = _float32_product(states, self._bind(params).output_matrix())
+        return constrain(logits, "logits", self._split)
 
     def token_logprobs(
         self,
@@ -98,57 +104,140 @@ class Policy:
         """Log-probability of each token and entropy of its distribution.
 
         Works through blocks of at most `max_logits` logits, and again in the backward pass, so
-        that [B, T, V] never exists in float32.
+        that [B, T, V] never exists in float32. On a mesh, a device has its own rows and columns and
+        its slice of the vocabulary: sums over the vocabulary travel, logits never do.
 
         Args:
           states: row t is the state whose logits produced token t.
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
-          max_logits: float32 logits held at once (64 MiB by default).
+          max_logits: float32 logits a device holds at once (64 MiB by default).
 
         Returns:
           Float32 log-probabilities and entropies, nats.
         """
         matrix = self._bind(params).output_matrix()
-        batch, length, width = states.shape
-        num_tokens = batch * length
-        num_blocks = -(-num_tokens * self.config.vocab_size // max_logits)
-        block = -(-num_tokens // num_blocks)
-        padding = num_blocks * block - num_tokens
-        flat_states = jnp.pad(states.reshape(num_tokens, width), ((0, padding), (0, 0)))
-        flat_ids = jnp.pad(token_ids.reshape(num_tokens), (0, padding))
+        of_tokens = functools.partial(
+            _token_logprobs, temperature=temperature, max_logits=max_logits
+        )
+        mesh = self._split
+        if mesh is None:
+            return of_tokens(states, token_ids, matrix)
 
-        @jax.checkpoint
-        def of_block(inputs):
-            block_states, block_ids = inputs
-            logits = _float32_product(block_states, matrix) / temperature  # [block, V]
-            log_z = jax.nn.logsumexp(logits, axis=-1)
-            chosen = jnp.take_along_axis(logits, block_ids[:, None], axis=-1)[:, 0]
-            probabilities = jnp.exp(logits - log_z[:, None])
-            return chosen - log_z, log_z - jnp.sum(probabilities * logits, axis=-1)
+        def of_shard(states, token_ids, matrix):
+            # Outside of the loop over blocks: so are the sums that these become in the gradient.
+            matrix = jax.lax.all_gather(matrix, "fsdp", axis=0, tiled=True)
+            matrix = jax.lax.pcast(matrix, ("replica", "sequence"), to="varying")
+            states = jax.lax.pcast(states, "tensor", to="varying")
+            return of_tokens(states, token_ids, matrix, axis="tensor")
 
-        logprobs, entropy = jax.lax.map(
-            of_block,
-            (
-                flat_states.reshape(num_blocks, block, width),
-                flat_ids.reshape(num_blocks, block),
+        rows, columns = token_ids.shape
+        # An equal number of rows and columns a device.
+        padding = (
+            (0, -rows % (mesh.shape["replica"] * mesh.shape["fsdp"])),
+            (0, -columns % mesh.shape["sequence"]),
+        )
+        logprobs, entropies = jax.shard_map(
+            of_shard,
+            mesh=mesh,
+            in_specs=(
+                ACTIVATION_SPECS["states"], ACTIVATION_SPECS["tokens"],
+                PartitionSpec("fsdp", "tensor"),
             ),
-        )
-        shape = (batch, length)
-        return (
-            logprobs.reshape(-1)[:num_tokens].reshape(shape),
-            entropy.reshape(-1)[:num_tokens].reshape(shape),
-        )
+            out_specs=ACTIVATION_SPECS["tokens"],
+        )(jnp.pad(states, (*padding, (0, 0))), jnp.pad(token_ids, padding), matrix)  # fmt: skip
+        return logprobs[:rows, :columns], entropies[:rows, :columns]
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(self.config, dtype=DTYPES[self.compute_dtype], remat=self.remat, rngs=rngs)
+        return Decoder(
+            self.config,
+            dtype=DTYPES[self.compute_dtype],
+            remat=self.remat,
+            mesh=self._split,
+            rngs=rngs,
+        )
+
+    @property
+    def _split(self) -> Mesh | None:
+        """The mesh, where it splits anything."""
+        return None if self.mesh is None or self.mesh.size == 1 else self.mesh
 
     @functools.cached_property
     def _graph(self):
         return nnx.graphdef(nnx.eval_shape(lambda: self._module(nnx.Rngs(0))))
 
     def _bind(self, params: Params) -> Decoder:
-        return nnx.merge(self._graph, params)
+        return nnx.merge(self._graph, constrain_parameters(params, self._split))
+
+
+def _token_logprobs(
+    states: Float[Array, "B T D"],
+    token_ids: Int[Array, "B T"],
+    matrix: Float[Array, "D V"],
+    *,
+    temperature: float,
+    max_logits: int,
+    axis: str | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`Policy.token_logprobs` of one device's tokens and its slice of the vocabulary.
+
+    `axis` is the mesh axis with the other slices; None: there are none.
+    """
+    batch, length, width = states.shape
+    vocabulary = _Vocabulary(matrix.shape[1], axis)
+    num_tokens = batch * length
+    num_blocks = -(-num_tokens * vocabulary.size // max_logits)
+    block = -(-num_tokens // num_blocks)
+    padding = num_blocks * block - num_tokens
+    flat_states = jnp.pad(states.reshape(num_tokens, width), ((0, padding), (0, 0)))
+    flat_ids = jnp.pad(token_ids.reshape(num_tokens), (0, padding))
+
+    @jax.checkpoint
+    def of_block(inputs):
+        block_states, block_ids = inputs
+        logits = _float32_product(block_states, matrix) / temperature  # [block, V]
+        log_z = vocabulary.logsumexp(logits)
+        chosen = vocabulary.chosen(logits, block_ids)
+        probabilities = jnp.exp(logits - log_z[:, None])
+        return chosen - log_z, log_z - vocabulary.sum(probabilities * logits)
+
+    logprobs, entropy = jax.lax.map(
+        of_block,
+        (
+            flat_states.reshape(num_blocks, block, width),
+            flat_ids.reshape(num_blocks, block),
+        ),
+    )
+    shape = (batch, length)
+    return (
+        logprobs.reshape(-1)[:num_tokens].reshape(shape),
+        entropy.reshape(-1)[:num_tokens].reshape(shape),
+    )
+
+
+class _Vocabulary(NamedTuple):
+    """Reductions over logits of which a device has `size` columns; `axis` None: all there are."""
+
+    size: int
+    axis: str | None
+
+    def sum(self, values: Float[Array, "B V"]) -> Float[Array, " B"]:
+        total = jnp.sum(values, axis=-1)
+        return total if self.axis is None else jax.lax.psum(total, self.axis)
+
+    def logsumexp(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
+        if self.axis is None:
+            return jax.nn.logsumexp(logits, axis=-1)
+        peak = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
+        return peak + jnp.log(self.sum(jnp.exp(logits - peak[:, None])))
+
+    def chosen(self, logits: Float[Array, "B V"], ids: Int[Array, " B"]) -> Float[Array, " B"]:
+        if self.axis is None:
+            return jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+        ids = ids - jax.lax.axis_index(self.axis) * self.size
+        inside = (ids >= 0) & (ids < self.size)
+        here = jnp.take_along_axis(logits, jnp.clip(ids, 0, self.size - 1)[:, None], axis=-1)
+        return jax.lax.psum(jnp.where(inside, here[:, 0], 0.0), self.axis)
 
 
 def _float32_product(

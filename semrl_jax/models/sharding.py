@@ -1,4 +1,4 @@
-"""One table from parameter names to mesh axes, and the mesh itself."""
+"""One table from parameter names to mesh axes, one of activations, and the mesh itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Shaped
 
 from semrl_jax.errors import UserError
+from semrl_jax.models.config import DecoderConfig
 
 AXES = ("replica", "fsdp", "sequence", "tensor")
 DATA_AXES = ("replica", "fsdp")
@@ -36,6 +39,21 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "layers/down/kernel": PartitionSpec(None, "tensor", "fsdp"),
     "final_norm/scale": PartitionSpec(None),
     "head/kernel": PartitionSpec("fsdp", "tensor"),
+}
+
+# Rows over the data axes, tokens over `sequence`; heads, features and the vocabulary over `tensor`,
+# which leaves the residual stream whole.
+ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
+    "tokens": PartitionSpec(DATA_AXES, "sequence"),  # [B, S]
+    "states": PartitionSpec(DATA_AXES, "sequence", None),  # [B, S, D]
+    "heads": PartitionSpec(DATA_AXES, "sequence", "tensor", None),  # [B, S, N, H]
+    "features": PartitionSpec(DATA_AXES, "sequence", "tensor"),  # [B, S, F]
+    "logits": PartitionSpec(DATA_AXES, "tensor"),  # [B, V]
+    "cache": PartitionSpec(None, DATA_AXES, None, "tensor", None),  # [L, B, C, K, H]
+    # An embedding is looked up where its slice of the width is, for the rows of all of `fsdp`:
+    # token ids travel there and states back, not the table.
+    "looked_up_tokens": PartitionSpec("replica", "sequence"),  # [B, S]
+    "looked_up": PartitionSpec("replica", "sequence", "fsdp"),  # [B, S, D]
 }
 
 
@@ -89,3 +107,102 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
+    """Whether the decoder's parameters and heads can be split over the mesh.
+
+    `num_kv_heads` need not be a multiple of mesh.tensor: where it is not, every device of the axis
+    has all keys and values, and only their product's parameters are split.
+
+    Raises:
+      UserError: naming what an axis does not divide, and the sizes that divide all.
+    """
+    divided = {
+        "tensor": {
+            "num_heads": config.num_heads,
+            "num_kv_heads * head_dim": config.num_kv_heads * config.head_dim,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        },
+        "fsdp": {"hidden_size": config.hidden_size},
+    }
+    for axis, sizes in divided.items():
+        common = math.gcd(*sizes.values())
+        for name, size in sizes.items():
+            if size % mesh.shape[axis]:
+                allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+                raise UserError(
+                    f"mesh.{axis}={mesh.shape[axis]} must divide the model's {name}={size}; "
+                    f"sizes that fit this model are {allowed}."
+                )
+
+
+def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """The spec of `ACTIVATION_SPECS`, less the axes that do not divide their dimension.
+
+    Those hold the whole dimension: the engine's few rows, one decoded token, kv heads.
+    """
+    spec = ACTIVATION_SPECS[kind]
+
+    def fitting(size, axes):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        return None if size % math.prod(mesh.shape[name] for name in names) else axes
+
+    return PartitionSpec(*(fitting(*pair) for pair in zip(shape, spec, strict=True)))
+
+
+def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped[Array, "*dims"]:
+    """`x` laid out as activations of its kind are; as it was where there is no mesh."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, activation_spec(kind, x.shape, mesh))
+    )
+
+
+def shared_heads(
+    x: Float[Array, "B S K H"], num_heads: int, mesh: Mesh | None
+) -> Float[Array, "B S M H"]:
+    """Keys or values with a head for every query head, where kv heads are too few to be split.
+
+    Each device of `tensor` then has those of its own query heads, and no others.
+    """
+    if mesh is None or x.shape[2] % mesh.shape["tensor"] == 0:
+        return x
+    return constrain(jnp.repeat(x, num_heads // x.shape[2], axis=2), "heads", mesh)
+
+
+def constrain_parameters(params: Any, mesh: Mesh | None) -> Any:
+    """`params`, and what flows back to them as their gradient, as the table has them."""
+    if mesh is None:
+        return params
+    return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
+
+
+def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
+    """A layer's parameters as its products take them: whole over `fsdp`, in the compute dtype.
+
+    Cast before they are gathered; their gradients are summed into the split they came from.
+
+    Args:
+      layer: a tree with the names of the table below `layers/`, without the stacked axis.
+      dtype: of the products.
+      mesh: None leaves the tree as it is.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return layer
+
+    def gathered(path, leaf):
+        name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
+        split = PartitionSpec(*PARTITION_SPECS[f"layers/{name}"][1:])
+        if "fsdp" not in split:
+            return leaf
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
+        # Twice: the first keeps the cast before the gather and, of the gradient, its slice right
+        # behind its sum, which compilers for accelerators join to a reduce-scatter.
+        for spec in (split, whole):
+            leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), NamedSharding(mesh, spec))
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(gathered, layer)

@@ -1,0 +1,342 @@
+"""Attention of whole sequences: at once, by blocks, or by blocks around a ring of devices.
+
+The plain product holds [B, N, S, S] scores. By blocks, a device holds the scores of one block of
+queries with one block of keys, forward and backward, so its memory is linear in S; blocks in which
+no query sees a key are skipped. Where a mesh splits the sequence, queries stay on their device and
+keys and values travel once around the axis.
+
+Source: arXiv:2112.05682 and arXiv:2205.14135 for the blocks and their gradient, arXiv:2310.01889
+for the ring.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
+
+LONGEST_AT_ONCE = 2048  # columns; longer sequences go by blocks
+BLOCK = 512  # queries, and keys, of a block
+UNSEEN = -1e30  # score of a key that is not seen: finite, so that no difference is NaN
+
+Attention = Callable[
+    [
+        Float[Array, "B S N H"],
+        Float[Array, "B S K H"],
+        Float[Array, "B S K H"],
+        Int[Array, ""] | None,
+    ],
+    Float[Array, "B S N H"],
+]
+
+
+class Places(NamedTuple):
+    """Where tokens stand: what decides which of them see each other."""
+
+    columns: Int[Array, "*n B S"]
+    positions: Int[Array, "*n B S"]
+    segment_ids: Int[Array, "*n B S"]
+
+
+class Sums(NamedTuple):
+    """Attention to the keys seen so far: its output, and the logarithm of its normaliser."""
+
+    attended: Float[Array, "*n B K G S H"]
+    log_z: Float[Array, "*n B K G S"]
+
+
+def within_window(
+    mask: Bool[Array, "B T S"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    window: Int[Array, ""] | None,
+) -> Bool[Array, "B T S"]:
+    """Takes from `mask` the keys `window` or more positions before their query."""
+    if window is None:
+        return mask
+    return mask & (query_positions[:, :, None] - key_positions[:, None, :] < window)
+
+
+def self_attention(
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+    *,
+    mesh: Mesh | None = None,
+    longest_at_once: int = LONGEST_AT_ONCE,
+    block: int = BLOCK,
+) -> Attention:
+    """How the layers attend: (queries, keys, values, window) to the attended values.
+
+    A token sees the tokens of its own segment in its own and earlier columns, fewer than `window`
+    positions back. Sequences above `longest_at_once` columns go by blocks, and around the ring
+    where the mesh splits their columns.
+
+    Args:
+      positions: int32, of the rotary embedding.
+      segment_ids: int32; 0 is padding: seen by nothing, and what it attends to is finite and
+        meaningless.
+      mesh: None for one device.
+      longest_at_once: columns.
+      block: columns of a block, the same for queries and keys.
+    """
+    num_columns = segment_ids.shape[1]
+    split = mesh is not None and activation_spec("tokens", segment_ids.shape, mesh)[1] is not None
+    if split or num_columns > longest_at_once:
+        return _blockwise(positions, segment_ids, mesh, block)
+    columns = jnp.arange(num_columns)
+    mask = (
+        (segment_ids[:, :, None] == segment_ids[:, None, :])
+        & (segment_ids[:, None, :] != 0)
+        & (columns[:, None] >= columns[None, :])[None]
+    )  # [B, S, S]
+
+    def attend(query, key, value, window):
+        seen = within_window(mask, positions, positions, window)
+        key, value = (shared_heads(x, query.shape[2], mesh) for x in (key, value))
+        return jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
+
+    return attend
+
+
+def _blockwise(
+    positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"], mesh: Mesh | None, block: int
+) -> Attention:
+    """`self_attention` by blocks, each device with its own rows, columns and heads."""
+    if mesh is None:
+
+        def attend(query, key, value, window):
+            return _attend_by_blocks(query, key, value, positions, segment_ids, window, block)
+
+        return attend
+
+    def attend(query, key, value, window):
+        key, value = (shared_heads(x, query.shape[2], mesh) for x in (key, value))
+        heads = activation_spec("heads", query.shape, mesh)
+        tokens = activation_spec("tokens", segment_ids.shape, mesh)
+        axis = None if mesh.shape["sequence"] == 1 else tokens[1]
+        return jax.shard_map(
+            functools.partial(
+                _attend_by_blocks, block=block, axis=axis, num_shards=mesh.shape["sequence"]
+            ),
+            mesh=mesh,
+            in_specs=(heads, heads, heads, tokens, tokens, PartitionSpec()),
+            out_specs=heads,
+        )(query, key, value, constrain(positions, "tokens", mesh), segment_ids, window)
+
+    return attend
+
+
+def _attend_by_blocks(
+    query: Float[Array, "B S N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    positions: Int[Array, "B S"],
+    segment_ids: Int[Array, "B S"],
+    window: Int[Array, ""] | None,
+    block: int,
+    axis: str | None = None,
+    num_shards: int = 1,
+) -> Float[Array, "B S N H"]:
+    """Attention of one device's columns; `axis` is the ring with the others, None: there is none.
+
+    The arrays are laid out as blocks, [n, B, K, G, s, H] and [n, B, K, s, H].
+    """
+    batch, length, num_heads, width = query.shape
+    kv_heads = key.shape[2]
+    size = min(block, length)
+    padding = -length % size
+    first = 0 if axis is None else jax.lax.axis_index(axis) * length
+
+    def blocks(x):
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return x.reshape(batch, -1, size, *x.shape[2:]).swapaxes(0, 1)  # [n, B, s, ...]
+
+    places = Places(
+        blocks(jnp.broadcast_to(first + jnp.arange(length), (batch, length))),
+        blocks(positions),
+        blocks(segment_ids),
+    )
+    queries = blocks(query).reshape(-1, batch, size, kv_heads, num_heads // kv_heads, width)
+    attended = _ring(
+        queries.transpose(0, 1, 3, 4, 2, 5),
+        blocks(key).swapaxes(2, 3),
+        blocks(value).swapaxes(2, 3),
+        places,
+        window,
+        axis,
+        num_shards,
+    )  # [n, B, K, G, s, H]
+    attended = attended.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_heads, width)
+    return attended[:, :length]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ring(
+    query: Float[Array, "n B K G s H"],
+    key: Float[Array, "n B K s H"],
+    value: Float[Array, "n B K s H"],
+    places: Places,
+    window: Int[Array, ""] | None,
+    axis: str | None,
+    num_shards: int,
+) -> Float[Array, "n B K G s H"]:
+    """Attention to all shards' keys. Its gradient is written out: differentiating the loops would
+    keep every block's weights, or sums, of every step."""
+    return _ring_forward(query, key, value, places, window, axis, num_shards)[0]
+
+
+def _ring_forward(query, key, value, places, window, axis, num_shards):
+    shape = query.shape[:-1]
+    sums = Sums(
+        _zeros((*shape, query.shape[-1]), query),
+        _zeros(shape, query) + UNSEEN,
+    )
+
+    def step(carry, _):
+        sums, keys = carry
+        # Sent before they are used: the two have nothing to wait for in each other.
+        return (_add_keys(sums, query, places, keys, window), _to_next(keys, axis, num_shards)), (
+            None
+        )
+
+    keys = (key, value, places)
+    (sums, keys), _ = jax.lax.scan(step, (sums, keys), length=num_shards - 1)
+    sums = _add_keys(sums, query, places, keys, window)
+    attended = sums.attended.astype(query.dtype)
+    return attended, (query, key, value, places, window, attended, sums.log_z)
+
+
+def _ring_backward(axis, num_shards, kept, gradient):
+    """Keys and values travel again, and their gradients with them, home in the end."""
+    query, key, value, places, window, attended, log_z = kept
+    # d softmax: p * (dp - sum p dp), and sum p dp is the attended values times their gradient.
+    delta = jnp.sum(attended.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
+    given = (query, places, gradient, log_z, delta)
+
+    def step(carry, _):
+        query_gradient, keys, key_gradients = carry
+        added, key_gradients = _block_gradients(given, keys, key_gradients, window)
+        keys, key_gradients = _to_next((keys, key_gradients), axis, num_shards)
+        return (query_gradient + added, keys, key_gradients), None
+
+    keys, key_gradients = (key, value, places), (_zeros(key.shape, key), _zeros(value.shape, value))
+    (query_gradient, keys, key_gradients), _ = jax.lax.scan(
+        step, (_zeros(query.shape, query), keys, key_gradients), length=num_shards - 1
+    )
+    added, key_gradients = _block_gradients(given, keys, key_gradients, window)
+    key_gradient, value_gradient = _to_next(key_gradients, axis, num_shards)
+    return (
+        (query_gradient + added).astype(query.dtype),
+        key_gradient.astype(key.dtype),
+        value_gradient.astype(value.dtype),
+        None,
+        None,
+    )
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _add_keys(sums, query, places, keys, window):
+    """`sums` of all blocks of queries, with the keys of one shard added."""
+
+    def of_queries(block):
+        sums, query, query_places = block
+
+        def with_keys(sums, block):
+            key, value, key_places = block
+            seen = _seen(query_places, key_places, window)
+
+            def added():
+                scores = jnp.where(seen, _scores(query, key), UNSEEN)
+                peak = jnp.max(scores, axis=-1)
+                # Where a query sees nothing, its peak is UNSEEN as well and exp would be 1.
+                weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
+                total = jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny)
+                log_z = jnp.logaddexp(sums.log_z, peak + jnp.log(total))
+                attended = _product("bkgts,bksh->bkgth", weights.astype(value.dtype), value)
+                return Sums(
+                    sums.attended * jnp.exp(sums.log_z - log_z)[..., None]
+                    + attended * jnp.exp(peak - log_z)[..., None],
+                    log_z,
+                )
+
+            return jax.lax.cond(jnp.any(seen), added, lambda: sums), None
+
+        return jax.lax.scan(with_keys, sums, keys)[0]
+
+    return jax.lax.map(of_queries, (sums, query, places))
+
+
+def _block_gradients(given, keys, key_gradients, window):
+    """Gradient of all queries through one shard's keys, and theirs added to what they have."""
+
+    def of_queries(key_gradients, block):
+        query, query_places, gradient, log_z, delta = block
+
+        def with_keys(query_gradient, block):
+            (key, value, key_places), (key_gradient, value_gradient) = block
+            seen = _seen(query_places, key_places, window)
+
+            def added():
+                weights = jnp.where(seen, jnp.exp(_scores(query, key) - log_z[..., None]), 0.0)
+                change = _product("bkgth,bksh->bkgts", gradient, value) - delta[..., None]
+                change = (weights * change * query.shape[-1] ** -0.5).astype(query.dtype)
+                return (
+                    query_gradient + _product("bkgts,bksh->bkgth", change, key),
+                    key_gradient + _product("bkgts,bkgth->bksh", change, query),
+                    value_gradient
+                    + _product("bkgts,bkgth->bksh", weights.astype(query.dtype), gradient),
+                )
+
+            query_gradient, *changed = jax.lax.cond(
+                jnp.any(seen), added, lambda: (query_gradient, key_gradient, value_gradient)
+            )
+            return query_gradient, tuple(changed)
+
+        query_gradient, key_gradients = jax.lax.scan(
+            with_keys, _zeros(query.shape, query), (keys, key_gradients)
+        )
+        return key_gradients, query_gradient
+
+    key_gradients, query_gradient = jax.lax.scan(of_queries, key_gradients, given)
+    return query_gradient, key_gradients
+
+
+def _seen(
+    query_places: Places, key_places: Places, window: Int[Array, ""] | None
+) -> Bool[Array, "B 1 1 T S"]:
+    """Which keys of a block each query of a block sees."""
+    columns, positions, segments = (x[:, :, None] for x in query_places)
+    key_columns, key_positions, key_segments = (x[:, None, :] for x in key_places)
+    mask = (segments == key_segments) & (key_segments != 0) & (columns >= key_columns)
+    mask = within_window(mask, positions[:, :, 0], key_positions[:, 0], window)
+    return mask[:, None, None]
+
+
+def _scores(query, key):
+    return _product("bkgth,bksh->bkgts", query, key) * query.shape[-1] ** -0.5
+
+
+def _product(equation, first, second):
+    return jnp.einsum(equation, first, second, preferred_element_type=jnp.float32)
+
+
+def _zeros(shape, like):
+    """Float32 zeros that shard_map takes for as different between devices as `like` is."""
+    return jnp.zeros_like(like, jnp.float32, shape=shape)
+
+
+def _to_next(tree, axis, num_shards):
+    """Every shard's arrays to the next one of the ring."""
+    if axis is None:
+        return tree
+    ring = [(shard, (shard + 1) % num_shards) for shard in range(num_shards)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), tree)
