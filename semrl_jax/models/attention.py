@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
 
-LONGEST_AT_ONCE = 2048  # columns; longer sequences go by blocks
-BLOCK = 512  # queries, and keys, of a block
+LONGEST_AT_ONCE = 1024  # columns; longer sequences go by blocks
+BLOCK = 256  # queries, and keys, of a block
 UNSEEN = -1e30  # score of a key that is not seen: finite, so that no difference is NaN
 
 Attention = Callable[
