@@ -13,6 +13,7 @@ import pytest
 
 from tests.launch.conftest import ROOT, TINY, environment, run
 from tests.launch.test_bad_input import assert_one_line
+from tests.training.conftest import read_rows
 
 # A process in the place of launch.train: it does as its first argument says.
 CHILD = """
@@ -195,3 +196,41 @@ def test_a_mistake_of_the_trainer_is_told_with_its_code(tmp_path: pathlib.Path):
 def test_help_says_what_the_command_does():
     result = run("launch.local", "--help")
     assert result.returncode == 0 and "--processes" in result.stdout
+
+
+def start_two(workdir, *words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.local", "--processes=2", "--", f"--config={TINY}",
+         f"--workdir={workdir}", *words],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_run(tmp_path):
+    process = start_two(tmp_path / "run", "--config.training.num_steps=1")
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1]
+    assert f"[0] done: 1 steps; see {tmp_path / 'run' / 'report.html'}" in output.splitlines()
+    assert "[1] done" not in output  # process 0 tells
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert config["distributed"]["num_processes"] == 2
+
+
+@pytest.mark.soak
+def test_a_process_that_is_killed_ends_the_run(tmp_path):
+    """It dies, the other says so, nothing is left; the first to end gives the exit code."""
+    process = start_two(tmp_path / "run", "--config.training.num_steps=1000")
+    for line in process.stdout:
+        if "[0] step " in line:
+            break
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    assert len(children) == 2
+    os.kill(int(children[1]), signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + signal.SIGKILL, output
+    assert "[0] process 1 (" in output and "is lost" in output
+    wait_until_gone([int(child) for child in children])
