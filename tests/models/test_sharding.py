@@ -1,11 +1,17 @@
-"""The sharding table: complete, checked, and without effect on the numbers."""
+"""The sharding tables: complete, checked, and without effect on the numbers."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+from benchmarks import hlo
 from semrl_jax import models
 from semrl_jax.errors import UserError
+from semrl_jax.models.sharding import activation_spec
 
 MESHES = (
     {"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1},
@@ -38,6 +44,7 @@ def test_mesh_changes_no_number_beyond_rounding(policy, shape):
     arguments = (ids, positions, np.ones_like(ids))
     expected = jax.jit(policy.final_states)(params, *arguments)
     sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
+    policy = dataclasses.replace(policy, mesh=mesh)
     actual = jax.jit(policy.final_states)(
         sharded, *jax.device_put(arguments, models.batch_sharding(mesh))
     )
@@ -76,3 +83,80 @@ def test_axis_that_does_not_divide_is_refused(policy):
     params = {"embed": {"embedding": np.zeros((50, 32), np.float32)}}
     with pytest.raises(UserError, match=r"mesh\.tensor=8 must divide the 50 rows"):
         models.parameter_shardings(params, mesh)
+
+
+def mesh_of(*sizes):
+    return models.make_mesh(dict(zip(models.AXES, sizes)), jax.devices()[: int(np.prod(sizes))])
+
+
+def test_axes_that_do_not_divide_are_left_out_of_an_activation():
+    mesh = mesh_of(2, 2, 1, 2)
+    rows = models.DATA_AXES
+    assert activation_spec("heads", (8, 3, 4, 8), mesh) == PartitionSpec(
+        rows, "sequence", "tensor", None
+    )
+    assert activation_spec("heads", (6, 3, 3, 8), mesh) == PartitionSpec(
+        None, "sequence", None, None
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "message"),
+    [
+        ((1, 1, 1, 8), {}, r"mesh\.tensor=8 must divide .* num_heads=4; .* 1, 2, 4\."),
+        ((1, 1, 1, 4), {"intermediate_size": 66}, r"intermediate_size=66; .* are 1, 2\."),
+        ((1, 1, 1, 2), {"vocab_size": 37}, r"vocab_size=37; .* are 1\."),
+        ((1, 8, 1, 1), {"hidden_size": 36}, r"mesh\.fsdp=8 must divide .* hidden_size=36"),
+    ],
+)
+def test_a_mesh_that_does_not_split_the_model_is_refused(policy, sizes, change, message):
+    config = dataclasses.replace(policy.config, **change)
+    with pytest.raises(UserError, match=message):
+        models.check_mesh(config, mesh_of(*sizes))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 2, 2), (1, 8, 1, 1), (1, 1, 8, 1)])
+def test_what_is_not_refused_can_be_laid_out(policy, sizes):
+    mesh = mesh_of(*sizes)
+    models.check_mesh(policy.config, mesh)
+    models.parameter_shardings(policy.shapes(), mesh)
+
+
+def cached_tokens(policy, params):
+    """Final states of the last prompt token and of the next, and the compiled decode."""
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 48, (4, 6)).astype(np.int32)
+    segments = np.ones_like(ids)
+    segments[1, :3] = 0
+    positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
+    first, _, cache = jax.jit(policy.prefill)(params, ids, positions, segments)
+    wide = ((0, 0), (0, 0), (0, 2), (0, 0), (0, 0))
+    cache = models.KVCache(
+        jnp.pad(cache.keys, wide),
+        jnp.pad(cache.values, wide),
+        jnp.pad(cache.positions, ((0, 0), (0, 2)), constant_values=-1),
+    )
+    step = (params, ids[:, 0], positions[:, -1] + 1, np.full(4, 6, np.int32), cache)
+    decode = jax.jit(policy.decode).lower(*step).compile()
+    second, _, cache = decode(*step)
+    return np.stack([first, second]), cache, decode
+
+
+@pytest.mark.parametrize(
+    ("tensor", "heads_of_a_device"),
+    [
+        (2, 1),
+        pytest.param(4, 2, marks=pytest.mark.slow),  # 2 kv heads: all of them everywhere
+    ],
+)
+def test_cached_decoding_on_a_tensor_axis(policy, tensor, heads_of_a_device):
+    params = policy.init(jax.random.key(0))
+    expected, *_ = cached_tokens(policy, params)
+    mesh = mesh_of(1, 1, 1, tensor)
+    sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
+    actual, cache, decode = cached_tokens(dataclasses.replace(policy, mesh=mesh), sharded)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)  # float32 sums, reordered
+    assert cache.keys.addressable_shards[0].data.shape == (2, 4, 8, heads_of_a_device, 8)
+    for found in hlo.read(decode.as_text()).collectives:  # states of one token, never the cache
+        for _, shape in found.arrays:
+            assert np.prod(shape) <= 4 * 32, found
