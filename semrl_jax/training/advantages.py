@@ -35,7 +35,7 @@ def group_rewards(
 def shaped_advantages(
     rewards: Float[np.ndarray, "P G"],
     metrics: Metrics,
-    response_mask: Bool[Array, "B T"],
+    response_mask: Bool[Array | np.ndarray, "B T"],
     state: ShapingState,
     config: ml_collections.ConfigDict,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:

@@ -168,13 +168,13 @@ class Measurer:
 
 
 def token_indicators(
-    names: Sequence[str], tokens: TokenPass, mask: Bool[Array, "B T"]
+    names: Sequence[str], tokens: TokenPass, mask: Bool[np.ndarray, "B T"]
 ) -> list[dict[str, float]]:
     """Means over the tokens of each response, nats; out of TOKEN_INDICATORS."""
     found: list[dict[str, float]] = [{} for _ in mask]
     for name in names:
-        values = np.asarray(getattr(tokens, TOKEN_INDICATORS[name]), np.float64)
-        means = np.mean(values, axis=1, where=np.asarray(mask))
+        values = getattr(tokens, TOKEN_INDICATORS[name]).astype(np.float64)
+        means = np.mean(values, axis=1, where=mask)
         for metrics, mean in zip(found, means):
             metrics |= {name: float(mean), f"{name}_valid": bool(np.isfinite(mean))}
     return found

@@ -29,6 +29,7 @@ from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
 from semrl_jax.training.measuring import TOKEN_INDICATORS, Measurer, token_indicators
+from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.scoring import ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
@@ -177,29 +178,26 @@ class Run:
     def to_device(
         self, scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
     ) -> RolloutBatch:
-        """Pads to a bucket and lays the rows over the data axes of the mesh."""
+        """Pads to a bucket; on the host, from where every pass lays its rows over the mesh."""
         config = self.config.rollout
-        batch = pad_batch(
+        return pad_batch(
             [item.rollout for item in scored],
             rewards.reshape(-1),
             pad_token_id=self.tokenizer.pad_token_id,
             max_prompt_tokens=config.max_prompt_tokens,
             max_response_tokens=config.max_response_tokens,
         )
-        return jax.device_put(batch, models.batch_sharding(self.mesh))
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
         with self.device_lock:
-            return jax.block_until_ready(
-                batch_logprobs(
-                    params,
-                    batch,
-                    policy=self.policy,
-                    temperature=self.config.rollout.temperature,
-                    micro_batch_size=self.config.training.micro_batch_size,
-                    **with_also,
-                )
+            return batch_logprobs(
+                params,
+                batch,
+                policy=self.policy,
+                temperature=self.config.rollout.temperature,
+                plan=row_plan(self.mesh, self.config.training),
+                **with_also,
             )
 
     def measured(
@@ -210,11 +208,7 @@ class Run:
         scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
         if self.config.hidden_states.source != "policy":
             return scored
-        rows = np.asarray(tokens.states)
-        pending = [
-            self.measurer.submit(rows[index, : len(item.rollout.response_ids)])
-            for index, item in enumerate(scored)
-        ]
+        pending = [self.measurer.submit(states) for states in tokens.states]
         self.measurer.flush()
         return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
 
@@ -232,8 +226,8 @@ class Run:
         self,
         state: TrainState,
         batch: RolloutBatch,
-        old_logprobs: Float[Array, "B T"],
-        ref_logprobs: Float[Array, "B T"],
+        old_logprobs: Float[np.ndarray, "B T"],
+        ref_logprobs: Float[np.ndarray, "B T"],
         advantages: Float[Array, "B T"],
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimiser step a mini-batch of prompts; scalars are means over them.
@@ -249,8 +243,8 @@ class Run:
         params, opt_state, skipped = state.params, state.optimizer, int(state.skipped_in_row)
         num_updates = num_optimizer_updates(opt_state)
         history = []
+        arrays = (batch, old_logprobs, ref_logprobs, np.asarray(advantages))
         for start in range(0, len(old_logprobs), size):
-            arrays = (batch, old_logprobs, ref_logprobs, advantages)
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
             with self.device_lock:
                 params, opt_state, scalars = jax.block_until_ready(
@@ -261,7 +255,7 @@ class Run:
                         policy=self.policy,
                         optimizer=self.optimizer,
                         temperature=config.rollout.temperature,
-                        micro_batch_size=config.training.micro_batch_size,
+                        plan=row_plan(self.mesh, training),
                         aggregation=config.algorithms.aggregation,
                         loss_options=tuple(sorted(config.algorithms.loss.items())),
                     )

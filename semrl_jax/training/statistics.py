@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.types import RolloutBatch
@@ -82,24 +82,29 @@ def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
 def mismatch_scalars(
     scored: Sequence[ScoredRollout],
     batch: RolloutBatch,
-    old_logprobs: Float[Array, "B T"],
-    states: Float[Array, "B T D"] | None,
+    old_logprobs: Float[np.ndarray, "B T"],
+    states: Sequence[Float[np.ndarray, "_ D"]] | None,
 ) -> dict[str, float]:
     """How far the rollout engine is from the training model on the same tokens.
+
+    Args:
+      scored: B responses; with their hidden states where `states` are compared.
+      batch: the same, padded.
+      old_logprobs: of the training model, nats.
+      states: of the training model, [T, D] of each response; None: not at hand.
 
     Returns:
       `rollout/logprob_mismatch/{mean,max}`, nats; and where both sources of hidden states are at
       hand `rollout/hidden_state_mismatch/{mean,max}`, the length of a row's difference over the
       length of the row.
     """
-    mask = np.asarray(batch.response_mask)
-    difference = np.abs(np.asarray(old_logprobs) - np.asarray(batch.rollout_logprobs))[mask]
+    difference = np.abs(old_logprobs - batch.rollout_logprobs)[batch.response_mask]
     scalars = {
         "rollout/logprob_mismatch/mean": float(difference.mean()),
         "rollout/logprob_mismatch/max": float(difference.max()),
     }
     if states is not None and scored[0].rollout.hidden_states is not None:
-        ours = np.asarray(states, np.float32)[mask]
+        ours = np.concatenate(states).astype(np.float32)
         theirs = np.concatenate([item.rollout.hidden_states[:, 0] for item in scored])
         length = np.linalg.norm(ours, axis=1)
         relative = np.linalg.norm(ours - theirs.astype(np.float32), axis=1) / length

@@ -1,140 +1,211 @@
 """Log-probabilities of a batch, and one optimiser step on a mini-batch; both in micro-batches.
 
-A micro-batch takes every M-th row, so that rows sharded over the data axes stay where they are.
+`batch_logprobs` and `update_policy` take and return responses as [B, T] on the host; the layout of
+`packing.py` puts them into rows. `row_logprobs` and `update_rows` are the compiled programs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms import policy_loss, token_weights
 from semrl_jax.models import Params, Policy
+from semrl_jax.models.hosts import to_host
+from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
 from semrl_jax.types import RolloutBatch
 
 
 class TokenPass(NamedTuple):
-    """What a forward pass says of B responses; finite and meaningless at padding.
+    """What a forward pass says of B responses, in NumPy; 0 at padding.
 
     Attributes:
       logprobs: of each token, float32 nats.
       entropies: of the distribution each token was drawn from, float32 nats; None unless asked for.
-      states: in the compute dtype; None unless asked for.
+      states: [T, D] of each response, without padding, in the compute dtype; None unless asked for.
     """
 
-    logprobs: Float[Array, "B T"]
-    entropies: Float[Array, "B T"] | None
-    states: Float[Array, "B T D"] | None
+    logprobs: Float[np.ndarray, "B T"]
+    entropies: Float[np.ndarray, "B T"] | None
+    states: Sequence[Float[np.ndarray, "_ D"]] | None
 
 
-def response_states(params: Params, batch: RolloutBatch, policy: Policy) -> Float[Array, "B T D"]:
-    """Final states in the compute dtype; row t is the state whose logits produced token t."""
-    states = policy.final_states(params, batch.token_ids, batch.positions, batch.segment_ids)
-    num_prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
-    return states[:, num_prompt_columns - 1 : -1]
+class RowPass(NamedTuple):
+    """The same in rows; finite and meaningless in slots without a token."""
+
+    logprobs: Float[Array, "M R U"]
+    entropies: Float[Array, "M R U"] | None
+    states: Float[Array, "M R U D"] | None
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "policy", "temperature", "micro_batch_size", "with_states", "with_entropies",
-    ),
-)  # fmt: skip
+class SlotValues(NamedTuple):
+    """What the loss takes beside the policy's own numbers; float32, weight 0 without a token."""
+
+    old_logprobs: Float[Array, "M R U"]
+    ref_logprobs: Float[Array, "M R U"]
+    advantages: Float[Array, "M R U"]
+    weights: Float[Array, "M R U"]
+
+
 def batch_logprobs(
     params: Params,
     batch: RolloutBatch,
     *,
     policy: Policy,
     temperature: float,
-    micro_batch_size: int,
+    plan: RowPlan,
     with_states: bool = False,
     with_entropies: bool = False,
 ) -> TokenPass:
-    """Log-probabilities of all responses under `params`, and whatever else is asked for."""
+    """Log-probabilities of all responses under `params`, and whatever else is asked for.
 
-    def of_micro_batch(micro: RolloutBatch):
-        states = response_states(params, micro, policy)
-        logprobs, entropies = policy.token_logprobs(
-            params, states, micro.response_ids, temperature=temperature
-        )
-        return TokenPass(
-            logprobs, entropies if with_entropies else None, states if with_states else None
-        )
+    Args:
+      params: of `policy`, on the mesh of the plan.
+      batch: NumPy arrays.
+    """
+    layout = lay_out(batch, plan)
+    found = row_logprobs(
+        params,
+        plan.put(layout.rows),
+        np.int32(layout.num_micro),
+        policy=policy,
+        temperature=temperature,
+        with_states=with_states,
+        with_entropies=with_entropies,
+    )
+    return TokenPass(
+        layout.from_slots(to_host(found.logprobs)),
+        layout.from_slots(to_host(found.entropies)) if with_entropies else None,
+        layout.responses(to_host(found.states)) if with_states else None,
+    )
 
-    outputs = jax.lax.map(of_micro_batch, split_rows(batch, micro_batch_size))
-    return join_rows(outputs)
 
-
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "policy",
-        "optimizer",
-        "temperature",
-        "micro_batch_size",
-        "aggregation",
-        "loss_options",
-    ),
-    donate_argnames=("params", "opt_state"),
-)
 def update_policy(
     params: Params,
     opt_state: Any,
     batch: RolloutBatch,
-    old_logprobs: Float[Array, "B T"],
-    ref_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    old_logprobs: Float[np.ndarray, "B T"],
+    ref_logprobs: Float[np.ndarray, "B T"],
+    advantages: Float[np.ndarray, "B T"],
     *,
     policy: Policy,
     optimizer: optax.GradientTransformation,
     temperature: float,
-    micro_batch_size: int,
+    plan: RowPlan,
     aggregation: str,
     loss_options: tuple[tuple[str, Any], ...],
-) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
-    """One AdamW step on one mini-batch, gradients summed over micro-batches.
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""] | float]]:
+    """One optimiser step on one mini-batch of NumPy arrays; `params` and `opt_state` are donated.
 
-    The token weights sum to 1 over the mini-batch, so its split into micro-batches changes nothing
-    but rounding.
+    The token weights sum to 1 over the mini-batch, so how it is laid out changes nothing but
+    rounding.
 
     Returns:
       New parameters and optimiser state, unchanged if the loss or the gradient is not finite; and
-      scalars, `policy/update_skipped` (0 or 1) among them.
+      scalars, `policy/update_skipped` (0 or 1) and those of the layout among them.
     """
-    weights = token_weights(batch.response_mask, aggregation=aggregation)
+    layout = lay_out(batch, plan)
+    mask = jnp.asarray(batch.response_mask)
+    weights = np.asarray(token_weights(mask, aggregation=aggregation))
+    values = SlotValues(*map(layout.to_slots, (old_logprobs, ref_logprobs, advantages, weights)))
+    params, opt_state, scalars = update_rows(
+        params,
+        opt_state,
+        *plan.put((layout.rows, values)),
+        np.int32(layout.num_micro),
+        policy=policy,
+        optimizer=optimizer,
+        temperature=temperature,
+        loss_options=loss_options,
+    )
+    return params, opt_state, scalars | layout.scalars()
+
+
+def response_states(params: Params, rows: TokenRows, policy: Policy) -> Float[Array, "R U D"]:
+    """Final states in the compute dtype of one micro-batch: those that produced its responses."""
+    states = policy.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
+    return jnp.take_along_axis(states, rows.sources[:, :, None], axis=1)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("policy", "temperature", "with_states", "with_entropies")
+)
+def row_logprobs(
+    params: Params,
+    rows: TokenRows,
+    num_micro: Int[np.ndarray | Array, ""],
+    *,
+    policy: Policy,
+    temperature: float,
+    with_states: bool = False,
+    with_entropies: bool = False,
+) -> RowPass:
+    """`batch_logprobs` of the first `num_micro` micro-batches; 0 in the others."""
+
+    def of_micro_batch(micro: TokenRows) -> RowPass:
+        states = response_states(params, micro, policy)
+        logprobs, entropies = policy.token_logprobs(
+            params, states, micro.response_ids, temperature=temperature
+        )
+        return RowPass(
+            logprobs, entropies if with_entropies else None, states if with_states else None
+        )
+
+    def write(index, outputs):
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
+            outputs,
+            of_micro_batch(take(rows, index)),
+        )
+
+    shapes = jax.eval_shape(jax.vmap(of_micro_batch), rows)
+    # A bound that is traced: places left over for larger batches cost no arithmetic.
+    return jax.lax.fori_loop(0, num_micro, write, zeros_of(shapes))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("policy", "optimizer", "temperature", "loss_options"),
+    donate_argnames=("params", "opt_state"),
+)
+def update_rows(
+    params: Params,
+    opt_state: Any,
+    rows: TokenRows,
+    values: SlotValues,
+    num_micro: Int[np.ndarray | Array, ""],
+    *,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    temperature: float,
+    loss_options: tuple[tuple[str, Any], ...],
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
+    """`update_policy` in rows: gradients summed over the first `num_micro` micro-batches."""
 
     def loss_of(params, micro):
-        rows, old, ref, advantage, weight = micro
-        states = response_states(params, rows, policy)
+        micro_rows, values = micro
+        states = response_states(params, micro_rows, policy)
         logprobs, entropy = policy.token_logprobs(
-            params, states, rows.response_ids, temperature=temperature
+            params, states, micro_rows.response_ids, temperature=temperature
         )
-        return policy_loss(
-            logprobs,
-            entropy,
-            old_logprobs=old,
-            ref_logprobs=ref,
-            advantages=advantage,
-            weights=weight,
-            **dict(loss_options),
+        return policy_loss(logprobs, entropy, **values._asdict(), **dict(loss_options))
+
+    def accumulate(index, sums):
+        (_, scalars), gradient = jax.value_and_grad(loss_of, has_aux=True)(
+            params, take((rows, values), index)
         )
+        return jax.tree.map(jnp.add, sums, (gradient, scalars))
 
-    def accumulate(gradient, micro):
-        (_, scalars), micro_gradient = jax.value_and_grad(loss_of, has_aux=True)(params, micro)
-        return jax.tree.map(jnp.add, gradient, micro_gradient), scalars
-
-    gradient, scalars = jax.lax.scan(
-        accumulate,
-        jax.tree.map(jnp.zeros_like, params),
-        split_rows((batch, old_logprobs, ref_logprobs, advantages, weights), micro_batch_size),
-    )
-    scalars = {name: jnp.sum(values) for name, values in scalars.items()}
+    _, shapes = jax.eval_shape(loss_of, params, take((rows, values), 0))
+    start = jax.tree.map(jnp.zeros_like, params), zeros_of(shapes)
+    gradient, scalars = jax.lax.fori_loop(0, num_micro, accumulate, start)
     grad_norm = optax.global_norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars["policy/loss"])
     changes, new_opt_state = optimizer.update(gradient, opt_state, params)
@@ -151,8 +222,23 @@ def update_policy(
     )
 
 
+def take(tree: Any, index: int | Int[Array, ""]) -> Any:
+    """Micro-batch `index` of leaves [M, ...]."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
+    )
+
+
+def zeros_of(shapes: Any) -> Any:
+    """Zeros of the shapes and dtypes of a tree."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
 def split_rows(tree: Any, micro_batch_size: int) -> Any:
-    """[B, ...] leaves to [M, b, ...]; micro-batch m holds rows m, m + M, ..."""
+    """[B, ...] leaves to [M, b, ...]; micro-batch m holds rows m, m + M, ...
+
+    Rows sharded over the data axes stay where they are.
+    """
 
     def split(leaf):
         num_micro = leaf.shape[0] // micro_batch_size
@@ -160,12 +246,3 @@ def split_rows(tree: Any, micro_batch_size: int) -> Any:
         return leaf.reshape(micro_batch_size, num_micro, *leaf.shape[1:]).swapaxes(0, 1)
 
     return jax.tree.map(split, tree)
-
-
-def join_rows(tree: Any) -> Any:
-    """Undoes `split_rows`."""
-
-    def join(leaf):
-        return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])
-
-    return jax.tree.map(join, tree)

@@ -20,6 +20,7 @@ from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.packing import row_plan
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.statistics import metric_arrays
@@ -126,7 +127,9 @@ def cached_measurer(**options) -> Measurer:
 
 
 def measured(
-    scored: Sequence[ScoredRollout], states: np.ndarray, config: ml_collections.ConfigDict
+    scored: Sequence[ScoredRollout],
+    states: Sequence[np.ndarray],
+    config: ml_collections.ConfigDict,
 ) -> list[ScoredRollout]:
     """Metrics of each response's own states, through the trainer's threads."""
     measurer = cached_measurer(
@@ -137,10 +140,7 @@ def measured(
         method=config.metrics.method,
         names=tuple(config.metrics.names),
     )
-    pending = [
-        measurer.submit(states[row, : len(item.rollout.response_ids)])
-        for row, item in enumerate(scored)
-    ]
+    pending = [measurer.submit(rows) for rows in states]
     measurer.flush()
     return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
 
@@ -153,8 +153,8 @@ class Prepared:
     """
 
     batch: RolloutBatch
-    old_logprobs: jax.Array
-    ref_logprobs: jax.Array
+    old_logprobs: np.ndarray
+    ref_logprobs: np.ndarray
     shaped: jax.Array
     found: dict[str, np.ndarray]
 
@@ -176,26 +176,25 @@ def prepare(
         max_response_tokens=config.rollout.max_response_tokens,
     )
     mask = batch.response_mask
-    batch = jax.device_put(batch)
     options = pass_options(model, config)
     params, reference = jax.device_put((model.params, model.reference))
     old_logprobs, _, states = batch_logprobs(params, batch, **options, with_states=True)
     ref_logprobs = batch_logprobs(reference, batch, **options).logprobs
-    metrics = metric_arrays(measured(scored, np.asarray(states), config))
+    metrics = metric_arrays(measured(scored, states, config))
     state = shaping_state(config, baselines)
     plain = group_relative_advantages(jnp.asarray(rewards), **config.algorithms.advantage)
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
     shaped, report = shaped_advantages(rewards, metrics, batch.response_mask, state, config)
     found = metrics | {
-        "old_logprobs": np.asarray(old_logprobs)[mask],
-        "ref_logprobs": np.asarray(ref_logprobs)[mask],
-        "states": np.asarray(states)[mask],
+        "old_logprobs": old_logprobs[mask],
+        "ref_logprobs": ref_logprobs[mask],
+        "states": np.concatenate(states),
         "advantages": np.asarray(plain),
         "deviations": np.asarray(signal.deviations).T,
         "beta": np.asarray(signal.beta),
         "phi": np.asarray(signal.phi),
-        "bonus": np.asarray(shaped - broadcast_to_tokens(plain, batch.response_mask))[mask],
+        "bonus": np.asarray(shaped - broadcast_to_tokens(plain, jnp.asarray(mask)))[mask],
         "mean_bonus": np.float32(report["shaping/bonus/mean"]),
         "shaped_advantages": np.asarray(shaped)[mask],
         "baselines": np.asarray(next_baselines(state, metrics, rewards, config).baseline),
@@ -219,7 +218,12 @@ def update(
     for index, first in enumerate(range(0, len(prepared.old_logprobs), size)):
         rows = jax.tree.map(
             lambda leaf: leaf[first : first + size],  # noqa: B023
-            (prepared.batch, prepared.old_logprobs, prepared.ref_logprobs, prepared.shaped),
+            (
+                prepared.batch,
+                prepared.old_logprobs,
+                prepared.ref_logprobs,
+                np.asarray(prepared.shaped),
+            ),
         )
         params, opt_state, scalars = update_policy(
             params,
@@ -241,8 +245,9 @@ def update(
 
 def pass_options(model: Model, config: ml_collections.ConfigDict) -> dict:
     """What every pass over the batch takes."""
+    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     return {
         "policy": model.policy,
         "temperature": config.rollout.temperature,
-        "micro_batch_size": config.training.micro_batch_size,
+        "plan": row_plan(mesh, config.training),
     }

@@ -27,7 +27,10 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
     [
         ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
         ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
-        ("training.micro_batch_size", 7, "micro_batch_size=7 must divide the 256"),
+        ("training.micro_batch_size", 0, "training.micro_batch_size=0 must be above 0"),
+        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least the 72"),
+        ("training.micro_batch_tokens", -1, "micro_batch_tokens=-1 must be at least 0"),
+        ("training.pack_sequences", True, "which is 0; set it to 72 or more"),
         ("training.learning_rate", 0.0, r"training.learning_rate=0.0 must be above 0"),
         ("training.num_steps", -1, r"training.num_steps=-1 must be at least 0"),
         ("rollout.group_size", 1, r"rollout.group_size=1 must be at least 2"),

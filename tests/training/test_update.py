@@ -1,129 +1,319 @@
-"""The jitted update: micro-batches change nothing, broken batches change nothing."""
+"""The compiled passes and the update: the layout of a batch changes nothing, nor does a broken one.
+
+The oracle computes one sequence at a time, without padding, rows or micro-batches.
+"""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from semrl_jax import models
+from semrl_jax.algorithms import policy_loss, token_weights
+from semrl_jax.training.packing import RowPlan, lay_out
 from semrl_jax.training.state import make_optimizer
-from semrl_jax.training.update import batch_logprobs, join_rows, split_rows, update_policy
-from semrl_jax.types import RolloutBatch
+from semrl_jax.training.update import (
+    SlotValues,
+    batch_logprobs,
+    row_logprobs,
+    split_rows,
+    update_policy,
+    update_rows,
+)
+from tests.training.test_packing import batch_of, mesh_of
 
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
     weight_decay=0.01, max_grad_norm=1.0,
 )  # fmt: skip
+DESCENT = optax.sgd(1.0)  # its step is the gradient
 LOSS = (
     ("clip_epsilon", 0.2), ("entropy_coefficient", 0.01), ("kl_coefficient", 0.1),
     ("kl_estimator", "low_var_kl"),
 )  # fmt: skip
+VOCAB = 23
+LIMITS = (4, 10)  # longest prompt and response
+LENGTHS = ((4, 10), (1, 1), (3, 2), (2, 9), (4, 5))  # 5: no size but 1 divides it
+BUDGET = sum(LIMITS)
+PLANS = {
+    "all rows at once": {"micro_batch_size": 8},
+    "one row": {"micro_batch_size": 1},
+    "two rows": {"micro_batch_size": 2},
+    "three rows": {"micro_batch_size": 3},
+    "in order": {"micro_batch_size": 3, "balance_lengths": False},
+    "budget": {"micro_batch_tokens": 3 * BUDGET + 1},
+    "packed": {"micro_batch_tokens": 2 * BUDGET + 3, "pack_sequences": True},
+    "packed, in order": {
+        "micro_batch_tokens": BUDGET, "pack_sequences": True, "balance_lengths": False,
+    },
+    "packed, one row": {"micro_batch_tokens": 100, "pack_sequences": True},
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return models.Policy(
-        models.DecoderConfig(
-            vocab_size=23, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2,
-            num_kv_heads=1, head_dim=16,
-        )
+def make_policy(window=None, remat="none", num_layers=2, hidden_size=32):
+    config = models.DecoderConfig(
+        vocab_size=VOCAB, hidden_size=hidden_size, intermediate_size=32, num_layers=num_layers,
+        num_heads=2, num_kv_heads=1, head_dim=16, sliding_window=window,
+        full_attention_layers=(1,) if window else (),
     )  # fmt: skip
+    return models.Policy(config, remat=remat)
 
 
-@pytest.fixture
-def batch():
-    """8 rows, 4 prompt and 10 response columns, ragged."""
-    random = np.random.default_rng(0)
-    segments = np.ones((8, 14), np.int32)
-    for row in range(8):
-        segments[row, : random.integers(0, 4)] = 0
-        segments[row, 5 + random.integers(0, 10) :] = 0
-    ids = random.integers(0, 23, (8, 14)).astype(np.int32)
-    return jax.device_put(
-        RolloutBatch(
-            ids, np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32) * segments, segments,
-            segments[:, 4:] == 1, np.zeros((8, 10), np.float32), np.zeros(8, np.float32),
-        )
-    )  # fmt: skip
+@functools.cache
+def setup(window=4):
+    policy = make_policy(window)
+    return policy, policy.init(jax.random.key(0))
 
 
-def run(policy, params, batch, micro_batch_size, advantages, aggregation="token_mean"):
+def plan_of(options, num_shards=1):
+    return RowPlan(mesh_of(num_shards), **options)
+
+
+def make_batch(lengths=LENGTHS, seed=0):
+    """Rows of the same width whatever the lengths; padding holds garbage."""
+    batch = batch_of([*lengths, LIMITS])
+    batch = jax.tree.map(lambda leaf: leaf[:-1], batch)
+    random = np.random.default_rng(seed)
+    return batch._replace(token_ids=random.integers(0, VOCAB, batch.token_ids.shape, np.int32))
+
+
+def make_values(batch, seed=1):
+    """Old and reference log-probabilities near a random policy's, advantages; NaN padding."""
+    random = np.random.default_rng(seed)
+    shape = batch.response_mask.shape
+    old, ref = random.normal(-np.log(VOCAB), 0.3, (2, *shape)).astype(np.float32)
+    advantages = random.normal(size=shape).astype(np.float32)
+    return [np.where(batch.response_mask, x, np.nan) for x in (old, ref, advantages)]
+
+
+def update(policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT):
+    """New parameters, optimiser state and scalars."""
     params = jax.tree.map(jnp.copy, params)  # donated
-    old = batch_logprobs(
-        params, batch, policy=policy, temperature=1.0, micro_batch_size=micro_batch_size
-    ).logprobs
     return update_policy(
-        params, OPTIMIZER.init(params), batch, old - 0.1, old + 0.2, advantages,
-        policy=policy, optimizer=OPTIMIZER, temperature=1.0, micro_batch_size=micro_batch_size,
-        aggregation=aggregation, loss_options=LOSS,
+        params, optimizer.init(params), batch, *values, policy=policy, optimizer=optimizer,
+        temperature=0.8, plan=plan, aggregation=aggregation, loss_options=LOSS,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "response_mean"])
-def test_micro_batches_change_nothing_but_rounding(policy, batch, aggregation):
-    params = policy.init(jax.random.key(0))
-    advantages = jax.random.normal(jax.random.key(1), (8, 10))
-    whole, _, scalars = run(policy, params, batch, 8, advantages, aggregation)
-    for size in (1, 4):
-        parts, _, part_scalars = run(policy, params, batch, size, advantages, aggregation)
-        for name, value in scalars.items():
-            np.testing.assert_allclose(part_scalars[name], value, rtol=1e-4, atol=1e-6)
-        # Adam divides by the root of the second moment: where a gradient is all rounding, so is
-        # its step. Steps are 1e-2, and all but a few entries agree to 1 % of one.
-        off = [
-            np.mean(np.abs(a - b) > 1e-4)
-            for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole))
-        ]
-        assert max(off) < 0.01
-    assert not np.allclose(whole["embed"]["embedding"], params["embed"]["embedding"])
+def oracle(policy, params, batch, values):
+    """Log-probabilities, entropies and states of every response; loss and gradient by aggregation.
 
+    Computed from whole sequences without padding, and summed over them.
+    """
+    mask = jnp.asarray(batch.response_mask)
+    prompts = batch.token_ids.shape[1] - mask.shape[1]
 
-def test_logprobs_do_not_depend_on_the_micro_batch(policy, batch):
-    params = policy.init(jax.random.key(0))
-    results = [
-        batch_logprobs(
-            params,
-            batch,
-            policy=policy,
-            temperature=0.5,
-            micro_batch_size=size,
-            with_states=True,
-            with_entropies=True,
+    def of_sequence(params, row):
+        ids = jnp.asarray(batch.token_ids[row][batch.segment_ids[row] == 1])[None]
+        num_tokens = int(batch.segment_ids[row, prompts:].sum())
+        states = policy.final_states(
+            params, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
+        )[:, -num_tokens - 1 : -1]
+        logprobs, entropies = policy.token_logprobs(
+            params, states, ids[:, -num_tokens:], temperature=0.8
         )
-        for size in (1, 2, 8)
+        return logprobs, entropies, states
+
+    def loss_of(params, weights):
+        total, tokens = 0.0, []
+        for row, own in enumerate(batch.response_mask):
+            tokens.append(of_sequence(params, row))
+            old, ref, advantages = (jnp.asarray(value[row, own])[None] for value in values)
+            total += policy_loss(
+                *tokens[-1][:2], old_logprobs=old, ref_logprobs=ref, advantages=advantages,
+                weights=weights[row, : own.sum()][None], **dict(LOSS),
+            )[0]  # fmt: skip
+        return total, tokens
+
+    both = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    found = {
+        aggregation: jax.device_get(both(params, token_weights(mask, aggregation=aggregation)))
+        for aggregation in ("token_mean", "response_mean")
+    }
+    (_, tokens), _ = found["token_mean"]
+    return tokens, {name: (loss, gradient) for name, ((loss, _), gradient) in found.items()}
+
+
+def assert_near(actual, expected, tolerance=2e-5):
+    """float32 sums of the same terms in another order: to a share of the largest entry."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance * np.abs(b).max())
+
+
+@functools.cache
+def expected(window):
+    """Everything the oracle says of `make_batch`; `window` limits the first of two layers."""
+    policy, params = setup(window)
+    batch = make_batch()
+    values = make_values(batch)
+    return policy, params, batch, values, *oracle(policy, params, batch, values)
+
+
+QUICK = ((4, "three rows"), (4, "packed"))
+LAYOUTS = [
+    pytest.param(window, name, marks=() if (window, name) in QUICK else pytest.mark.slow)
+    for window in (None, 4)
+    for name in PLANS
+]
+
+
+@pytest.mark.parametrize(("window", "name"), LAYOUTS)
+def test_no_layout_changes_the_log_probabilities(window, name):
+    policy, params, batch, _, tokens, _ = expected(window)
+    found = batch_logprobs(
+        params, batch, policy=policy, temperature=0.8, plan=plan_of(PLANS[name]),
+        with_states=True, with_entropies=True,
+    )  # fmt: skip
+    for row, (logprobs, entropies, states) in enumerate(tokens):
+        own = batch.response_mask[row]
+        np.testing.assert_allclose(found.logprobs[row, own], logprobs[0], atol=1e-5, rtol=1e-4)
+        np.testing.assert_allclose(found.entropies[row, own], entropies[0], atol=1e-5, rtol=1e-4)
+        np.testing.assert_allclose(found.states[row], states[0], atol=2e-5, rtol=1e-4)
+    assert not found.logprobs[~batch.response_mask].any()
+
+
+@pytest.mark.parametrize(("window", "name"), LAYOUTS)
+def test_no_layout_changes_the_gradient(window, name):
+    policy, params, batch, values, _, gradients = expected(window)
+    for aggregation, (loss, gradient) in gradients.items():
+        after, _, scalars = update(policy, params, batch, values, plan_of(PLANS[name]), aggregation)
+        np.testing.assert_allclose(scalars["policy/loss"], loss, rtol=1e-4, atol=1e-6)
+        assert scalars["policy/update_skipped"] == 0
+        # Differences of parameters near 1 hold about 1e-7.
+        assert_near(jax.tree.map(jnp.subtract, params, after), gradient, 1e-4)
+        norm = optax.global_norm(gradient)
+        np.testing.assert_allclose(scalars["policy/grad_norm"], norm, rtol=1e-4)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, LIMITS[0]), st.integers(1, LIMITS[1])), min_size=1, max_size=8
+    ),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_no_layout_changes_any_number_of_random_batches(lengths, seed):
+    policy, params = setup()
+    batch = make_batch(lengths, seed)
+    values = make_values(batch, seed)
+    results = [
+        update(policy, params, batch, values, plan_of(PLANS[name]))
+        for name in ("all rows at once", "one row", "budget", "packed")
     ]
-    mask = np.asarray(batch.response_mask)
-    for found in results[1:]:
-        for actual, expected in zip(found, results[0]):
-            np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-5, rtol=1e-4)
+    for after, _, scalars in results[1:]:
+        assert_near(after, results[0][0], 1e-5)
+        for name in ("loss", "pg_loss", "entropy", "kl", "clip_fraction", "approx_kl"):
+            name = f"policy/{name}"
+            np.testing.assert_allclose(scalars[name], results[0][2][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_nonfinite_update_is_skipped(policy, batch):
-    params = policy.init(jax.random.key(0))
-    advantages = jnp.ones((8, 10)).at[0, 0].set(jnp.inf)
-    assert bool(batch.response_mask[0, 0])
-    new_params, opt_state, scalars = run(policy, params, batch, 4, advantages)
-    assert float(scalars["policy/update_skipped"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, new_params, params)
+@pytest.mark.parametrize(
+    "name", ["packed, in order", pytest.param("two rows", marks=pytest.mark.slow)]
+)
+def test_shards_change_nothing_but_rounding(name):
+    policy, params = setup()
+    batch = make_batch()
+    values = make_values(batch)
+    expected, _, _ = update(policy, params, batch, values, plan_of(PLANS["three rows"]))
+    plan = plan_of(PLANS[name], num_shards=2)
+    params = jax.device_put(params, models.parameter_shardings(params, plan.mesh))
+    actual, _, scalars = update(policy, params, batch, values, plan)
+    assert_near(actual, expected)
+    scalar = "policy/shard_imbalance"
+    assert scalars[scalar] == lay_out(batch, plan).scalars()[scalar] >= 1
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(actual)} == {plan.mesh}
+
+
+def test_rows_stay_on_their_shards():
+    """The gather of response states needs nothing from another shard."""
+    policy, params = setup()
+    plan = plan_of({"micro_batch_size": 2}, num_shards=2)
+    layout = lay_out(make_batch(), plan)
+    params = jax.device_put(params, models.replicated(plan.mesh))
+    compiled = row_logprobs.lower(
+        params, plan.put(layout.rows), np.int32(1), policy=policy, temperature=1.0
+    ).compile()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert collective not in compiled.as_text()
+
+
+def test_a_nonfinite_update_is_skipped():
+    policy, params = setup()
+    batch = make_batch()
+    values = make_values(batch)
+    values[2][0, 0] = np.inf
+    plan = plan_of(PLANS["two rows"])
+    after, opt_state, scalars = update(policy, params, batch, values, plan, optimizer=OPTIMIZER)
+    assert scalars["policy/update_skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, after, params)
     jax.tree.map(np.testing.assert_array_equal, opt_state, OPTIMIZER.init(params))
 
 
-def test_nan_at_padding_is_not_seen(policy, batch):
-    params = policy.init(jax.random.key(0))
-    clean = jax.random.normal(jax.random.key(1), (8, 10))
-    dirty = jnp.where(batch.response_mask, clean, jnp.nan)
-    for a, b in zip(
-        jax.tree.leaves(run(policy, params, batch, 4, clean)),
-        jax.tree.leaves(run(policy, params, batch, 4, dirty)),
-    ):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize(
+    ("name", "num_counts", "num_programs"), [("two rows", 1, 1), ("packed", 4, 3)]
+)
+def test_batches_of_other_lengths_compile_little(name, num_counts, num_programs):
+    """Rows have few lengths, and 12, 13, 14 or 16 packed ones lie in 12, 14 or 16 places."""
+    policy, params = setup()
+    plan = plan_of(PLANS[name] | ({"micro_batch_tokens": 17} if name == "packed" else {}))
+    row_logprobs.clear_cache()
+    counts = set()
+    for seed in range(8):
+        random = np.random.default_rng(seed)
+        lengths = [(int(random.integers(1, 5)), int(random.integers(1, 11))) for _ in range(23)]
+        batch = make_batch([*lengths, LIMITS], seed)
+        counts.add(lay_out(batch, plan).num_micro)
+        batch_logprobs(params, batch, policy=policy, temperature=0.8, plan=plan)
+    assert len(counts) == num_counts and row_logprobs._cache_size() == num_programs
+
+
+def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=10, rows=8):
+    """The update of a mini-batch, compiled for shapes alone; bytes of parameters and state."""
+    plan = plan_of({"micro_batch_size": rows}, num_shards)
+    batch = batch_of([(4, response_tokens)] * rows)
+    layout = lay_out(batch, plan)
+    values = SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4)
+    params = policy.shapes()
+    opt_state = jax.eval_shape(optimizer.init, params)
+    compiled = update_rows.lower(
+        params, opt_state, *plan.put((layout.rows, values)), np.int32(layout.num_micro),
+        policy=policy, optimizer=optimizer, temperature=1.0, loss_options=LOSS,
+    ).compile()  # fmt: skip
+    donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, opt_state)))
+    return compiled.memory_analysis(), donated
+
+
+def test_parameters_and_optimiser_state_are_updated_in_place():
+    memory, donated = compiled_update(make_policy(hidden_size=128))
+    # Buffers are padded to 64 bytes; a single kernel is 8 KiB and more.
+    assert memory.alias_size_in_bytes == pytest.approx(donated, rel=0.01)
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 4096
+
+
+@pytest.mark.slow
+def test_remat_trades_memory_as_its_names_say():
+    """Bytes that a micro-batch needs beside the parameters, of 8 layers."""
+    temporary = {
+        remat: compiled_update(
+            make_policy(remat=remat, num_layers=8), response_tokens=60
+        )[0].temp_size_in_bytes
+        for remat in models.REMAT_POLICIES
+    }  # fmt: skip
+    assert temporary["full"] < 0.7 * temporary["dots"]
+    assert temporary["dots"] < 0.7 * temporary["none"]
 
 
 def test_rows_split_without_moving_between_shards():
-    rows = jnp.arange(12)
-    split = split_rows(rows, 4)
+    split = split_rows(jnp.arange(12), 4)
     np.testing.assert_array_equal(split[0], [0, 3, 6, 9])
-    np.testing.assert_array_equal(join_rows(split), rows)
+    assert sorted(itertools.chain(*split.tolist())) == list(range(12))
 
 
 def test_learning_rate_warms_up():

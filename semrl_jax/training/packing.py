@@ -1,0 +1,294 @@
+"""Where the sequences of a batch lie on the devices: in rows, and the rows in micro-batches.
+
+The rest of the system sees responses as [B, T]. A pass over them sees M micro-batches of R rows of
+S columns, of which each data shard has R / shards. A row holds one sequence (a prompt and its
+response, from column 0), or with `pack_sequences` as many as fit, told apart by segment ids and
+with positions that start again. Of a row's columns, U at most produce response tokens: the states
+there are gathered into slots, and only slots get logits. Values of response tokens travel between
+[B, T] and [M, R, U] on the host, by index. What no sequence fills is padding: segment 0, weight 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from semrl_jax.models import DATA_AXES
+from semrl_jax.models.hosts import from_host
+from semrl_jax.training.batch import bucket
+from semrl_jax.types import RolloutBatch
+
+
+class TokenRows(NamedTuple):
+    """What a forward pass reads; int32, a pytree.
+
+    Attributes:
+      token_ids: 0 where padded.
+      positions: from 0 at the first prompt token of each sequence; 0 where padded.
+      segment_ids: 1, 2, ... for the sequences of a row; 0 where padded.
+      response_ids: the response token of each slot; 0 in slots without one.
+      sources: the column of the state whose logits produced it; 0 in slots without one.
+    """
+
+    token_ids: Int[Array, "M R S"]
+    positions: Int[Array, "M R S"]
+    segment_ids: Int[Array, "M R S"]
+    response_ids: Int[Array, "M R U"]
+    sources: Int[Array, "M R U"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """How batches are laid out; no choice changes a number beyond rounding.
+
+    Attributes:
+      mesh: rows are split over its data axes.
+      micro_batch_size: rows of a micro-batch at most, a multiple of the data shards; not read with
+        `micro_batch_tokens`.
+      micro_batch_tokens: columns of a micro-batch on one data shard at most, padding included;
+        0: rows are counted.
+      pack_sequences: several sequences share a row of `micro_batch_tokens` columns.
+      balance_lengths: sequences are dealt so that shards and micro-batches have about the same
+        number of tokens; otherwise in their order.
+    """
+
+    mesh: Mesh
+    micro_batch_size: int = 1
+    micro_batch_tokens: int = 0
+    pack_sequences: bool = False
+    balance_lengths: bool = True
+
+    @property
+    def num_shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in DATA_AXES)
+
+    def put(self, tree: Any) -> Any:
+        """Host arrays [M, R, ...] as device arrays with their rows over the data axes.
+
+        Where several processes form the mesh, all hold the same host arrays and each copies its
+        own rows.
+        """
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, DATA_AXES))
+        return jax.tree.map(lambda leaf: from_host(leaf, sharding), tree)
+
+
+def row_plan(mesh: Mesh, training: ml_collections.ConfigDict) -> RowPlan:
+    """The plan of a run, out of its `config.training`."""
+    fields = (field.name for field in dataclasses.fields(RowPlan) if field.name != "mesh")
+    return RowPlan(mesh, **{name: training[name] for name in fields})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A batch in rows, and the way between its responses and their slots.
+
+    Attributes:
+      rows: NumPy arrays.
+      num_micro: micro-batches that hold anything; those behind them are never computed.
+      slots: index into the M * R * U slots of each response token; -1 where padded.
+      shard_tokens: tokens of each data shard, prompts included.
+    """
+
+    rows: TokenRows
+    num_micro: int
+    slots: Int[np.ndarray, "B T"]
+    shard_tokens: Int[np.ndarray, " shards"]
+
+    def to_slots(self, values: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "M R U"]:
+        """Values of response tokens in their slots; 0 in slots without one."""
+        found = np.zeros(self.rows.sources.shape, values.dtype)
+        held = self.slots >= 0
+        found.reshape(-1)[self.slots[held]] = values[held]
+        return found
+
+    def from_slots(self, values: Float[np.ndarray, "M R U"]) -> Float[np.ndarray, "B T"]:
+        """Undoes `to_slots`; 0 where padded."""
+        return np.where(self.slots >= 0, values.reshape(-1)[self.slots], np.zeros((), values.dtype))
+
+    def responses(self, values: Float[np.ndarray, "M R U D"]) -> list[Float[np.ndarray, "_ D"]]:
+        """The slots of each response as a view: a response's slots follow each other."""
+        flat = values.reshape(-1, values.shape[-1])
+        return [flat[row[0] : row[0] + np.sum(row >= 0)] for row in self.slots]
+
+    def scalars(self) -> dict[str, float]:
+        """Share of padding among the tokens computed; the fullest shard's tokens over the mean."""
+        computed = self.num_micro * math.prod(self.rows.token_ids.shape[1:])
+        return {
+            "policy/padding_fraction": float(1 - self.shard_tokens.sum() / computed),
+            "policy/shard_imbalance": float(self.shard_tokens.max() / self.shard_tokens.mean()),
+        }
+
+
+def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
+    """Lays NumPy rows [prompt | response] out for the devices.
+
+    Shapes follow from the number of responses, and where rows or micro-batches depend on the
+    lengths they come from a few sizes, so that few programs are compiled.
+
+    Raises:
+      ValueError: for a sequence of more than `micro_batch_tokens`.
+    """
+    prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
+    tokens = batch.segment_ids == 1
+    lengths, response_lengths = tokens.sum(axis=1), batch.response_mask.sum(axis=1)
+    if plan.micro_batch_tokens and lengths.max() > plan.micro_batch_tokens:
+        raise ValueError(
+            f"a prompt and response of {lengths.max()} tokens does not fit into "
+            f"training.micro_batch_tokens={plan.micro_batch_tokens}; raise it."
+        )
+    if plan.pack_sequences:
+        num_columns, rows_per_shard = plan.micro_batch_tokens, 1
+        row_of, num_micro = packed_rows(lengths, num_columns, plan)
+        num_places = few_sizes(num_micro)
+    else:
+        num_columns = bucket(int(lengths.max()), batch.token_ids.shape[1])
+        row_of, num_micro, rows_per_shard = single_rows(lengths, num_columns, plan)
+        num_places = num_micro
+    num_rows = rows_per_shard * plan.num_shards
+
+    # Where each sequence begins in its row, and its response among the row's slots.
+    columns_used, slots_used, segments_used = np.zeros((3, num_places * num_rows), np.int64)
+    starts, first_slots, segments = np.zeros((3, len(lengths)), np.int64)
+    for index, row in enumerate(row_of):
+        starts[index], first_slots[index] = columns_used[row], slots_used[row]
+        columns_used[row] += lengths[index]
+        slots_used[row] += response_lengths[index]
+        segments_used[row] += 1
+        segments[index] = segments_used[row]
+    slot_limit = num_columns if plan.pack_sequences else batch.response_mask.shape[1]
+    num_slots = bucket(int(slots_used.max()), slot_limit)
+
+    shape = (num_places, num_rows, num_columns)
+    to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`
+    slots = (row_of * num_slots + first_slots)[:, None] + np.arange(batch.response_mask.shape[1])
+    slots = np.where(batch.response_mask, slots, -1)  # [B, T]
+    held = batch.response_mask
+    # The state before a token produced it.
+    sources = starts[:, None] + batch.positions[:, prompt_columns:] - 1  # [B, T]
+
+    def filled(shape, where, values) -> Int[np.ndarray, "M R _"]:
+        found = np.zeros(shape, np.int32)
+        found.reshape(-1)[where] = values
+        return found
+
+    slots_shape = (num_places, num_rows, num_slots)
+    rows = TokenRows(
+        token_ids=filled(shape, to[tokens], batch.token_ids[tokens]),
+        positions=filled(shape, to[tokens], batch.positions[tokens]),
+        segment_ids=filled(shape, to[tokens], np.repeat(segments, lengths)),
+        response_ids=filled(slots_shape, slots[held], batch.token_ids[:, prompt_columns:][held]),
+        sources=filled(slots_shape, slots[held], sources[held]),
+    )
+    shard_of = row_of % num_rows // rows_per_shard
+    return Layout(
+        rows, num_micro, slots, np.bincount(shard_of, lengths, plan.num_shards).astype(np.int64)
+    )
+
+
+def single_rows(
+    lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
+) -> tuple[Int[np.ndarray, " B"], int, int]:
+    """A row for each sequence; the number of micro-batches; rows of one on a shard."""
+    shards = plan.num_shards
+    if plan.micro_batch_tokens:
+        limit = plan.micro_batch_tokens // num_columns
+    else:
+        limit = plan.micro_batch_size // shards
+    num_micro = -(-len(lengths) // (limit * shards))
+    # As many as they need be, so that few rows are empty.
+    rows_per_shard = -(-len(lengths) // (num_micro * shards))
+    if not plan.balance_lengths:
+        return np.arange(len(lengths)), num_micro, rows_per_shard
+    bin_of = deal(lengths, num_micro * shards, max_sequences=rows_per_shard)
+    assert bin_of is not None, "there are as many rows as sequences"
+    taken = np.zeros(num_micro * shards, np.int64)
+    row_of = np.zeros(len(lengths), np.int64)
+    for index, where in enumerate(bin_of):
+        row_of[index] = where * rows_per_shard + taken[where]
+        taken[where] += 1
+    return row_of, num_micro, rows_per_shard
+
+
+def packed_rows(
+    lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
+) -> tuple[Int[np.ndarray, " B"], int]:
+    """The row that each sequence shares with others, one row a shard; number of micro-batches."""
+    row_of = best_fit(lengths, num_columns)
+    num_micro = -(-(max(row_of) + 1) // plan.num_shards)
+    if plan.balance_lengths:
+        # Evenly full rows where the same number of them holds that; it often does.
+        even = deal(lengths, num_micro * plan.num_shards, max_tokens=num_columns)
+        row_of = row_of if even is None else even
+    return np.array(row_of), num_micro
+
+
+def deal(
+    lengths: Int[np.ndarray, " B"],
+    num_bins: int,
+    *,
+    max_tokens: float | int = math.inf,
+    max_sequences: float | int = math.inf,
+) -> list[int] | None:
+    """Longest first, each into the bin with the fewest tokens; ties by index.
+
+    Returns:
+      The bin of each sequence; None if that leaves one that fits nowhere.
+    """
+    bins = [(0, index) for index in range(num_bins)]  # a heap
+    counts = [0] * num_bins
+    found = [0] * len(lengths)
+    for index in longest_first(lengths):
+        if not bins or bins[0][0] + lengths[index] > max_tokens:
+            return None
+        num_tokens, where = bins[0]
+        found[index] = where
+        counts[where] += 1
+        if counts[where] < max_sequences:
+            heapq.heapreplace(bins, (num_tokens + int(lengths[index]), where))
+        else:
+            heapq.heappop(bins)
+    return found
+
+
+def best_fit(lengths: Int[np.ndarray, " B"], max_tokens: int) -> list[int]:
+    """Longest first, each into the fullest bin that holds it, or a new one; the bin of each.
+
+    At most 11/9 of the fewest possible bins, and less than one more.
+
+    Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973 (best fit decreasing).
+    """
+    spaces: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    found = [0] * len(lengths)
+    num_bins = 0
+    for index in longest_first(lengths):
+        length = int(lengths[index])
+        place = bisect.bisect_left(spaces, (length, -1))
+        if place < len(spaces):
+            space, where = spaces.pop(place)
+        else:
+            space, where = max_tokens, num_bins
+            num_bins += 1
+        found[index] = where
+        bisect.insort(spaces, (space - length, where))
+    return found
+
+
+def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
+    """Indices by falling length; ties by index."""
+    return np.argsort(-lengths, kind="stable").tolist()
+
+
+def few_sizes(count: int) -> int:
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    step = max(2 ** math.ceil(math.log2(count)) // 8, 1)
+    return -(-count // step) * step

@@ -1,0 +1,202 @@
+"""Rows and micro-batches: every token once, results in order, shards evenly full."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax import models
+from semrl_jax.training.batch import pad_batch
+from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out
+from tests.training.conftest import make_scored
+
+
+def mesh_of(num_shards):
+    shape = dict.fromkeys(models.AXES, 1) | {"fsdp": num_shards}
+    return models.make_mesh(shape, jax.devices()[:num_shards])
+
+
+def batch_of(lengths):
+    """Prompts and responses of these (prompt, response) lengths; every token id is its own."""
+    rollouts, token = [], 1
+    for prompt, response in lengths:
+        ids = np.arange(token, token + prompt + response, dtype=np.int32)
+        token += prompt + response
+        scored = make_scored(response_ids=ids[prompt:])
+        rollouts.append(
+            scored.rollout.__class__(**vars(scored.rollout) | {"prompt_ids": ids[:prompt]})
+        )
+    return pad_batch(
+        rollouts, np.zeros(len(rollouts), np.float32), pad_token_id=0,
+        max_prompt_tokens=max(prompt for prompt, _ in lengths),
+        max_response_tokens=max(response for _, response in lengths),
+    )  # fmt: skip
+
+
+def test_packed_rows_by_hand():
+    """Best fit of lengths 3, 5, 4 into rows of 8: 5 + 3 and 4."""
+    batch = batch_of([(1, 2), (2, 3), (2, 2)])
+    plan = RowPlan(mesh_of(1), micro_batch_tokens=8, pack_sequences=True, balance_lengths=False)
+    layout = lay_out(batch, plan)
+    assert layout.num_micro == 2
+    rows = jax.tree.map(lambda leaf: leaf[:, 0], layout.rows)
+    # In one row sequences lie in their order.
+    np.testing.assert_array_equal(
+        rows.token_ids, [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        rows.positions, [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        rows.segment_ids, [[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        rows.response_ids[:, :6], [[2, 3, 6, 7, 8, 0], [11, 12, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(rows.sources[:, :5], [[0, 1, 4, 5, 6], [1, 2, 0, 0, 0]])
+    assert layout.scalars() == {"policy/padding_fraction": 0.25, "policy/shard_imbalance": 1.0}
+    values = np.arange(rows.sources.size, dtype=np.float32).reshape(layout.rows.sources.shape)
+    width = rows.sources.shape[1]
+    np.testing.assert_array_equal(
+        layout.from_slots(values), [[0, 1, 0], [2, 3, 4], [width, width + 1, 0]]
+    )
+
+
+def test_single_rows_by_hand():
+    """3 sequences on 2 shards, 2 rows a micro-batch: one row stays empty."""
+    batch = batch_of([(1, 2), (2, 3), (2, 2)])
+    layout = lay_out(batch, RowPlan(mesh_of(2), micro_batch_size=2))
+    assert layout.num_micro == 2 and layout.rows.token_ids.shape == (2, 2, 5)
+    # Longest first: 5, 4 and 3 tokens into (micro-batch, shard) (0, 0), (0, 1) and (1, 0).
+    np.testing.assert_array_equal(layout.rows.token_ids[0], [[4, 5, 6, 7, 8], [9, 10, 11, 12, 0]])
+    np.testing.assert_array_equal(layout.rows.token_ids[1], [[1, 2, 3, 0, 0], [0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(layout.shard_tokens, [8, 4])
+    assert layout.scalars()["policy/shard_imbalance"] == pytest.approx(8 / 6)
+    assert layout.scalars()["policy/padding_fraction"] == pytest.approx(1 - 12 / 20)
+
+
+PLANS = st.fixed_dictionaries(
+    {
+        "num_shards": st.sampled_from([1, 2, 4]),
+        "rows_per_shard": st.integers(1, 5),
+        "micro_batch_tokens": st.sampled_from([0, 40, 63, 200]),
+        "pack_sequences": st.booleans(),
+        "balance_lengths": st.booleans(),
+    }
+)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=40),
+    options=PLANS,
+)
+def test_every_token_is_computed_once_and_comes_back(lengths, options):
+    shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
+    options["pack_sequences"] &= options["micro_batch_tokens"] > 0
+    plan = RowPlan(mesh_of(shards), micro_batch_size=rows_per_shard * shards, **options)
+    batch = batch_of(lengths)
+    layout = lay_out(batch, plan)
+    rows, mask = layout.rows, batch.response_mask
+    assert rows.token_ids.shape[0] >= layout.num_micro
+    assert not rows.segment_ids[layout.num_micro :].any()
+    assert all(rows.segment_ids[k].any() for k in range(layout.num_micro))
+    # Each token once; padding is 0 everywhere.
+    held = rows.segment_ids > 0
+    assert sorted(rows.token_ids[held]) == list(range(1, 1 + held.sum()))
+    assert held.sum() == sum(map(sum, lengths)) == layout.shard_tokens.sum()
+    assert not rows.token_ids[~held].any() and not rows.positions[~held].any()
+    # Ids of a sequence follow each other: so do its columns, positions and segment.
+    flat = {name: getattr(rows, name)[held] for name in ("token_ids", "positions", "segment_ids")}
+    columns = np.broadcast_to(np.arange(rows.token_ids.shape[2]), held.shape)[held]
+    order = np.argsort(flat["token_ids"])
+    ends = np.cumsum([prompt + response for prompt, response in lengths])
+    for at, length in zip(np.split(order, ends[:-1]), map(sum, lengths)):
+        np.testing.assert_array_equal(np.diff(columns[at]), 1)
+        np.testing.assert_array_equal(flat["positions"][at], np.arange(length))
+        assert len(set(flat["segment_ids"][at])) == 1
+    # The state that a slot takes is that of the token before, in the same segment.
+    at_sources = np.take_along_axis(rows.token_ids, rows.sources, axis=2)
+    with_token = rows.response_ids > 0
+    np.testing.assert_array_equal(at_sources[with_token], rows.response_ids[with_token] - 1)
+    # There and back.
+    np.testing.assert_array_equal(
+        layout.from_slots(rows.response_ids.astype(np.float32))[mask], batch.response_ids[mask]
+    )
+    values = np.where(mask, np.random.default_rng(0).random(mask.shape), np.nan).astype(np.float32)
+    in_slots = layout.to_slots(values)
+    assert np.isfinite(in_slots).all()  # what padding held stays behind
+    np.testing.assert_array_equal(layout.from_slots(in_slots), np.where(mask, values, 0))
+    for found, row, own in zip(layout.responses(in_slots[..., None]), values, mask):
+        np.testing.assert_array_equal(found[:, 0], row[own])
+    # Limits.
+    _, num_rows, num_columns = rows.token_ids.shape
+    if plan.micro_batch_tokens:
+        assert num_rows // shards * num_columns <= plan.micro_batch_tokens
+    else:
+        assert num_rows <= plan.micro_batch_size
+    if not plan.pack_sequences:
+        assert rows.segment_ids.max() == 1
+    shard_tokens = held.reshape(len(held), shards, -1).sum(axis=(0, 2))
+    np.testing.assert_array_equal(layout.shard_tokens, shard_tokens)
+    again = lay_out(batch, plan)
+    jax.tree.map(np.testing.assert_array_equal, again.rows, rows)
+
+
+@pytest.mark.parametrize("pack_sequences", [False, True])
+def test_shards_and_micro_batches_are_evenly_full(pack_sequences):
+    """Rising lengths, as when prompts grow harder: in their order the last shard has the most."""
+    lengths = np.sort(np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2, 500))
+    batch = batch_of([(2, int(n)) for n in lengths])
+    shards, micro_batches = {}, {}
+    for balance_lengths in (False, True):
+        plan = RowPlan(
+            mesh_of(4), micro_batch_size=16, balance_lengths=balance_lengths,
+            micro_batch_tokens=600 if pack_sequences else 0, pack_sequences=pack_sequences,
+        )  # fmt: skip
+        layout = lay_out(batch, plan)
+        shards[balance_lengths] = layout.scalars()["policy/shard_imbalance"]
+        held = (layout.rows.segment_ids > 0)[: layout.num_micro].sum(axis=(1, 2))
+        micro_batches[balance_lengths] = held.max() / held.mean()
+    assert shards[True] < 1.01 < shards[False]
+    # Four rows a shard and micro-batch of lengths up to 500 come no nearer.
+    assert micro_batches[True] < 1.1 and micro_batches[True] < micro_batches[False]
+
+
+def test_packing_wastes_little_of_skewed_lengths():
+    lengths = np.random.default_rng(1).lognormal(5, 0.7, 256).astype(int).clip(1, 1024)
+    batch = batch_of([(32, int(n)) for n in lengths])
+    waste = {}
+    for pack_sequences in (False, True):
+        plan = RowPlan(mesh_of(4), micro_batch_tokens=1056, pack_sequences=pack_sequences)
+        waste[pack_sequences] = lay_out(batch, plan).scalars()["policy/padding_fraction"]
+    assert waste[True] < 0.06 and waste[False] > 0.7
+
+
+def test_deal_and_best_fit_by_hand():
+    lengths = np.array([4, 4, 3, 3, 2])
+    assert deal(lengths, 2) == [0, 1, 0, 1, 0]
+    assert deal(lengths, 2, max_tokens=8) is None  # 4 + 3 twice leaves no room for 2
+    assert best_fit(lengths, 8) == [0, 0, 1, 1, 1]
+    assert deal(lengths, 3, max_sequences=2) == [0, 1, 2, 2, 0]
+    assert deal(lengths, 2, max_sequences=2) is None  # 4 places
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60))
+def test_best_fit_is_near_the_fewest_bins(lengths):
+    bins = best_fit(np.array(lengths), 100)
+    filled = np.bincount(bins, lengths)
+    assert filled.max() <= 100
+    # Two bins of half a row or less would have been one.
+    assert np.sum(filled <= 50) <= 1
+
+
+def test_sizes_are_few_and_near():
+    sizes = {few_sizes(count) for count in range(1, 1025)}
+    assert len(sizes) <= 8 + 4 * 7
+    assert all(count <= few_sizes(count) <= 1.25 * count for count in range(1, 1025))
+
+
+def test_a_sequence_over_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"10 tokens does not fit .*micro_batch_tokens=9"):
+        lay_out(batch_of([(2, 8), (2, 2)]), RowPlan(mesh_of(1), micro_batch_tokens=9))
