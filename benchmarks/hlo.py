@@ -156,9 +156,11 @@ def _group(rest: str) -> int:
         return found.group(1).count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
         return int(found.group(1))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{?([^ ]*)", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
-        return math.prod(sizes[name] for name in re.findall(r"'(\w+)'", found.group(2)))
+    # mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(1)2}; the last is a part of an axis
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{('[^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
+        names = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(2))
+        return math.prod(int(part or sizes[name]) for name, part in names)
     if "source_target_pairs=" in rest:
         pairs = re.findall(r"\{(\d+),(\d+)\}", rest)
         return 2 if any(a != b for a, b in pairs) else 1

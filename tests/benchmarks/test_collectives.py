@@ -34,6 +34,27 @@ def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
     assert found.sent_bytes == 5 * 2 * 16 * 4
 
 
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", 4),
+        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_0','axis_1'}", 8),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1':(1)2}", 2),
+    ],
+)
+def test_groups_in_every_way_they_are_written(groups, size):
+    text = (
+        "ENTRY %main (x: f32[8,2]) -> f32[8,2] {\n"
+        "  %x = f32[8,2]{1,0} parameter(0)\n"
+        f"  ROOT %sum = f32[8,2]{{1,0}} all-reduce(%x), replica_groups={groups}, to_apply=%add\n"
+        "}\n%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"
+    )
+    (found,) = hlo.read(text).collectives
+    assert (found.group, found.num_bytes) == (size, 64)
+
+
 def test_bytes_of_each_kind():
     def body(x):
         whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)  # [8, 16]
