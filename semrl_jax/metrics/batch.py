@@ -19,6 +19,7 @@ from semrl_jax.metrics.inputs import (
     AnyArray,
     check_choice,
     check_growth,
+    check_names,
     check_states,
     check_stride,
     compact,
@@ -36,12 +37,6 @@ _OF_SPECTRUM = {
 _MIN_TOKENS = dict.fromkeys(SPECTRAL_METRICS, 2) | {"curvature": 3}
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "stride", "window", "names", "method", "orders", "window_growth", "side_by_side",
-    ),
-)  # fmt: skip
 def hidden_state_metrics(
     hidden_states: Float[AnyArray, "B T D"],
     response_mask: Bool[AnyArray, "B T"],
@@ -65,9 +60,10 @@ def hidden_state_metrics(
       response_mask: True on tokens that count; holes are allowed.
       stride: tokens between two prefixes, at least 1.
       window: "exact", "release" or "later", see `rank_dynamics`.
-      names: which of METRICS to compute, a tuple.
+      names: which of METRICS to compute.
       method: "gram": eigenvalues of Gram matrices in float32, and in float64 for a response that
-        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, always in float64.
+        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, always in float64; see
+        `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name what is used.
       window_growth: as in `rank_dynamics`, for spectral metrics; 1 measures every window.
@@ -83,29 +79,24 @@ def hidden_state_metrics(
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window, name, method, order or growth.
     """
-    check_states(hidden_states, response_mask, batched=True)
-    check_stride(stride)
+    check_states(
+        hidden_states, response_mask, axes="[B, T, D], one layer of a batch: add an axis to one "
+        "response",
+    )  # fmt: skip
     check_choice("window", window, WINDOWS)
     check_choice("method", method, METHODS)
-    check_growth(window_growth)
-    if isinstance(names, str):
-        raise ValueError(f"names={names!r} must be a tuple of metric names, such as ({names!r},).")
-    for name in names:
-        check_choice("names", name, METRICS)
-    if isinstance(orders, str):
-        raise ValueError(f"orders={orders!r} must be a tuple of names, such as ({orders!r},).")
-    orders = tuple(names if orders is None else orders)
-    for name in orders:
-        check_choice("orders", name, names)
-    measure = functools.partial(
-        _measure, stride=stride, window=window, names=tuple(names), method=method, orders=orders,
-        growth=window_growth, batched=side_by_side,
-    )  # fmt: skip
-    if side_by_side:
-        return jax.vmap(lambda *response: measure(response))(hidden_states, response_mask)
-    if hidden_states.shape[0] == 1:  # the loop over responses is not free
-        return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
-    return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
+    names = check_names("names", names, METRICS)
+    return _measure_batch(
+        hidden_states,
+        response_mask,
+        stride=check_stride(stride),
+        window=window,
+        names=names,
+        method=method,
+        orders=names if orders is None else check_names("orders", orders, names),
+        growth=check_growth(window_growth),
+        side_by_side=bool(side_by_side),
+    )
 
 
 def mean_hidden_state(
@@ -132,8 +123,8 @@ def dataset_metrics(
     For observation only, never for the loss.
 
     Args:
-      mean_states: float32 rows of `mean_hidden_state`, grouped by prompt in dataset order, which
-        the cumulative metrics depend on.
+      mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
+        order, which the cumulative metrics depend on.
       stride: responses between two prefixes, at least 1.
       window: as in `rank_dynamics`.
       row_mask: responses that count, those with at least one token; None counts all.
@@ -147,11 +138,13 @@ def dataset_metrics(
     Raises:
       ValueError: as `hidden_state_metrics`.
     """
-    if jnp.ndim(mean_states) != 2:
-        raise ValueError(f"mean_states has shape {jnp.shape(mean_states)}; it must be [B, D].")
-    mask = jnp.ones(mean_states.shape[:1], bool) if row_mask is None else jnp.asarray(row_mask)
+    states = jnp.asarray(mean_states)
+    mask = jnp.ones(states.shape[:-1], bool) if row_mask is None else jnp.asarray(row_mask)
+    check_states(
+        states, mask, axes="[B, D], a mean state a row", fields=("mean_states", "row_mask")
+    )
     measured = hidden_state_metrics(
-        jnp.asarray(mean_states)[None],
+        states[None],
         mask[None],
         stride=stride,
         window=window,
@@ -164,6 +157,26 @@ def dataset_metrics(
         cumulative = key.removesuffix("_valid") in orders
         result[f"{'cumulative' if cumulative else 'global'}/{key}"] = value[0]
     return result
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("stride", "window", "names", "method", "orders", "growth", "side_by_side"),
+)
+def _measure_batch(
+    hidden_states: Float[AnyArray, "B T D"],
+    response_mask: Bool[AnyArray, "B T"],
+    *,
+    side_by_side: bool,
+    **options,
+) -> dict[str, Shaped[Array, " B"]]:
+    """`hidden_state_metrics` of checked arguments."""
+    measure = functools.partial(_measure, batched=side_by_side, **options)
+    if side_by_side:
+        return jax.vmap(lambda *response: measure(response))(hidden_states, response_mask)
+    if hidden_states.shape[0] == 1:  # the loop over responses is not free
+        return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
+    return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
 
 
 def _measure(

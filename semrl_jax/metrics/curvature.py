@@ -46,8 +46,8 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
     """
     states, num_tokens = rows.states, rows.num_tokens
     num_steps = max(states.shape[0] - 1, 0)
-    if min(num_steps, states.shape[1]) == 0:
-        return jnp.zeros(num_steps), jnp.zeros(num_steps, bool)
+    if num_steps == 0:
+        return jnp.zeros(num_steps, jnp.float32), jnp.zeros(num_steps, bool)
     position = jnp.arange(num_steps)
     # By blocks of steps: nothing of the size of the states is written.
     by_blocks = functools.partial(jax.lax.map, batch_size=min(BLOCK_STEPS, num_steps))
@@ -55,7 +55,12 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
     def step(t: Int[Array, ""]) -> Float[Array, " D"]:
         return states[t + 1] - states[t]
 
-    norms = by_blocks(lambda t: jnp.sqrt(jnp.sum(step(t) ** 2)), position)
+    def norm(t: Int[Array, ""]) -> Float[Array, ""]:
+        largest = jnp.max(jnp.abs(step(t)))  # squares of small steps beside huge rows vanish
+        ratios = step(t) / jnp.where(largest > 0, largest, 1.0)
+        return largest * jnp.sqrt(jnp.sum(ratios**2))
+
+    norms = by_blocks(norm, position)
     directed = (norms > MIN_STEP / rows.scale) & (norms > 0) & (position < num_tokens - 1)
     lengths = jnp.where(directed, norms, 1.0)
     last = jax.lax.cummax(jnp.where(directed, position, -1))

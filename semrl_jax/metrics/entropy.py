@@ -43,12 +43,14 @@ def response_entropy_of(
     sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
 ) -> Float[Array, ""]:
     """Renyi entropy of a spectrum, in nats; sigma in units of `scale`."""
-    eigenvalues = sigma * sigma
-    # Divided twice: the square of the scale may leave the range of float32.
-    eigenvalues = jnp.where(eigenvalues > EPSILON / scale / scale, eigenvalues, 0.0)
+    # Roots are compared, and squares are those of ratios: others leave the range of float32.
+    kept = jnp.where(sigma > EPSILON**0.5 / scale, sigma, 0.0)
+    largest = jnp.max(kept, initial=0.0)
+    eigenvalues = (kept / jnp.where(largest > 0, largest, 1.0)) ** 2
     total = jnp.sum(eigenvalues)
     q = eigenvalues / jnp.where(total > 0, total, 1.0)
     log_q = jnp.log(jnp.where(q > 0, q, 1.0))
     # sum q^a = 1 + sum q (q^(a-1) - 1), and its distance from 1 is what the logarithm needs.
     excess = jnp.sum(q * jnp.expm1((ORDER - 1.0) * log_q))
-    return jnp.where(num_rows >= 2, jnp.log1p(excess) / (1.0 - ORDER), 0.0)
+    entropy = jnp.log1p(excess) / (1.0 - ORDER)
+    return jnp.where((num_rows >= 2) & (entropy > 0), entropy, 0.0)  # not -0.0

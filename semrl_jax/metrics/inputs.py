@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +33,8 @@ class Rows(NamedTuple):
     Attributes:
       states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
       num_tokens: int32, how many rows are valid.
-      scale: float32 power of two, the size of the largest entry: squares neither overflow nor
-        vanish, and the division rounds nothing.
+      scale: float32 power of two, the size of the largest entry: squares do not overflow, and the
+        division rounds nothing; entries below 1.2e-38 before or after it count as zero.
       finite: whether every valid row was finite.
     """
 
@@ -43,29 +44,31 @@ class Rows(NamedTuple):
     finite: Bool[Array, ""]
 
 
-def check_states(hidden_states: Any, response_mask: Any, *, batched: bool = False) -> None:
+def check_states(
+    states: Any,
+    mask: Any,
+    *,
+    axes: str = "[T, D], one layer of one response: use jax.vmap",
+    fields: tuple[str, str] = ("hidden_states", "response_mask"),
+) -> None:
     """Raises ValueError for a wrong rank, dtype or shape; static, so it costs a trace only."""
-    axes = "[B, T, D]" if batched else "[T, D]"
-    shape, dtype = np.shape(hidden_states), jnp.result_type(hidden_states)
-    if len(shape) != len(axes.split(",")):
-        way_out = (
-            "a batch: add an axis to one response" if batched else "one response: use jax.vmap"
-        )
-        raise ValueError(
-            f"hidden_states has shape {shape}; it must be {axes}, one layer of {way_out}."
-        )
+    shape, dtype = np.shape(states), jnp.result_type(states)
+    if len(shape) != axes[: axes.index("]")].count(",") + 1:
+        raise ValueError(f"{fields[0]} has shape {shape}; it must be {axes}.")
+    if shape[-1] == 0:
+        raise ValueError(f"{fields[0]} has shape {shape}; its width D must be at least 1.")
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"hidden_states has dtype {dtype}; it must be real floating point.")
-    mask_shape, mask_dtype = np.shape(response_mask), jnp.result_type(response_mask)
+        raise ValueError(f"{fields[0]} has dtype {dtype}; it must be real floating point.")
+    mask_shape, mask_dtype = np.shape(mask), jnp.result_type(mask)
     if mask_shape != shape[:-1]:
         raise ValueError(
-            f"response_mask has shape {mask_shape}; it must be {shape[:-1]}, the leading axes of "
-            f"hidden_states {shape}."
+            f"{fields[1]} has shape {mask_shape}; it must be {shape[:-1]}, the leading axes of "
+            f"{fields[0]} {shape}."
         )
     if mask_dtype != jnp.bool_:
         raise ValueError(
-            f"response_mask has dtype {mask_dtype}; it must be bool, True on tokens that count "
-            "(integer masks: response_mask != 0)."
+            f"{fields[1]} has dtype {mask_dtype}; it must be bool, True on rows that count "
+            f"(integer masks: {fields[1]} != 0)."
         )
 
 
@@ -73,6 +76,16 @@ def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{field}={value!r} is unknown; it must be one of {', '.join(choices)}.")
+
+
+def check_names(field: str, names: Any, choices: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names as a tuple; ValueError unless each is one of `choices`."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(f"{field}={names!r} must be a tuple of names, such as {METRICS[:1]}.")
+    names = tuple(names)
+    for name in names:
+        check_choice(field, name, choices)
+    return names
 
 
 def check_stride(stride: Any) -> int:
@@ -88,7 +101,7 @@ def check_stride(stride: Any) -> int:
 
 def check_growth(growth: Any) -> float:
     """Returns the growth as a float; ValueError unless it is finite and at least 1."""
-    if isinstance(growth, bool) or not isinstance(growth, (int, float)):
+    if isinstance(growth, bool) or not isinstance(growth, numbers.Real):
         value = math.nan
     else:
         value = float(growth)
@@ -104,7 +117,7 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     check_states(hidden_states, response_mask)
     mask = jnp.asarray(response_mask)
     num_tokens = jnp.sum(mask, dtype=jnp.int32)
-    if min(hidden_states.shape) == 0:
+    if hidden_states.shape[0] == 0:
         states = jnp.zeros(hidden_states.shape, jnp.float32)
         return Rows(states, num_tokens, jnp.float32(1), jnp.bool_(True))
     hidden_states = jnp.asarray(hidden_states).astype(jnp.float32)
@@ -123,15 +136,17 @@ def anchor(
 ) -> Float[Array, "T D"]:
     """Subtracts the mean of `num_rows` valid rows, so that later centring loses nothing.
 
-    Taking the first row away before the mean keeps equal rows exactly zero and spares a huge common
+    Taking row `start` away before the mean keeps equal rows exactly zero and spares a huge common
     offset. Every prefix from row `start` of at least num_rows rows contains those the mean is of,
-    and so does the response: what is left of its offset is bounded by its own scatter.
+    and so does the response: what is left of its offset is bounded by its own scatter. No row
+    before `start`, which such a prefix does not have, rounds its rows.
     """
     states, num_tokens = rows.states, rows.num_tokens
     if states.shape[0] == 0:
         return states
     position = jnp.arange(states.shape[0])[:, None]
-    shifted = jnp.where(position < num_tokens, states - states[:1], 0.0)
+    first = jax.lax.dynamic_slice_in_dim(states, start, 1)  # [1, D]
+    shifted = jnp.where(position < num_tokens, states - first, 0.0)
     count = jnp.minimum(jnp.asarray(num_rows), num_tokens - start)
     chosen = (position >= start) & (position < start + count)
     total = jnp.sum(jnp.where(chosen, shifted, 0.0), axis=0, keepdims=True)

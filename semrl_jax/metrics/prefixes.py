@@ -40,7 +40,7 @@ def spectral_series(
     """Functions of the spectrum: of the whole response, and of every window.
 
     One Gram matrix, and one decomposition a window, serve all metrics; windows beyond the response
-    cost nothing, nor does one that is the whole response.
+    cost nothing, nor does one that is the whole response. No gradient flows through them.
 
     Args:
       method: "svd": in float64. "gram": in float32 if that resolves the spectrum of the response
@@ -48,9 +48,10 @@ def spectral_series(
       strict: whether a single unresolved singular value takes float64, as counting needs.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
     """
-    num_rows, width = rows.states.shape
-    if min(num_rows, width) == 0:
-        return jnp.zeros(len(value_metrics)), jnp.zeros((len(windows.sizes), len(series_metrics)))
+    num_rows = rows.states.shape[0]
+    if num_rows == 0:
+        values, series = (len(value_metrics),), (len(windows.sizes), len(series_metrics))
+        return jnp.zeros(values, jnp.float32), jnp.zeros(series, jnp.float32)
     measure = with_float64(
         _measure,
         batched=batched,
@@ -62,6 +63,7 @@ def spectral_series(
         method=method,
         strict=strict,
     )
+    rows = jax.lax.stop_gradient(rows)  # the kernel of the eigenvalues has none
     values, series = measure(rows, windows.rows.num_tokens, windows.num_windows)
     if not series_metrics:
         series = jnp.zeros((len(windows.sizes), 0), jnp.float32)
@@ -132,10 +134,10 @@ def _measure_in(
         index: Int[Array, ""], size: int, before=None, skip: Bool[Array, ""] | bool = False
     ):
         num_tokens = jnp.asarray(sizes, jnp.int32)[index]
-        is_whole = (first_row == 0) & (num_tokens == rows.num_tokens)
+        is_whole = num_tokens == rows.num_tokens
         active = (index < num_windows) & ~is_whole & ~unresolved & ~jnp.asarray(skip)
         found, resolved = of_first(prefixes, size, num_tokens, active, series_metrics, before)
-        return jnp.where(is_whole & rows.finite, of_whole, found), resolved
+        return jnp.where(is_whole, of_whole, found), resolved
 
     parts, all_resolved, before = [], [resolved[None]], None
     for start, stop in chunks(len(measured), MAX_SIZES[jnp.dtype(dtype)]):

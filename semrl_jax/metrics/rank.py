@@ -28,12 +28,13 @@ def effective_rank(
         outside the mask may hold anything, NaN too.
       response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
       method: how singular values come from the eigenvalues of a Gram matrix. "svd": in float64,
-        which loses nothing an SVD of float32 rows has, relative error 1e-5. "gram": in float32,
+        which loses nothing an SVD of float32 rows has, relative error 1e-5 unless many sigma lie
+        near 3e-8 of the largest, below which they count as zero. "gram": in float32,
         and again in float64 where that does not resolve them, relative error 1e-3.
 
     Returns:
-      Float32 in [1, min(T - 1, D)] for T valid tokens; 1.0 if all rows are equal; 0.0 if T < 2 or a
-      valid row is not finite.
+      Float32 in [1, min(T - 1, D)] for T valid tokens if sum sigma is well above 1e-8; 1.0 if all
+      rows are equal; 0.0 if T < 2 or a valid row is not finite.
 
     Raises:
       ValueError: for a wrong rank, shape, dtype or method.
@@ -59,7 +60,7 @@ def traditional_rank(
     """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
 
     In float64: the noise of float32 Gram eigenvalues lies above this threshold. Arguments, errors
-    and zeros as in `effective_rank`; 0.0 also if all rows are equal.
+    and zeros as in `effective_rank`; 0.0 also if all rows are equal, or below 1.2e-38.
     """
     return whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
 
@@ -68,8 +69,10 @@ def log_effective_rank_of(
     sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
 ) -> Float[Array, ""]:
     """Entropy of the normalised spectrum, in nats; sigma in units of `scale`."""
-    p = sigma / (jnp.sum(sigma) + EPSILON / scale)
-    return jnp.where(num_rows >= 2, -jnp.sum(p * jnp.log(p + EPSILON)), 0.0)
+    total = jnp.sum(sigma) + EPSILON / scale
+    p = sigma / jnp.where(total > 0, total, 1.0)  # a huge scale leaves nothing of the 1e-8
+    entropy = -jnp.sum(p * jnp.log(p + EPSILON))
+    return jnp.where((num_rows >= 2) & (entropy > 0), entropy, 0.0)  # not -0.0
 
 
 def effective_rank_of(

@@ -158,10 +158,14 @@ class PrefixSpectra:
             resolved = jnp.bool_(True)
         else:
             # The threshold of traditional rank, max(T, D) eps, stays half of what is resolved.
-            share = max(RESOLVED_SIGMA, 2 * max(size, width) * float(jnp.finfo(dtype).eps))
+            eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
+            share = jnp.maximum(RESOLVED_SIGMA, 2 * eps * jnp.maximum(count, width))
             unresolved = jnp.sum(real & (eigenvalues < share**2 * largest), dtype=dtype)
             lost = unresolved * share * jnp.sqrt(largest)
-            resolved = lost <= (0.0 if strict else MAX_UNRESOLVED_SHARE) * jnp.sum(sigma)
+            enough = lost <= (0.0 if strict else MAX_UNRESOLVED_SHARE) * jnp.sum(sigma)
+            # Each product below `tiny` was lost: together less than a rounding of the largest?
+            kept = largest >= count * (width * tiny / eps)
+            resolved = ~active | (enough & kept)
         return Spectrum(sigma.astype(jnp.float32), resolved)
 
 

@@ -69,6 +69,7 @@ def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> 
     check_choice("window", window, WINDOWS)
     stride, growth = check_stride(stride), check_growth(growth)
     num_rows = rows.states.shape[0]
+    stride = min(stride, num_rows + 1)  # as far from any window, and an int32
     num_tokens = jnp.where(rows.finite, rows.num_tokens, 0)
     if window == "exact":
         sizes = tuple(range(stride, num_rows + 1, stride))
@@ -91,7 +92,8 @@ def measured_windows(num_windows: int, growth: float) -> tuple[int, ...]:
     found, number = [], 1
     while number <= num_windows:
         found.append(number - 1)
-        number = number + 1 if number < FIRST_WINDOWS else max(number + 1, int(number * growth))
+        further = int(min(number * growth, num_windows + 1)) if number >= FIRST_WINDOWS else 0
+        number = max(number + 1, further)
     return tuple(found)
 
 

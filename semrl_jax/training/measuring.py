@@ -30,6 +30,14 @@ class Measured(NamedTuple):
     mean_state: Float[np.ndarray, " D"]
 
 
+class _Kind(NamedTuple):
+    """What the responses of one call have in common."""
+
+    bucket: int
+    width: int
+    dtype: np.dtype
+
+
 class _Waiting(NamedTuple):
     hidden_states: Float[np.ndarray, "T D"]
     future: concurrent.futures.Future[Measured]
@@ -38,13 +46,17 @@ class _Waiting(NamedTuple):
 class Measurer:
     """Runs `hidden_state_metrics` on what arrives.
 
-    Small responses of one bucket share a call, because a call costs as much as the arithmetic of a
-    small one; inside it they are measured one after the other, so that who shares a call, and who
-    arrives first, changes no bit. The call has a fixed number of places: `flush` runs those
-    that are not full. Thread-safe.
+    Small responses of one bucket and dtype share a call, because a call costs as much as the
+    arithmetic of a small one; inside it they are measured one after the other, so that who shares a
+    call, and who arrives first, changes no bit. The call has a fixed number of places: `flush` runs
+    those that are not full. Thread-safe.
+
+    A future that is cancelled before its call starts is left out; the others of the call are
+    measured. `close` waits for the calls that run and cancels all other futures.
 
     Args:
-      max_tokens: response limit; lengths are padded to powers of two below it.
+      max_tokens: response limit; lengths are padded to powers of two from 32 on, and at most to
+        it.
       num_threads: calls side by side.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
       device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
@@ -76,30 +88,49 @@ class Measurer:
         self._host = jax.local_devices(backend="cpu")[0]
         self._device = jax.local_devices()[0] if device_batch else self._host
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[int, int], list[_Waiting]] = {}
+        self._waiting: dict[_Kind, list[_Waiting]] = {}
+        self._closed = False
 
     def submit(
         self, hidden_states: Float[np.ndarray, "T D"]
     ) -> concurrent.futures.Future[Measured]:
-        """Measures one response of at least one token, soon or at the next `flush`."""
+        """Measures one response of at least one token, soon or at the next `flush`.
+
+        The rows are kept by reference until then: they must not change.
+
+        Raises:
+          ValueError: for more than `max_tokens` rows, or a width of 0.
+          RuntimeError: after `close`.
+        """
         length, width = hidden_states.shape
+        if length > self._max_tokens:
+            raise ValueError(
+                f"hidden_states has {length} tokens; at most max_tokens={self._max_tokens} are "
+                "measured: raise max_tokens, or cut the response."
+            )
+        if width == 0:
+            raise ValueError(
+                f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
+            )
         bucket = MIN_METRIC_TOKENS
         while bucket < length:
             bucket *= 2
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
+        kind = _Kind(bucket, width, hidden_states.dtype)
         item = _Waiting(hidden_states, concurrent.futures.Future())
         with self._lock:
-            group = self._waiting.setdefault((bucket, width), [])
+            self._check_open()
+            group = self._waiting.setdefault(kind, [])
             group.append(item)
-            if len(group) == self._places(bucket, width):
-                self._start(bucket, width)
+            if len(group) == self._places(kind):
+                self._start(kind)
         return item.future
 
     def flush(self) -> None:
         """Starts measuring whatever has been submitted and not been started."""
         with self._lock:
-            for bucket, width in list(self._waiting):
-                self._start(bucket, width)
+            for kind in list(self._waiting):
+                self._start(kind)
 
     def submit_batch(
         self, means: Sequence[Float[np.ndarray, " D"]]
@@ -107,12 +138,21 @@ class Measurer:
         """Starts measuring the mean states of measured responses, in their order, as one set.
 
         The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
-        that are valid; it is empty without a `dataset_stride`.
+        that are valid; it is empty without a `dataset_stride`, and of no states.
         """
-        return self._pool.submit(self._measure_batch, means)
+        with self._lock:
+            self._check_open()
+            return self._pool.submit(self._measure_batch, means)
 
     def close(self) -> None:
+        """Waits for the calls that run, cancels every other future, and refuses new ones."""
+        with self._lock:
+            self._closed = True
+            groups = list(self._waiting.values())
+            self._waiting.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for group in groups:
+            _cancel(group)
 
     def __enter__(self):
         return self
@@ -120,27 +160,36 @@ class Measurer:
     def __exit__(self, *_):
         self.close()
 
-    def _places(self, bucket: int, width: int) -> int:
+    def _check_open(self) -> None:
+        """Refuses what nobody would measure; the caller holds the lock."""
+        if self._closed:
+            raise RuntimeError("this Measurer is closed: submit before close, or make another one.")
+
+    def _places(self, kind: _Kind) -> int:
         if self._device_batch:
             return self._device_batch
-        return min(max(MAX_GROUP_ENTRIES // (bucket * width), 1), MAX_GROUP)
+        return min(max(MAX_GROUP_ENTRIES // (kind.bucket * kind.width), 1), MAX_GROUP)
 
-    def _start(self, bucket: int, width: int) -> None:
+    def _start(self, kind: _Kind) -> None:
         """Hands a group to the threads; the caller holds the lock."""
-        self._pool.submit(self._measure_group, self._waiting.pop((bucket, width)), bucket)
+        group = self._waiting.pop(kind)
+        call = self._pool.submit(self._measure_group, group, kind)
+        call.add_done_callback(lambda call: call.cancelled() and _cancel(group))
 
-    def _measure_group(self, group: list[_Waiting], bucket: int) -> None:
+    def _measure_group(self, group: list[_Waiting], kind: _Kind) -> None:
+        group = [item for item in group if item.future.set_running_or_notify_cancel()]
+        if not group:
+            return
         try:
-            for item, found in zip(group, self._measured(group, bucket)):
+            for item, found in zip(group, self._measured(group, kind)):
                 item.future.set_result(found)
         except BaseException as error:  # belongs to those who wait for the results
             for item in group:
                 if not item.future.done():
                     item.future.set_exception(error)
 
-    def _measured(self, group: list[_Waiting], bucket: int) -> list[Measured]:
-        width, dtype = group[0].hidden_states.shape[1], group[0].hidden_states.dtype
-        padded = np.zeros((self._places(bucket, width), bucket, width), dtype)
+    def _measured(self, group: list[_Waiting], kind: _Kind) -> list[Measured]:
+        padded = np.zeros((self._places(kind), kind.bucket, kind.width), kind.dtype)
         mask: Bool[np.ndarray, "G T"] = np.zeros(padded.shape[:2], bool)
         for i, item in enumerate(group):
             padded[i, : len(item.hidden_states)] = item.hidden_states
@@ -153,7 +202,7 @@ class Measurer:
         ]
 
     def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
-        if not self._dataset_stride:
+        if not self._dataset_stride or not means:
             return {}
         rows = np.stack(means)
         with jax.default_device(self._host):
@@ -178,6 +227,13 @@ def token_indicators(
         for metrics, mean in zip(found, means):
             metrics |= {name: float(mean), f"{name}_valid": bool(np.isfinite(mean))}
     return found
+
+
+def _cancel(group: list[_Waiting]) -> None:
+    """Cancels futures whose measuring will not start, and tells those who wait for several."""
+    for item in group:
+        item.future.cancel()
+        item.future.set_running_or_notify_cancel()
 
 
 def _measure(
