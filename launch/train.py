@@ -3,8 +3,10 @@
     python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any field of the config can be overridden: --config.training.num_steps=10. One process a host.
+Several processes form one run: see docs/clusters.md, and launch.local for those of one machine.
 Exit codes: 0 done, 1 the disk refused the last checkpoint or a row, 2 wrong setting (one line says
-which), 75 ended by a signal, checkpoint saved.
+which), 75 ended by a signal, checkpoint saved, 76 another process was lost (the same command goes
+on from the last checkpoint).
 """
 
 from absl import flags

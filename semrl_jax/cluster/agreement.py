@@ -44,9 +44,15 @@ def together(peers: Peers, phase: str, work: Callable[[], T]) -> T:
     )
     if worst["kind"] == "done":
         return value
-    if error is not None and outcome["kind"] == worst["kind"]:
-        raise error
-    raise _as_exception(worst, index, phase)
+    if error is None or outcome["kind"] != worst["kind"]:
+        error = _as_exception(worst, index, phase)
+    error.agreed = True
+    raise error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every process has raised this one's counterpart."""
+    return getattr(error, "agreed", False)
 
 
 def on_first(peers: Peers, phase: str, work: Callable[[], Any]) -> Any:

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from semrl_jax.cluster.environment import split_address
+from semrl_jax.cluster.joining import is_loopback
 from semrl_jax.cluster.peers import Peers, listen
 
 KEY_BYTES = 32
-LOOPBACK = ("localhost", "127.0.0.1")
 
 
 def connect(
@@ -31,11 +32,11 @@ def connect(
     count = jax.process_count()
     if count == 1:
         return Peers()
-    host = coordinator.rsplit(":", 1)[0]
+    host, _ = split_address(coordinator, "distributed.coordinator")
     listener, parts = None, np.zeros(KEY_BYTES + 2, np.uint8)
     if jax.process_index() == 0:
         key = secrets.token_bytes(KEY_BYTES)
-        listener = listen(host if host in LOOPBACK else "", key)
+        listener = listen(host if is_loopback(host) else "", key)
         port = listener.address[1]
         parts = np.frombuffer(key + port.to_bytes(2, "big"), np.uint8)
     parts = np.asarray(multihost_utils.broadcast_one_to_all(parts), np.uint8)

@@ -279,7 +279,7 @@ def _read_line(connection: socket.socket) -> str:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; without SO_REUSEPORT, so that a second job does not share the port."""
-    if _is_loopback(host):
+    if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=4096)
     if socket.has_dualstack_ipv6():
@@ -291,12 +291,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bind_address(host: str, port: int) -> str:
     """Where JAX's service listens, by the rule of `_listen`."""
-    if not _is_loopback(host):
+    if not is_loopback(host):
         return f"[::]:{port}"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -16,6 +16,7 @@ from semrl_jax.models.directory import (
     save_directory,
     weights_hash,
 )
+from semrl_jax.models.hosts import from_host, to_host
 from semrl_jax.models.policy import DTYPES, REMAT_POLICIES, Params, Policy
 from semrl_jax.models.sharding import (
     AXES,
@@ -47,6 +48,7 @@ __all__ = [
     "config_to_hf",
     "eos_token_ids",
     "find_directory",
+    "from_host",
     "iterate_hf_tensors",
     "load_config",
     "load_params",
@@ -56,5 +58,6 @@ __all__ = [
     "replicated",
     "save_directory",
     "tensor_specs",
+    "to_host",
     "weights_hash",
 ]

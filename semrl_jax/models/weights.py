@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.hosts import to_host
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
@@ -73,18 +74,22 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
 def iterate_hf_tensors(
     params: Params, config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[TensorSpec, np.ndarray]]:
-    """Yields (spec, array) in the order of `tensor_specs`; one layer on the host at a time."""
+    """Yields (spec, array) in the order of `tensor_specs`; one layer on the host at a time.
+
+    Where other processes hold parts of the parameters, all have to read it to its end.
+    """
     specs = iter(tensor_specs(config, dtype))
     target = numpy_dtype(dtype)
 
     def emit(array, transpose=False):
-        host = np.asarray(array).T if transpose else np.asarray(array)
+        host = to_host(array)
+        host = host.T if transpose else host
         return next(specs), np.ascontiguousarray(host, dtype=target)
 
     yield emit(params["embed"]["embedding"])
     for layer in range(config.num_layers):
         # One transfer a layer: the whole stack never sits on the host.
-        arrays = jax.device_get(
+        arrays = to_host(
             {key: params["layers"][key[0]][key[1]][layer] for key in _layer_names(config)}
         )
         for key in _layer_names(config):

@@ -16,6 +16,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 
+from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.training.checkpoint_files import (
     check_structure,
@@ -31,6 +33,7 @@ from semrl_jax.training.state import DataPosition, TrainState
 
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
+MANIFEST_TIMEOUT_S = 600.0
 
 
 class Checkpoints:
@@ -40,13 +43,14 @@ class Checkpoints:
     removed, and the next save tries again. `failure` tells in the end whether the last one failed.
 
     Args:
-      directory: made if missing; of this process alone.
+      directory: made if missing; of this run alone.
       keep: newest checkpoints kept; older ones are removed after a newer one is sealed.
       every_steps: steps between two saves, see `due`; 0 leaves `extra_steps` and the last step.
       keep_every: multiples of this step are saved and kept for ever; 0: none.
       extra_steps: these steps are saved and kept for ever.
       warn: called with one line for each checkpoint that cannot be trusted or written; from
         another thread, too.
+      peers: the processes that hold the state; each writes its part, process 0 alone removes.
 
     Attributes:
       num_failed: saves the disk refused.
@@ -61,8 +65,10 @@ class Checkpoints:
         keep_every: int = 0,
         extra_steps: Iterable[int] = (),
         warn: Callable[[str], None] = warnings.warn,
+        peers: Peers | None = None,
     ):
         self.num_failed = 0
+        self._peers = peers or Peers()
         self._directory = pathlib.Path(directory).absolute()
         self._keep = keep
         self._every_steps = every_steps
@@ -74,12 +80,12 @@ class Checkpoints:
         self._unsound: set[int] = set()  # steps found not to match their manifest
         self._sealing: threading.Thread | None = None
         self._defect: Exception | None = None  # not the disk's doing; raised by wait()
+        self._last_step = -1  # of the last save
         self._failure = ""  # of the last save, if the disk refused it
         # Pages of tracebacks for what is raised, too, and here becomes one line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        on_first(self._peers, "open_checkpoints", self._make_directory)
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether the state after `step` of `num_steps` updates is to be saved."""
@@ -91,13 +97,12 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> None:
         """Starts writing the state; arrays may be donated as soon as this returns."""
-        self.wait()
+        together(self._peers, "checkpoint", self.wait)
+        self._agree_on_failure()
         step = int(state.step)
         if step in self._sound:
             return
-        self._sweep()
-        # Left unsealed by a kill, or altered since: sealing it now would vouch for its files.
-        self._remove(step)
+        on_first(self._peers, "checkpoint", lambda: self._make_room(step))
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -106,6 +111,7 @@ class Checkpoints:
         except Exception as error:
             self._failed(step, error)
             return
+        self._last_step = step
         self._sealing = threading.Thread(target=self._seal, args=(step,), name="seal-checkpoint")
         self._sealing.start()
 
@@ -124,14 +130,14 @@ class Checkpoints:
         """
         self.wait()
         like = like._replace(position=None)
-        steps = checkpoint_steps(self._directory)
+        steps = on_first(self._peers, "restore", lambda: checkpoint_steps(self._directory))
         for step in reversed(steps):
             folder = self._directory / str(step)
-            problem = checkpoint_problem(folder)
+            problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
                 meta = read_meta(folder)
                 try:
-                    check_structure(folder, like)
+                    together(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     state = restore_tree(folder, like)
                 except UserError:
                     raise
@@ -165,7 +171,8 @@ class Checkpoints:
 
     def failure(self) -> str:
         """Waits for the last save; what the disk refused it with, "" if it is sealed."""
-        self.wait()
+        together(self._peers, "checkpoint", self.wait)
+        self._agree_on_failure()
         return self._failure
 
     def close(self) -> None:
@@ -181,9 +188,41 @@ class Checkpoints:
             self._sound.add(step)
             self._unsound.discard(step)
             self._failure = ""
-            self._prune()
+            if self._peers.index == 0:
+                self._await_manifests(step)
+                self._prune()
         except Exception as error:  # handed to the thread that asks, by wait()
             self._failed(step, error)
+
+    def _await_manifests(self, step: int) -> None:
+        """Of the other processes: without them this checkpoint does not replace another."""
+        folder = self._directory / str(step)
+        deadline = time.monotonic() + MANIFEST_TIMEOUT_S
+        for process in range(1, self._peers.count):
+            while not (folder / f"manifest.{process}.json").exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"process {process} has not written its manifest of checkpoint {step} "
+                        f"within {MANIFEST_TIMEOUT_S:g} s"
+                    )
+                time.sleep(0.05)
+
+    def _agree_on_failure(self) -> None:
+        """What one process could not write none has written."""
+        found = list(filter(None, self._peers.gather("checkpoint", self._failure)))
+        if found and not self._failure:
+            self._failure = found[0]
+            self._sound.discard(self._last_step)
+
+    def _make_directory(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+
+    def _make_room(self, step: int) -> None:
+        """Removes leftovers, and this step's: left unsealed by a kill, or altered since; sealing
+        it now would vouch for its files."""
+        self._sweep()
+        self._remove(step)
 
     def _prune(self) -> None:
         """Removes what need not be kept; only called when a checkpoint has just been sealed.

@@ -23,10 +23,10 @@ RECENT_UNITS = 8
 
 
 class Reporter:
-    """Prints lines, and bars where the output is a terminal."""
+    """Prints lines, and bars where the output is a terminal; with `quiet`, nothing."""
 
-    def __init__(self):
-        self._console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, quiet: bool = False):
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def line(self, text: str) -> None:
         """One line, above any bar."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import ml_collections
 
 from semrl_jax import data
+from semrl_jax.cluster import find_place, join
+from semrl_jax.cluster.agreement import is_agreed, together
+from semrl_jax.cluster.connecting import connect
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.clock import Clock
@@ -18,18 +23,22 @@ from semrl_jax.training.opening import open_run
 from semrl_jax.training.policy_setup import build_policy, starting_directory
 from semrl_jax.training.report import write_report
 from semrl_jax.training.run import Run
+from semrl_jax.training.sameness import check_same
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.training.statistics import batch_scalars, metric_arrays, mismatch_scalars
-from semrl_jax.training.workdir import open_workdir
+from semrl_jax.training.workdir import open_workdir, open_workdir_together
 from semrl_jax.training.writer import MetricWriter, remove_rollouts, write_rollouts
 
-EXIT_NOT_SAVED = 1
+EXIT_NOT_SAVED = EXIT_FAILED = 1
+EXIT_MISTAKE = 2
 EXIT_PREEMPTED = 75
 
 
-def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> Iterator[TrainState]:
+def run_steps(
+    run: Run, state: TrainState, writer: MetricWriter | None, bar: Bar
+) -> Iterator[TrainState]:
     """GRPO with VERL shaping; yields the state after every step.
 
     Row s of the log belongs to the weights that step s samples with: its evaluation comes before
@@ -66,7 +75,8 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
                 rewards, metrics, batch.response_mask, state.shaping, config
             )
             shaping = next_baselines(state.shaping, metrics, rewards, config)
-        run.stop.check()  # the last moment at which the state before this step still exists
+        # The last moment at which the state before this step still exists.
+        together(run.peers, "advantages", run.stop.check)
         with clock("update"):
             state, losses = run.update(state, batch, old.logprobs, ref_logprobs, shaped)
         state = state._replace(
@@ -92,8 +102,38 @@ def run_steps(run: Run, state: TrainState, writer: MetricWriter, bar: Bar) -> It
     if run.evaluates(step):
         version = run.sync_weights(state.params, step)
         evaluation = run.evaluate(state.params, version, step, clock, bar)
-        writer.write(step, evaluation | clock.scalars())
+        if writer is not None:
+            writer.write(step, evaluation | clock.scalars())
         run.reporter.line(evaluation_line(step, evaluation))
+
+
+def join_others(
+    config: ml_collections.ConfigDict, environ: Mapping[str, str]
+) -> tuple[Peers, Reporter]:
+    """The processes of this job, all with the same config, code and packages.
+
+    Raises:
+      UserError: if they cannot be reached, or differ.
+    """
+    settings = config.distributed
+    place = find_place(settings, environ)
+    reporter = Reporter(quiet=place.process_id > 0)
+    # JAX's own heartbeat aborts without a name: it comes after ours.
+    join(
+        place,
+        connect_timeout_s=settings.connect_timeout_s,
+        heartbeat_timeout_s=3 * settings.heartbeat_timeout_s,
+        announce=reporter.line,
+    )
+    peers = connect(
+        place.coordinator,
+        connect_timeout_s=settings.connect_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        phase_timeout_s=settings.phase_timeout_s,
+        progress=reporter.line,
+    )
+    check_same(peers, config)
+    return peers, reporter
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
@@ -130,15 +170,32 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
       RuntimeError: if the updates stay non-finite, or no replica can sample.
     """
     validate(config)
-    reporter = Reporter()
+    peers, reporter = join_others(config, os.environ)
+    try:
+        code = _train_together(config, workdir, peers, reporter)
+        peers.gather("end", code)
+        return code
+    except BaseException as error:
+        if not is_agreed(error):
+            code = EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
+            peers.fail(str(error) or type(error).__name__, code)
+        raise
+    finally:
+        peers.close()
+
+
+def _train_together(
+    config: ml_collections.ConfigDict, workdir: str, peers: Peers, reporter: Reporter
+) -> int:
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
-    directory = open_workdir(workdir, config)
+    directory = open_workdir_together(peers, workdir, config)
     try:
         with stop.installed(), contextlib.ExitStack() as stack:
             try:
-                run = stack.enter_context(open_run(config, directory, reporter, stop))
+                run = stack.enter_context(open_run(config, directory, reporter, stop, peers))
             except (Exception, Preempted):
-                directory.discard()
+                if peers.index == 0:
+                    directory.discard()
                 raise
             return _train(run)
     except Preempted as preempted:  # before the first step: nothing to save yet
@@ -161,8 +218,9 @@ def _train(run: Run) -> int:
             f"training.num_steps={config.training.num_steps} is less than the {first_step} steps "
             f"{directory.path} has behind it; raise it or name a new workdir."
         )
-    remove_rollouts(directory.rollouts, first_step)
-    writer = MetricWriter(directory.path, first_step)
+    if run.leads:
+        remove_rollouts(directory.rollouts, first_step)
+    writer = MetricWriter(directory.path, first_step) if run.leads else None
     num_steps = config.training.num_steps
     run.counters()  # what opening the run took is no step's
     try:
@@ -173,7 +231,7 @@ def _train(run: Run) -> int:
                 if run.checkpoints.due(step, num_steps):
                     run.checkpoints.save(state)
                 every = config.logging.plot_every_steps
-                if every and step % every == 0:
+                if run.leads and every and step % every == 0:
                     write_report(directory.path)
     except Preempted as preempted:
         started = time.monotonic()
@@ -187,18 +245,20 @@ def _train(run: Run) -> int:
         )
         return EXIT_PREEMPTED
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
     if failure := run.checkpoints.failure():
         reporter.line(f"not done: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
-    write_report(directory.path)
+    if run.leads:
+        write_report(directory.path)
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
 
 
 def record_step(
     run: Run,
-    writer: MetricWriter,
+    writer: MetricWriter | None,
     bar: Bar,
     step: int,
     clock: Clock,
@@ -207,6 +267,9 @@ def record_step(
     evaluation: dict[str, float],
 ) -> None:
     """Writes the row, the sampled responses where due, and what a person sees."""
+    counters = run.counters()
+    if writer is None:
+        return
     num_steps = run.config.training.num_steps
     every = run.config.logging.rollouts_every_steps
     if every and step % every == 0:
@@ -220,7 +283,7 @@ def record_step(
         "policy/tokens_per_s": num_tokens / trained_s,
         "response/num_tokens": float(num_tokens),
     }
-    scalars |= run.counters() | clock.scalars() | evaluation
+    scalars |= counters | clock.scalars() | evaluation
     writer.write(step, scalars)
     bar.advance()
     if evaluation:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
+from jax.sharding import Mesh
 
 from semrl_jax import data, models
+from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.owners import owning_processes, processes_of
 from semrl_jax.training.policy_setup import (
     build_policy,
     end_token_ids,
@@ -27,12 +35,40 @@ from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.workdir import Workdir
 
+T = TypeVar("T")
+
+
+class Inputs(NamedTuple):
+    """What a run is given, read and found right."""
+
+    policy: models.Policy
+    tokenizer: Any
+    end_token_ids: tuple[int, ...]
+    prompts: data.PromptDataset
+    problems: Sequence[data.PromptExample]
+
+    def hashes(self) -> dict[str, str]:
+        """By what they are of."""
+        return {
+            "data": data.dataset_hash(self.prompts),
+            "tokenizer": data.tokenizer_hash(self.tokenizer),
+            "architecture": self.policy.config.hash,
+            "end tokens": " ".join(map(str, self.end_token_ids)),
+        }
+
 
 @contextlib.contextmanager
 def open_run(
-    config: ml_collections.ConfigDict, workdir: Workdir, reporter: Reporter, stop: StopRequest
+    config: ml_collections.ConfigDict,
+    workdir: Workdir,
+    reporter: Reporter,
+    stop: StopRequest,
+    peers: Peers,
 ) -> Iterator[Run]:
-    """Builds everything a run needs and takes it down again, whatever ends the block."""
+    """Builds everything a run needs and takes it down again, whatever ends the block.
+
+    With several processes all call it together; a mistake that one finds ends all.
+    """
     mesh = models.make_mesh(config.mesh.to_dict())
     rows = mesh.shape["replica"] * mesh.shape["fsdp"]
     if config.training.micro_batch_size % rows:
@@ -54,30 +90,51 @@ def open_run(
             )
         )
         device_lock = threading.Lock()
+        owners = sampling_processes(config, mesh)
+
+        def agreed(phase: str, work: Callable[[], T]) -> T:
+            def interruptibly() -> T:
+                with stop.interruptible():
+                    return work()
+
+            return together(peers, phase, interruptibly)
+
         # What a mistake may be in comes first; the weights and the warm start are costly.
-        with stop.interruptible():
+        def check_inputs() -> Inputs:
             policy, tokenizer = build_policy(config)
             ends = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
+            models.check_mesh(policy.config, mesh)
             prompts = training_prompts(config, tokenizer, reporter.line)
             problems = held_out_problems(config, tokenizer)
             if config.rewards.function:
                 answer = prompts.examples[0].answer
                 verifier.validate(f"\\boxed{{{answer}}}", answer)
-            workdir.check_inputs(
-                {
-                    "data": data.dataset_hash(prompts),
-                    "tokenizer": data.tokenizer_hash(tokenizer),
-                    "architecture": policy.config.hash,
-                    "end tokens": " ".join(map(str, ends)),
-                    **weights_of(config),
-                }
+            return Inputs(policy, tokenizer, ends, prompts, problems)
+
+        inputs = agreed("check_inputs", check_inputs)
+        policy, tokenizer = inputs.policy, inputs.tokenizer
+        record_inputs(peers, workdir, inputs.hashes() | weights_of(config))
+
+        def connect() -> RolloutClient | None:
+            if peers.index not in owners:
+                return None
+            place = owners.index(peers.index), len(owners)
+            return stack.enter_context(
+                open_client(config, policy, tokenizer, workdir, device_lock, reporter, place)
             )
-            client = stack.enter_context(
-                open_client(config, policy, tokenizer, workdir, device_lock, reporter)
-            )
+
+        def make_start() -> None:
+            if peers.index == 0:
+                starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+
+        def load() -> tuple[pathlib.Path, models.Params]:
             start = starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
-            reference = starting_params(start, policy, mesh, config.model.reference_dtype)
+            return start, starting_params(start, policy, mesh, config.model.reference_dtype)
+
+        client = agreed("connect", connect)
+        agreed("warm_start", make_start)
+        start, reference = agreed("load", load)
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(
@@ -102,6 +159,7 @@ def open_run(
                     keep_every=config.checkpoints.keep_every,
                     extra_steps=tuple(config.checkpoints.extra_steps),
                     warn=reporter.line,
+                    peers=peers,
                 )
             )
         )
@@ -111,8 +169,10 @@ def open_run(
             workdir=workdir,
             reporter=reporter,
             stop=stop,
+            peers=peers,
+            owners=owners,
             mesh=mesh,
-            policy=policy,
+            policy=dataclasses.replace(policy, mesh=mesh),
             start=start,
             reference=reference,
             optimizer=make_optimizer(
@@ -124,15 +184,38 @@ def open_run(
                 max_grad_norm=training.max_grad_norm,
             ),
             tokenizer=tokenizer,
-            end_token_ids=ends,
-            prompts=prompts,
-            problems=problems,
+            end_token_ids=inputs.end_token_ids,
+            prompts=inputs.prompts,
+            problems=inputs.problems,
             client=client,
             verifier=verifier,
             measurer=measurer,
             checkpoints=checkpoints,
             device_lock=device_lock,
         )
+
+
+def sampling_processes(config: ml_collections.ConfigDict, mesh: Mesh) -> tuple[int, ...]:
+    """The owners of the data shards, as many as there are replicas to sample from."""
+    owners = owning_processes(processes_of(mesh))
+    return owners[: len(config.rollout.addresses)] if config.rollout.addresses else owners
+
+
+def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str]) -> None:
+    """Compares what the processes read with each other, and with what the run began with."""
+    found = peers.gather("inputs", hashes)
+
+    def compare() -> None:
+        for process, others in enumerate(found):
+            for name, value in hashes.items():
+                if others[name] != value:
+                    raise UserError(
+                        f"process {process} reads other {name} than process {peers.index}; give "
+                        "all processes the same files."
+                    )
+
+    together(peers, "inputs", compare)
+    on_first(peers, "inputs", lambda: workdir.check_inputs(hashes))
 
 
 def weights_of(config: ml_collections.ConfigDict) -> dict[str, str]:

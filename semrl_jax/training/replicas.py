@@ -32,12 +32,17 @@ def open_client(
     workdir: Workdir,
     device_lock: threading.Lock,
     reporter: Reporter,
+    place: tuple[int, int] = (0, 1),
 ) -> Iterator[RolloutClient]:
-    """A connected client of `rollout.addresses`, or of a JAX replica embedded in this process."""
+    """A connected client of `rollout.addresses`, or of a JAX replica embedded in this process.
+
+    With several processes that sample, `place` (which of how many) takes every so many-th address.
+    """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
         if rollout.addresses:
-            addresses, token = tuple(rollout.addresses), read_token(rollout.token_file)
+            addresses = tuple(rollout.addresses)[place[0] :: place[1]]
+            token = read_token(rollout.token_file)
         else:
             engine = jax_engine(config, policy, tokenizer, device_lock)
             replica = stack.enter_context(EmbeddedReplica(engine))

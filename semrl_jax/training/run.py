@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -20,6 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from semrl_jax import data, models
+from semrl_jax.cluster.agreement import Retry, together
+from semrl_jax.cluster.exchange import gather_bytes
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.evaluation import greedy_scalars
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
@@ -29,6 +33,7 @@ from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
 from semrl_jax.training.measuring import TOKEN_INDICATORS, Measurer, token_indicators
+from semrl_jax.training.owners import pack_scored, share_of, unpack_scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.scoring import ScoredRollout, score_and_measure
@@ -63,6 +68,8 @@ class Run:
     workdir: Workdir
     reporter: Reporter
     stop: StopRequest
+    peers: Peers
+    owners: tuple[int, ...]  # processes that sample
     mesh: Mesh
     policy: models.Policy
     start: pathlib.Path  # model directory that training starts from
@@ -72,23 +79,57 @@ class Run:
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
     problems: Sequence[data.PromptExample]
-    client: RolloutClient
+    client: RolloutClient | None  # of an owner
     verifier: VerifierPool
     measurer: Measurer | None
     checkpoints: Checkpoints
     device_lock: threading.Lock
     counted: dict[str, int] = dataclasses.field(default_factory=dict)  # totals at the last step
 
-    def sync_weights(self, params: models.Params, step: int) -> WeightVersion:
-        """Streams the policy to every replica; later calls sample with exactly this version."""
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what the run leaves."""
+        return self.peers.index == 0
+
+    def sync_weights(self, params: models.Params, step: int) -> WeightVersion | None:
+        """Streams the policy to every replica; later calls sample with exactly this version.
+
+        None in a process without replicas. With several processes each tensor is gathered by all
+        of them at once, so all read to the end whatever becomes of their replicas.
+        """
         config = self.policy.config
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
+        specs = models.tensor_specs(config, dtype)
 
         def read() -> Iterator[np.ndarray]:
             return (array for _, array in models.iterate_hf_tensors(params, config, dtype))
 
-        with self.stop.interruptible():
-            return self.client.sync_weights(models.tensor_specs(config, dtype), read, step=step)
+        def send_alone() -> WeightVersion:
+            with self.stop.interruptible():
+                return self.client.sync_weights(specs, read, step=step)
+
+        def send_together() -> WeightVersion | None:
+            self.stop.check()
+            arrays = read()
+            passes = iter([arrays])
+
+            def read_once() -> Iterator[np.ndarray]:
+                for found in passes:
+                    return found
+                raise Retry("no replica took the weights")
+
+            try:
+                return self.client and self.client.sync_weights(specs, read_once, step=step)
+            finally:
+                collections.deque(arrays, maxlen=0)
+
+        if self.peers.count == 1:
+            return send_alone()
+        while True:
+            try:
+                return together(self.peers, "sync_weights", send_together)
+            except Retry as reason:
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
 
     def evaluates(self, step: int) -> bool:
         """Whether the held-out problems are due with the weights of this step."""
@@ -216,7 +257,7 @@ class Run:
         self, scored: Sequence[ScoredRollout]
     ) -> concurrent.futures.Future[dict[str, float]]:
         """Starts measuring the batch as one set, beside the update; for observation alone."""
-        if self.measurer is None:
+        if self.measurer is None or not self.leads:
             nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
             nothing.set_result({})
             return nothing
@@ -281,7 +322,7 @@ class Run:
             state._replace(
                 params=params,
                 optimizer=opt_state,
-                skipped_in_row=jax.device_put(np.int32(skipped), models.replicated(self.mesh)),
+                skipped_in_row=models.from_host(np.int32(skipped), models.replicated(self.mesh)),
             ),
             means,
         )
@@ -308,11 +349,16 @@ class Run:
     def counters(self) -> dict[str, float]:
         """Events and bytes on the wire since the last call: of one step, so that a resumed run
         logs what the uninterrupted one does."""
-        totals = {f"rollout/{name}": value for name, value in self.client.counters.items()}
+        totals = {}
+        if self.client is not None:
+            totals |= {f"rollout/{name}": value for name, value in self.client.counters.items()}
         totals |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
         counts = {name: float(n - self.counted.get(name, 0)) for name, n in totals.items()}
         self.counted = totals
-        return counts
+        summed: collections.Counter[str] = collections.Counter()
+        for part in self.peers.gather("count", counts):
+            summed.update(part)
+        return dict(summed)
 
     def needs_policy_states(self, step: int) -> bool:
         """Whether the pass that computes `old_logprobs` should keep its hidden states."""
@@ -335,6 +381,39 @@ class Run:
         requests: Sequence[SampleRequest],
         references: Mapping[int, str],
         weights: tuple[models.Params, WeightVersion, int],
+        **options: Any,
+    ) -> list[ScoredRollout]:
+        """All requested responses, scored, in (group, sample) order and in every process; each
+        owner samples its groups."""
+        groups = list(dict.fromkeys(request.group_id for request in requests))
+        own_groups = set(share_of(groups, self.owners, self.peers.index))
+        own = [request for request in requests if request.group_id in own_groups]
+        scored: list[ScoredRollout] = []
+
+        def sample_own() -> None:
+            if own and not scored:
+                scored.extend(self._sample_here(own, references, weights, **options))
+
+        while True:
+            try:
+                together(self.peers, "sample", sample_own)
+                break
+            except Retry as reason:
+                params, _, step = weights
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
+                self.sync_weights(params, step)
+        if self.peers.count == 1:
+            return scored
+        parts = gather_bytes(self.peers, "exchange", pack_scored(scored))
+        kept = {item.rollout.sample_id: item for item in scored}  # with their hidden states
+        everything = [item for part in parts for item in unpack_scored(part)]
+        return [kept.get(item.rollout.sample_id, item) for item in everything]
+
+    def _sample_here(
+        self,
+        requests: Sequence[SampleRequest],
+        references: Mapping[int, str],
+        weights: tuple[models.Params, WeightVersion, int],
         *,
         temperature: float,
         top_p: float = 1.0,
@@ -346,6 +425,13 @@ class Run:
         arrived: Callable[[Rollout], None],
     ) -> list[ScoredRollout]:
         params, version, step = weights
+
+        def resync() -> WeightVersion:
+            """A replica that restarted holds no weights; the same ones give the same version."""
+            if self.peers.count > 1:
+                raise Retry("a replica has lost them")
+            return self.sync_weights(params, step)
+
         sampling = SamplingParams(
             max_tokens=self.config.rollout.max_response_tokens,
             temperature=temperature,
@@ -359,8 +445,7 @@ class Run:
             sampling,
             HiddenStateParams((-1,) if states else (), self.config.hidden_states.dtype),
             version=version,
-            # A replica that restarted holds no weights; the same ones give the same version.
-            resync=lambda: self.sync_weights(params, step),
+            resync=resync,
         )
         with self.stop.interruptible(), contextlib.closing(rollouts):
             return score_and_measure(

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from semrl_jax.models import Params, parameter_shardings, replicated
+from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 
 
@@ -91,16 +92,22 @@ def init_state(
     mesh: Mesh,
 ) -> TrainState:
     """State before the first update, laid out over the mesh; takes `params` over."""
-    params = jax.device_put(params, parameter_shardings(params, mesh))
+    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+        params = jax.device_put(params, parameter_shardings(params, mesh))
+
+    def everywhere(value):
+        dtype = getattr(value, "dtype", np.int32)
+        return from_host(np.asarray(value, dtype), replicated(mesh))
+
     layout = jax.tree.map(
         lambda leaf: leaf.sharding, abstract_state(params, optimizer, shaping, mesh).optimizer
     )
     return TrainState(
         params=params,
         optimizer=jax.jit(optimizer.init, out_shardings=layout)(params),
-        shaping=jax.device_put(shaping, replicated(mesh)),
-        step=jax.device_put(jnp.int32(0), replicated(mesh)),
-        skipped_in_row=jax.device_put(jnp.int32(0), replicated(mesh)),
+        shaping=jax.tree.map(everywhere, shaping),
+        step=everywhere(0),
+        skipped_in_row=everywhere(0),
         position=DataPosition(0, 0),
     )
 

@@ -88,7 +88,7 @@ def mismatch_scalars(
     """How far the rollout engine is from the training model on the same tokens.
 
     Args:
-      scored: B responses; with their hidden states where `states` are compared.
+      scored: B responses; those with hidden states are compared with `states`.
       batch: the same, padded.
       old_logprobs: of the training model, nats.
       states: of the training model, [T, D] of each response; None: not at hand.
@@ -103,9 +103,11 @@ def mismatch_scalars(
         "rollout/logprob_mismatch/mean": float(difference.mean()),
         "rollout/logprob_mismatch/max": float(difference.max()),
     }
-    if states is not None and scored[0].rollout.hidden_states is not None:
-        ours = np.concatenate(states).astype(np.float32)
-        theirs = np.concatenate([item.rollout.hidden_states[:, 0] for item in scored])
+    # Of several processes each has those of the responses it sampled.
+    held = [i for i, item in enumerate(scored) if item.rollout.hidden_states is not None]
+    if states is not None and held:
+        ours = np.concatenate([states[i] for i in held]).astype(np.float32)
+        theirs = np.concatenate([scored[i].rollout.hidden_states[:, 0] for i in held])
         length = np.linalg.norm(ours, axis=1)
         relative = np.linalg.norm(ours - theirs.astype(np.float32), axis=1) / length
         scalars["rollout/hidden_state_mismatch/mean"] = float(relative.mean())

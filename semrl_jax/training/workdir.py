@@ -14,6 +14,8 @@ from typing import Any
 
 import ml_collections
 
+from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 
 # A resumed run may change these; anything else would make it another run.
@@ -30,6 +32,14 @@ MAY_DIFFER = (
     "evaluation.",
     "checkpoints.",
     "logging.",
+    "distributed.",
+    "mesh.",
+    # How a step is split; its numbers stay the same but for rounding.
+    "training.micro_batch_size",
+    "training.micro_batch_tokens",
+    "training.pack_sequences",
+    "training.balance_lengths",
+    "model.remat",
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
@@ -159,6 +169,49 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     )
 
 
+def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
+    """The run directory in every process; process 0 alone makes it, locks it and writes to it.
+
+    Raises:
+      UserError: as `open_workdir`, or where a process does not see what process 0 made.
+    """
+    opened: list[Workdir] = []
+
+    def lead() -> dict[str, Any]:
+        workdir = open_workdir(path, config)
+        opened.append(workdir)
+        return {
+            name: getattr(workdir, name) for name in ("run_id", "attempt_id", "resumed", "changed")
+        }
+
+    record = on_first(peers, "open_workdir", lead)
+    if opened:
+        workdir = opened[0]
+    else:
+        record["changed"] = tuple(record["changed"])
+        workdir = Workdir(pathlib.Path(path).absolute(), lock=contextlib.ExitStack(), **record)
+    try:
+        together(peers, "open_workdir", lambda: _check_shared(workdir))
+    except BaseException:
+        if opened:
+            workdir.discard()
+            workdir.close()
+        raise
+    return workdir
+
+
+def _check_shared(workdir: Workdir) -> None:
+    try:
+        run_id = json.loads((workdir.path / "config.json").read_text())["run_id"]
+    except (OSError, ValueError, KeyError):
+        run_id = None
+    if run_id != workdir.run_id:
+        raise UserError(
+            f"workdir={workdir.path} does not show what process 0 wrote there; name a directory "
+            "that all processes share."
+        )
+
+
 def write_json(file: pathlib.Path, content: Any) -> None:
     """Writes a file that appears whole or not at all."""
     staging = file.with_suffix(".writing")
@@ -177,6 +230,11 @@ def versions() -> dict[str, str]:
         check=False,
     )
     return found | {"git": revision.stdout.strip()}
+
+
+def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Every field under its full name, as JSON holds it."""
+    return _flatten(_jsonable(config.to_dict()))
 
 
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:

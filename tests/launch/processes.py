@@ -1,0 +1,40 @@
+"""One training run in several processes of this machine, for the tests that end one of them."""
+
+import socket
+
+from tests.launch.conftest import TINY, start
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start_processes(workdir, count, *flags, own_flags=None, devices=2):
+    """`launch.train` `count` times with `devices` CPU devices each; as subprocesses with pipes.
+
+    own_flags: process index to flags of that process alone.
+    """
+    port = free_port()
+    return [
+        start(
+            "launch.train", f"--config={TINY}", f"--workdir={workdir}",
+            f"--config.distributed.coordinator=127.0.0.1:{port}",
+            f"--config.distributed.num_processes={count}",
+            f"--config.distributed.process_id={index}",
+            "--config.distributed.heartbeat_timeout_s=10",
+            *flags, *(own_flags or {}).get(index, ()),
+            env={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes, timeout_s=240):
+    """(exit code, stdout, stderr) of each; none is left running."""
+    try:
+        found = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, found)]

@@ -1,0 +1,136 @@
+"""Several processes train one policy: the same numbers, one end, one resumption."""
+
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from semrl_jax.cluster.peers import EXIT_PEER_LOST
+from tests.launch.comparison import assert_same_run
+from tests.launch.conftest import TINY, read_until, run
+from tests.launch.processes import finish, start_processes
+from tests.training.conftest import read_rows, stable
+
+NUM_STEPS = 6
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Two processes, two devices each."""
+    workdir = tmp_path_factory.mktemp("processes") / "run"
+    for code, _, err in finish(start_processes(workdir, 2)):
+        assert code == 0, err
+    return workdir
+
+
+@pytest.fixture
+def warmed(uninterrupted, tmp_path):
+    """A run directory with the warm start done and no step taken."""
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted / "warm_start", workdir / "warm_start")
+    shutil.copy(uninterrupted / "config.json", workdir)
+    return workdir
+
+
+def assert_close_rows(workdir, expected, first=0):
+    """All but times and what counts replicas, to rounding that a few steps have passed on."""
+    rows, wanted = stable(read_rows(workdir)), stable(read_rows(expected))
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted]
+    for row, want in zip(rows[first:], wanted[first:]):
+        assert row.keys() == want.keys()
+        for key in want:
+            # A replica a process: more bytes of weights. Rounding of 1e-7 itself is not compared.
+            if key.startswith("rollout/") or key == "policy/shard_imbalance":
+                continue
+            np.testing.assert_allclose(row[key], want[key], rtol=2e-3, atol=2e-5, err_msg=key)
+
+
+def test_two_processes_give_the_numbers_of_one_on_the_same_mesh(uninterrupted, tmp_path):
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}/one", env=devices,
+                 timeout=300)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert_close_rows(uninterrupted, tmp_path / "one")
+
+
+def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
+    flags = ("--config.mesh.tensor=2", "--config.mesh.fsdp=2")
+    for code, _, err in finish(start_processes(warmed, 4, *flags, devices=1)):
+        assert code == 0, err
+    assert_close_rows(warmed, uninterrupted)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, number):
+    processes = start_processes(warmed, 2)
+    read_until(processes[0], "step    3/6")
+    processes[who].send_signal(number)
+    asked = time.monotonic()
+    other = processes[1 - who]
+    _, err = other.communicate(timeout=60)
+    took = time.monotonic() - asked
+    processes[who].kill()
+    finish(processes)
+    assert other.returncode == EXIT_PEER_LOST, err
+    line = err.strip().splitlines()[-1]
+    assert f"process {who} (" in line and "is lost" in line and "last checkpoint" in line
+    # A connection closes at once; silence is told after heartbeat_timeout_s=10.
+    assert took < (10 if number == signal.SIGKILL else 25)
+    for code, out, err in finish(start_processes(warmed, 2)):
+        assert code == 0, err
+        assert "resumed" in out or "process 0" not in out
+    assert_same_run(warmed, uninterrupted, NUM_STEPS)
+
+
+def test_a_signal_to_one_ends_all_at_the_same_step(uninterrupted, warmed):
+    processes = start_processes(warmed, 2)
+    read_until(processes[0], "step    2/6")
+    processes[1].send_signal(signal.SIGTERM)
+    found = finish(processes)
+    assert [code for code, _, _ in found] == [75, 75], found
+    assert "the same command resumes" in found[0][1]
+    for code, _, err in finish(start_processes(warmed, 2)):
+        assert code == 0, err
+    assert_same_run(warmed, uninterrupted, NUM_STEPS)
+
+
+def test_it_resumes_with_another_number_of_processes_and_another_mesh(uninterrupted, warmed):
+    for code, _, err in finish(start_processes(warmed, 2, "--config.training.num_steps=3")):
+        assert code == 0, err
+    result = run("launch.train", f"--config={TINY}", f"--workdir={warmed}", timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "resumed" in result.stdout and "at step 3" in result.stdout
+    assert "setting changed since the run began: distributed.num_processes" in result.stdout
+    rows, wanted = read_rows(warmed), read_rows(uninterrupted)
+    for row, want in zip(rows, wanted, strict=True):
+        for key in ("reward/mean", "response/length/mean"):  # the same prompts and responses
+            assert row.get(key) == pytest.approx(want.get(key)), (row["step"], key)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--config.training.learning_rate=0.5",), "config.training.learning_rate"),
+        (("--config.seed=3",), "config.seed"),
+    ],
+)
+def test_processes_with_other_settings_are_refused(tmp_path, flags, named):
+    started = time.monotonic()
+    found = finish(start_processes(tmp_path / "run", 2, own_flags={1: flags}))
+    for code, _, err in found:
+        assert code == 2
+        line = err.strip().splitlines()[-1]
+        assert line.startswith("python -m launch.train: process") and named in line
+    assert not (tmp_path / "run").exists()
+    assert time.monotonic() - started < 60
+
+
+def test_a_mistake_of_one_is_told_by_all(tmp_path):
+    found = finish(start_processes(tmp_path / "run", 2, "--config.rollout.top_k=5000"))
+    for code, _, err in found:
+        assert code == 2 and "rollout.top_k=5000" in err.strip().splitlines()[-1]
+    assert not (tmp_path / "run" / "config.json").exists()
