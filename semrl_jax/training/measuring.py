@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -79,11 +79,9 @@ class Measurer:
         )
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
-        self._measure = jax.jit(
-            functools.partial(_measure, **options, side_by_side=device_batch > 0)
-        )
-        self._measure_dataset = jax.jit(
-            functools.partial(dataset_metrics, **_of_dataset(options), stride=dataset_stride)
+        self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
+        self._measure_dataset = _compiled(
+            dataset_metrics, **_of_dataset(options), stride=dataset_stride
         )
         self._host = jax.local_devices(backend="cpu")[0]
         self._device = jax.local_devices()[0] if device_batch else self._host
@@ -234,6 +232,12 @@ def _cancel(group: list[_Waiting]) -> None:
     for item in group:
         item.future.cancel()
         item.future.set_running_or_notify_cancel()
+
+
+@functools.cache
+def _compiled(function: Callable, **options: Hashable) -> Callable:
+    """The same function for the same options, so that every Measurer finds what one compiled."""
+    return jax.jit(functools.partial(function, **options))
 
 
 def _measure(

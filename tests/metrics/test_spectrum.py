@@ -199,7 +199,9 @@ def test_prefixes_longer_than_the_width_add_to_one_scatter_matrix(monkeypatch):
     assert {shape[1] for shape in sizes} == {8, 60, 0, 10}
 
 
-@pytest.mark.parametrize("names", [("effective_rank",), metrics.METRICS])
+@pytest.mark.parametrize(
+    "names", [pytest.param(("effective_rank",), marks=pytest.mark.slow), metrics.METRICS]
+)
 def test_side_by_side_is_one_after_the_other(names):
     rng = np.random.default_rng(0)
     states = rng.normal(size=(4, 24, 40)).astype(np.float32)
@@ -214,6 +216,22 @@ def test_side_by_side_is_one_after_the_other(names):
     assert not actual["effective_rank_valid"][2]
     nested = jax.vmap(functools.partial(measure, side_by_side=True))(states[None], mask[None])
     np.testing.assert_allclose(nested["effective_rank"][0], expected["effective_rank"], rtol=1e-5)
+
+
+def test_neighbours_that_need_float64_change_no_bit_of_a_response_beside_them():
+    states = np.random.default_rng(0).normal(size=(3, 24, 40)).astype(np.float32)
+    mask = np.ones((3, 24), bool)
+    measure = functools.partial(
+        metrics.hidden_state_metrics, stride=5, names=("effective_rank",), side_by_side=True
+    )
+    without = measure(states, mask)
+    states[1] = beside_one_direction(3e-4, 24, 40)
+    beside = measure(states, mask)
+    np.testing.assert_allclose(
+        beside["effective_rank"][1], oracle.effective_rank(states[1]), rtol=1e-5
+    )
+    for name, values in without.items():
+        np.testing.assert_array_equal(beside[name][::2], values[::2], err_msg=name)
 
 
 def test_side_by_side_decomposes_in_one_batch_on_accelerators():

@@ -42,7 +42,9 @@ LAWS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("growth", [1.25, 1.5, 2.0])
+@pytest.mark.parametrize(
+    "growth", [pytest.param(g, marks=pytest.mark.slow) for g in (1.25, 2.0)] + [1.5]
+)
 @given(num_windows=st.integers(1, 60))
 def test_series_that_grow_like_a_metric_are_filled_in(law, growth, num_windows):
     measured = measured_windows(60, growth)
@@ -70,7 +72,7 @@ def responses():
     return states.astype(np.float32), mask
 
 
-@pytest.mark.parametrize("window", metrics.WINDOWS)
+@pytest.mark.parametrize("window", ["exact", pytest.param("later", marks=pytest.mark.slow)])
 def test_orders_hardly_move_when_windows_grow(window):
     states, mask = responses()
     measure = functools.partial(

@@ -1,6 +1,8 @@
 """Verdicts and metrics of a stream: by sample, not by arrival."""
 
+import concurrent.futures
 import dataclasses
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from semrl_jax.metrics import hidden_state_metrics
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.training.measuring import Measurer
+from semrl_jax.training.measuring import Measured, Measurer
 from semrl_jax.training.scoring import score_and_measure
 from tests.training.conftest import make_scored
 
@@ -163,6 +165,61 @@ def test_what_goes_wrong_reaches_everyone_who_waits():
         for future in pending:
             with pytest.raises(ValueError, match="window='none'"):
                 future.result(timeout=60)
+
+
+def test_one_response_that_cannot_be_measured_harms_no_other():
+    good = np.random.default_rng(0).normal(size=(10, 16)).astype(np.float32)
+    with Measurer(max_tokens=20, num_threads=1, **OPTIONS) as measurer:
+        half = measurer.submit(good.astype(np.float16))  # of another call, and before the others
+        first = measurer.submit(good)
+        with pytest.raises(ValueError, match="has 21 tokens; at most max_tokens=20"):
+            measurer.submit(np.ones((21, 16), np.float32))
+        with pytest.raises(ValueError, match=r"shape \(10, 0\); its width"):
+            measurer.submit(np.ones((10, 0), np.float32))
+        cancelled = measurer.submit(good)
+        assert cancelled.cancel()
+        second = measurer.submit(good)
+        measurer.flush()
+        assert first.result(timeout=60).metrics == second.result(timeout=60).metrics
+        for future, rows in ((first, good), (half, good.astype(np.float16).astype(np.float32))):
+            mean = future.result(timeout=60).mean_state
+            np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-6)  # float32 sums
+        assert cancelled.cancelled()
+        assert measurer.submit_batch([]).result(timeout=60) == {}
+
+
+def test_closing_leaves_no_future_pending(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+
+    def measured(self, group, kind):
+        started.set()
+        go_on.wait(timeout=60)
+        return [Measured({}, np.zeros(kind.width, np.float32)) for _ in group]
+
+    monkeypatch.setattr(Measurer, "_measured", measured)
+    measurer = Measurer(max_tokens=64, num_threads=1, **OPTIONS)
+    states = np.ones((4, 16), np.float32)
+    running = measurer.submit(states)
+    measurer.flush()
+    assert started.wait(timeout=60)
+    queued = [measurer.submit(states)]
+    measurer.flush()
+    queued.append(measurer.submit_batch([states[0]]))
+    waiting = [measurer.submit(states), measurer.submit(states)]
+    assert waiting[1].cancel()
+    closing = threading.Thread(target=measurer.close)
+    closing.start()
+    go_on.set()
+    closing.join(timeout=60)
+    assert running.result(timeout=0).metrics == {}
+    done, pending = concurrent.futures.wait([queued[0], *waiting], timeout=10)
+    assert not pending and all(future.cancelled() for future in done)
+    assert queued[1].cancelled()
+    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, [states[0]])):
+        with pytest.raises(RuntimeError, match="this Measurer is closed"):
+            submit(argument)
+    measurer.flush()
+    measurer.close()
 
 
 def test_the_device_measures_the_same_side_by_side():
