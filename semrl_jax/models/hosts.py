@@ -29,7 +29,7 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def from_host(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def from_host(array: np.ndarray | np.generic, sharding: jax.sharding.Sharding) -> jax.Array:
     """The array laid out so; every process has to have the same one and copies its parts."""
     array = np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

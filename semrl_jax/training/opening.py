@@ -71,7 +71,7 @@ def open_run(
     """
     mesh = models.make_mesh(config.mesh.to_dict())
     rows = mesh.shape["replica"] * mesh.shape["fsdp"]
-    if config.training.micro_batch_size % rows:
+    if not config.training.micro_batch_tokens and config.training.micro_batch_size % rows:
         raise UserError(
             f"training.micro_batch_size={config.training.micro_batch_size} must be a multiple of "
             f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."

@@ -204,3 +204,17 @@ def test_indicators_of_the_tokens_shape_without_hidden_states(config, tmp_path, 
     assert rows[1]["metrics/avg_log_probs/min"] == pytest.approx(min(means), abs=1e-4)
     entropy = rows[1]["metrics/avg_logits_entropy/mean"]
     assert 0 < entropy < np.log(32) and entropy != pytest.approx(-np.mean(means), rel=1e-3)
+
+
+def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
+    config.hidden_states.source = "policy"
+    config.training.num_steps = 1
+    for name, packed in (("rows", False), ("packed", True)):
+        config.training.pack_sequences = packed
+        config.training.micro_batch_tokens = 128 if packed else 0
+        assert train(config, str(tmp_path / name)) == 0
+    row, packed_row = (read_rows(tmp_path / name)[0] for name in ("rows", "packed"))
+    for key in ("policy/loss", "policy/entropy", "policy/grad_norm", "metrics/effective_rank/mean"):
+        # The states are float32; sums over tokens have another order.
+        assert packed_row[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6), key
+    assert packed_row["policy/padding_fraction"] != row["policy/padding_fraction"]
