@@ -52,5 +52,5 @@ def response_entropy_of(
     log_q = jnp.log(jnp.where(q > 0, q, 1.0))
     # sum q^a = 1 + sum q (q^(a-1) - 1), and its distance from 1 is what the logarithm needs.
     excess = jnp.sum(q * jnp.expm1((ORDER - 1.0) * log_q))
-    entropy = jnp.log1p(excess) / (1.0 - ORDER)
-    return jnp.where((num_rows >= 2) & (entropy > 0), entropy, 0.0)  # not -0.0
+    entropy = jnp.abs(jnp.log1p(excess)) / (ORDER - 1.0)  # of no sign: 0.0, never -0.0
+    return jnp.where(num_rows >= 2, entropy, 0.0)
