@@ -131,7 +131,7 @@ def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
             times[name].append(seconds(way) / part)
     median = {name: statistics.median(values) for name, values in times.items()}
     structs = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:2], bool)
-    memory = metrics.hidden_state_metrics.lower(*structs, **five.keywords).compile()
+    memory = jax.jit(five).lower(*structs).compile()
     extra = memory.memory_analysis().temp_size_in_bytes / math.prod(shape) / 4
     for name in list(ways)[1:]:
         print(
