@@ -92,8 +92,7 @@ def init_state(
     mesh: Mesh,
 ) -> TrainState:
     """State before the first update, laid out over the mesh; takes `params` over."""
-    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
-        params = jax.device_put(params, parameter_shardings(params, mesh))
+    params = jax.device_put(params, parameter_shardings(params, mesh))
 
     def everywhere(value):
         dtype = getattr(value, "dtype", np.int32)
