@@ -244,7 +244,8 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        if not field.startswith(MAY_DIFFER):
+        # A setting that did not exist when the run began is at most named.
+        if field in old and not field.startswith(MAY_DIFFER):
             raise UserError(
                 f"workdir={path} holds a run with another config ({line}); restore the setting or "
                 "name a new directory."

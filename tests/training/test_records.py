@@ -152,6 +152,21 @@ def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
         open_workdir(str(tmp_path / "run"), config)
 
 
+def test_a_run_from_before_a_setting_existed_goes_on_and_names_it(config, tmp_path):
+    open_workdir(str(tmp_path / "run"), config).close()
+    file = tmp_path / "run" / "config.json"
+    record = json.loads(file.read_text())
+    del record["config"]["training"]["pack_sequences"]
+    del record["config"]["metrics"]["window_growth"]
+    file.write_text(json.dumps(record))
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert reopened.changed == (
+        "metrics.window_growth: None -> 1.0",
+        "training.pack_sequences: None -> False",
+    )
+
+
 def test_foreign_directories_are_left_alone(config, tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):
