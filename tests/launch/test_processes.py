@@ -14,7 +14,6 @@ from tests.launch.processes import finish, start_processes
 from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +47,7 @@ def assert_close_rows(workdir, expected, first=0):
             np.testing.assert_allclose(row[key], want[key], rtol=2e-3, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one_on_the_same_mesh(uninterrupted, tmp_path):
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}/one", env=devices,
@@ -56,6 +56,7 @@ def test_two_processes_give_the_numbers_of_one_on_the_same_mesh(uninterrupted, t
     assert_close_rows(uninterrupted, tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
     flags = ("--config.mesh.tensor=2", "--config.mesh.fsdp=2")
     for code, _, err in finish(start_processes(warmed, 4, *flags, devices=1)):
@@ -63,8 +64,15 @@ def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
     assert_close_rows(warmed, uninterrupted)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.soak),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.soak),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.soak),
+    ],
+)
 def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, number):
     processes = start_processes(warmed, 2)
     read_until(processes[0], "step    3/6")
@@ -86,6 +94,7 @@ def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, nu
     assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_ends_all_at_the_same_step(uninterrupted, warmed):
     processes = start_processes(warmed, 2)
     read_until(processes[0], "step    2/6")
@@ -98,6 +107,7 @@ def test_a_signal_to_one_ends_all_at_the_same_step(uninterrupted, warmed):
     assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_it_resumes_with_another_number_of_processes_and_another_mesh(uninterrupted, warmed):
     for code, _, err in finish(start_processes(warmed, 2, "--config.training.num_steps=3")):
         assert code == 0, err
@@ -114,10 +124,13 @@ def test_it_resumes_with_another_number_of_processes_and_another_mesh(uninterrup
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--config.training.learning_rate=0.5",), "config.training.learning_rate"),
-        (("--config.seed=3",), "config.seed"),
+        pytest.param(
+            ("--config.training.learning_rate=0.5",), "config.training.learning_rate",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--config.seed=3",), "config.seed", marks=pytest.mark.soak),
     ],
-)
+)  # fmt: skip
 def test_processes_with_other_settings_are_refused(tmp_path, flags, named):
     started = time.monotonic()
     found = finish(start_processes(tmp_path / "run", 2, own_flags={1: flags}))
@@ -129,6 +142,7 @@ def test_processes_with_other_settings_are_refused(tmp_path, flags, named):
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.soak
 def test_a_mistake_of_one_is_told_by_all(tmp_path):
     found = finish(start_processes(tmp_path / "run", 2, "--config.rollout.top_k=5000"))
     for code, _, err in found:

@@ -123,6 +123,7 @@ def three_steps(policy):
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +131,13 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     [
         ((1, 2, 2, 2), "none"),
         *(
-            slow(tuple(size if i == axis else 1 for i in range(4)), "none")
+            (slow if size == 4 else soak)(tuple(size if i == axis else 1 for i in range(4)), "none")
             for axis in range(4)
             for size in (2, 4, 8)
         ),
-        *(
-            slow(sizes, "full")
-            for sizes in ((2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2))
-        ),
-        slow((2, 4, 1, 1), "dots"),
+        slow((2, 2, 2, 1), "full"),
+        *(soak(sizes, "full") for sizes in ((2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2))),
+        soak((2, 4, 1, 1), "dots"),
     ],
 )
 def test_three_steps_are_those_of_one_device(sizes, remat):

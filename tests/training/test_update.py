@@ -155,9 +155,15 @@ def expected(window):
     return policy, params, batch, values, *oracle(policy, params, batch, values)
 
 
-QUICK = ((4, "three rows"), (4, "packed"))
+MARKS = {
+    (4, "three rows"): (),
+    (4, "packed"): (),
+    (None, "packed"): pytest.mark.slow,
+    (None, "one row"): pytest.mark.slow,
+    (4, "two rows"): pytest.mark.slow,
+}
 LAYOUTS = [
-    pytest.param(window, name, marks=() if (window, name) in QUICK else pytest.mark.slow)
+    pytest.param(window, name, marks=MARKS.get((window, name), pytest.mark.soak))
     for window in (None, 4)
     for name in PLANS
 ]
