@@ -12,10 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from semrl_jax.cluster.environment import ALONE, Place, split_address
-from semrl_jax.cluster.peers import EXIT_PEER_LOST
+from semrl_jax.cluster.peers import EXIT_PEER_LOST, name_processes
 from semrl_jax.errors import UserError
 
 GREETING = "semrl_jax/1"
@@ -83,19 +83,6 @@ def join(
             initialization_timeout=math.ceil(left_s) + 60,  # ours comes first
             heartbeat_timeout_seconds=max(1, math.ceil(heartbeat_timeout_s)),
         )
-
-
-def name_processes(ids: Iterable[int]) -> str:
-    """Names processes in few words: 'process 3', 'processes 1, 4-7'."""
-    ids = sorted(ids)
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"process {text}" if len(ids) == 1 else f"processes {text}"
 
 
 def _receive_all(

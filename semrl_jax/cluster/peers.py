@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 EXIT_PEER_LOST = 76
@@ -168,7 +168,9 @@ class Peers:
         while len(accepted) < self.count - 1:
             if time.monotonic() > deadline:
                 missing = set(range(1, self.count)) - {link.index for link in accepted}
-                self._end(f"{_names(missing)} did not connect to process 0 within {timeout_s:g} s")
+                self._end(
+                    f"{name_processes(missing)} did not connect to process 0 within {timeout_s:g} s"
+                )
             time.sleep(0.05)
         self._links = {link.index: link for link in accepted}
         listener.close()
@@ -307,5 +309,14 @@ def listen(host: str, key: bytes, port: int = 0) -> multiprocessing.connection.L
     return multiprocessing.connection.Listener((host, port), authkey=key)
 
 
-def _names(indices: Sequence[int]) -> str:
-    return ", ".join(f"process {index}" for index in sorted(indices))
+def name_processes(ids: Iterable[int]) -> str:
+    """Names processes in few words: 'process 3', 'processes 1, 4-7'."""
+    ids = sorted(ids)
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"process {text}" if len(ids) == 1 else f"processes {text}"

@@ -55,7 +55,7 @@ def run_steps(
         )
         scored = run.sample(prompts, state.params, version, step, clock, bar)
         rewards = group_rewards(scored, config, step)
-        batch = run.to_device(scored, rewards)
+        batch = run.padded(scored, rewards)
         with clock("old_logprobs"):
             old = run.logprobs(
                 state.params,
@@ -139,6 +139,13 @@ def join_others(
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
     """Makes the warm start of a run directory, if it is not there yet; returns as `train`."""
     validate(config)
+    place = find_place(config.distributed, os.environ)
+    if place.num_processes > 1:
+        raise UserError(
+            f"distributed: process {place.process_id} of {place.num_processes} (from "
+            f"{place.source}), but a warm start is made by one process; start one alone with "
+            "--config.distributed.num_processes=1. launch.train needs none before it."
+        )
     reporter = Reporter()
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
     directory = open_workdir(workdir, config)

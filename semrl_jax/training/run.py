@@ -216,10 +216,10 @@ class Run:
                 arrived=counter(bar, "sample", len(requests)),
             )
 
-    def to_device(
+    def padded(
         self, scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
     ) -> RolloutBatch:
-        """Pads to a bucket; on the host, from where every pass lays its rows over the mesh."""
+        """The batch on the host, from where every pass lays its rows over the mesh."""
         config = self.config.rollout
         return pad_batch(
             [item.rollout for item in scored],
@@ -304,7 +304,9 @@ class Run:
             history.append({name: float(value) for name, value in scalars.items()})
             skipped = skipped + 1 if history[-1]["policy/update_skipped"] else 0
             if skipped >= config.training.max_skipped_updates:
-                file = save_arrays(self.workdir.path / "nonfinite_batch.npz", minibatch)
+                file = self.workdir.path / "nonfinite_batch.npz"
+                if self.leads:
+                    save_arrays(file, minibatch)
                 raise RuntimeError(
                     f"the loss or gradient of {skipped} updates in a row was not finite; the last "
                     f"mini-batch is in {file}. Lower training.learning_rate, or resume from an "
@@ -465,11 +467,10 @@ def counter(bar: Bar, what: str, total: int) -> Callable[[Rollout], None]:
     return lambda _rollout: bar.status(f"{what} {next(count)}/{total}")
 
 
-def save_arrays(file: pathlib.Path, tree: Any) -> pathlib.Path:
+def save_arrays(file: pathlib.Path, tree: Any) -> None:
     """Saves the arrays of a pytree under their path names, for a look at what went wrong."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     np.savez(file, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
-    return file
 
 
 def stream_seed(*path: int) -> int:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from semrl_jax.cluster import SINGLE, Place, join
-from semrl_jax.cluster.joining import name_processes
+from semrl_jax.cluster.peers import name_processes
 from semrl_jax.errors import UserError
 from tests.launch.conftest import ROOT, environment
 

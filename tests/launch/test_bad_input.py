@@ -135,6 +135,20 @@ def test_sft_leaves_nothing_behind(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_sft_is_one_process(tmp_path):
+    result = run(
+        "launch.sft",
+        f"--config={TINY}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.distributed.coordinator=127.0.0.1:7000",
+        "--config.distributed.num_processes=2",
+        "--config.distributed.process_id=1",
+    )
+    assert_one_line(result, "process 1 of 2 (from settings), but a warm start is made by one")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["launch.train", "launch.rollout", "launch.sft"])
 def test_help_says_what_the_command_does(command):
     result = run(command, "--help")
