@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import machine
 from semrl_jax import models
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.checkpoint_files import file_checksums
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.state import TrainState, init_state, make_optimizer
-from semrl_jax.training.workdir import versions
 
 MIB = 2**20
 ARCHITECTURES = {
@@ -179,8 +178,7 @@ def main() -> None:
                 print(f"held up by a save, of the time of a step: {share:.2%} of {step_s:.2f} s")
     finally:
         shutil.rmtree(directory)
-    packages = ", ".join(f"{name} {version[:12]}" for name, version in versions().items())
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}")
+    print(machine.description())
 
 
 if __name__ == "__main__":

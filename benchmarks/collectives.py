@@ -211,6 +211,9 @@ def main() -> None:
         axes_table(AXES_LAYERS, arguments.tokens)
     if not arguments.axes:
         scaling_table(arguments.devices, arguments.layers, arguments.tokens)
+    from benchmarks import machine  # brings JAX, which this process needs for nothing else
+
+    print(machine.description())
 
 
 if __name__ == "__main__":

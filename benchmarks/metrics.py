@@ -18,6 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA gi
 import argparse
 import concurrent.futures
 import functools
+import importlib.metadata
 import math
 import statistics
 import time
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks import machine
 from semrl_jax import metrics
 from semrl_jax.analysis.growth import growing_states, sampled_states, wide_states
 from tests.oracles import metrics as oracle
@@ -269,6 +271,7 @@ def main() -> None:
         shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes or ()]
         for shape in shapes or SHAPES:
             compare(shape, arguments.turns, arguments.threads)
+    print(f"{machine.description()}, torch {importlib.metadata.version('torch')}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ parameters and one layer.
 import argparse
 import importlib.util
 import json
-import os
 import pathlib
-import platform
 import statistics
 import subprocess
 import sys
@@ -147,8 +145,8 @@ def main() -> None:
 
 
 def report(results, arguments) -> None:
+    from benchmarks import machine
     from semrl_jax.models import tensor_specs
-    from semrl_jax.training.workdir import versions
 
     config = sizes()
     specs = tensor_specs(config, "float32")
@@ -168,8 +166,7 @@ def report(results, arguments) -> None:
         f"least memory: parameters {params:.0f} MiB + one layer {layer:.0f} MiB; files of "
         f"{arguments.dtype}, {on_disk:.0f} MiB; medians of {arguments.repeats}"
     )
-    packages = ", ".join(f"{name} {version[:12]}" for name, version in versions().items())
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}")
+    print(machine.description())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import shutil
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from semrl_jax.training.workdir import versions
+from benchmarks import machine
 
 ACCURACY = "eval/arithmetic/greedy_accuracy"
 STAGES = (
@@ -93,8 +92,7 @@ def main() -> None:
     for key in results[0]:
         values = "".join(f"{result[key]:18.3f}" for result in results)
         print(key.ljust(width) + values)
-    packages = ", ".join(f"{name} {version[:12]}" for name, version in versions().items())
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}")
+    print(machine.description())
 
 
 if __name__ == "__main__":
