@@ -109,7 +109,6 @@ class Run:
                 return self.client.sync_weights(specs, read, step=step)
 
         def send_together() -> WeightVersion | None:
-            self.stop.check()
             arrays = read()
             passes = iter([arrays])
 
@@ -126,6 +125,8 @@ class Run:
         if self.peers.count == 1:
             return send_alone()
         while True:
+            # Agreed on before anything is gathered: one that left alone would keep the others there.
+            together(self.peers, "sync_weights", self.stop.check)
             try:
                 return together(self.peers, "sync_weights", send_together)
             except Retry as reason:
