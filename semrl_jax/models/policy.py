@@ -10,12 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoder, KVCache
-from semrl_jax.models.sharding import ACTIVATION_SPECS, constrain, constrain_parameters
+from semrl_jax.models.sharding import (
+    ACTIVATION_SPECS,
+    DATA_AXES,
+    constrain,
+    constrain_parameters,
+)
 
 Params = dict[str, Any]
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
@@ -92,6 +97,40 @@ class Policy:
         logits = _float32_product(states, self._bind(params).output_matrix())
         return constrain(logits, "logits", self._split)
 
+    def states_at(
+        self, states: Float[Array, "B S D"], columns: Int[Array, "B U"]
+    ) -> Float[Array, "B U D"]:
+        """The states of the given columns of each row.
+
+        On a mesh that splits columns, a device has the states of few of them: what travels over the
+        axis is the states asked for, once, and none of the others; as often back in the gradient.
+
+        Args:
+          states: laid out as `final_states` gives them.
+          columns: int32, in [0, S).
+        """
+        mesh = self._split
+        if mesh is None:
+            return jnp.take_along_axis(states, columns[:, :, None], axis=1)
+
+        def of_shard(states, columns):
+            columns = columns - jax.lax.axis_index("sequence") * states.shape[1]
+            inside = (columns >= 0) & (columns < states.shape[1])
+            here = jnp.clip(columns, 0, states.shape[1] - 1)
+            found = jnp.take_along_axis(states, here[:, :, None], axis=1)
+            # One device has each state and the others zeros: the sum rounds nothing.
+            found = jnp.where(inside[:, :, None], found, jnp.zeros((), found.dtype))
+            return jax.lax.psum_scatter(found, "sequence", scatter_dimension=1, tiled=True)
+
+        padded = self._padded
+        found = jax.shard_map(
+            of_shard,
+            mesh=mesh,
+            in_specs=(ACTIVATION_SPECS["states"], PartitionSpec(DATA_AXES)),
+            out_specs=ACTIVATION_SPECS["states"],
+        )(padded(states), padded(columns))
+        return found[: columns.shape[0], : columns.shape[1]]
+
     def token_logprobs(
         self,
         params: Params,
@@ -132,11 +171,6 @@ class Policy:
             return of_tokens(states, token_ids, matrix, axis="tensor")
 
         rows, columns = token_ids.shape
-        # An equal number of rows and columns a device.
-        padding = (
-            (0, -rows % (mesh.shape["replica"] * mesh.shape["fsdp"])),
-            (0, -columns % mesh.shape["sequence"]),
-        )
         logprobs, entropies = jax.shard_map(
             of_shard,
             mesh=mesh,
@@ -145,8 +179,15 @@ class Policy:
                 PartitionSpec("fsdp", "tensor"),
             ),
             out_specs=ACTIVATION_SPECS["tokens"],
-        )(jnp.pad(states, (*padding, (0, 0))), jnp.pad(token_ids, padding), matrix)  # fmt: skip
+        )(self._padded(states), self._padded(token_ids), matrix)  # fmt: skip
         return logprobs[:rows, :columns], entropies[:rows, :columns]
+
+    def _padded(self, x: Shaped[Array, "B S *dims"]) -> Shaped[Array, "_ _ *dims"]:
+        """With an equal number of rows and columns a device."""
+        shape = self._split.shape
+        rows = -x.shape[0] % (shape["replica"] * shape["fsdp"])
+        columns = -x.shape[1] % shape["sequence"]
+        return jnp.pad(x, ((0, rows), (0, columns)) + ((0, 0),) * (x.ndim - 2))
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(

@@ -131,7 +131,7 @@ def update_policy(
 def response_states(params: Params, rows: TokenRows, policy: Policy) -> Float[Array, "R U D"]:
     """Final states in the compute dtype of one micro-batch: those that produced its responses."""
     states = policy.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
-    return jnp.take_along_axis(states, rows.sources[:, :, None], axis=1)
+    return policy.states_at(states, rows.sources)
 
 
 @functools.partial(
