@@ -7,6 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from semrl_jax.models.sharding import DATA_AXES
 
 
 def to_host(tree: Any) -> Any:
@@ -33,3 +37,32 @@ def from_host(array: np.ndarray | np.generic, sharding: jax.sharding.Sharding) -
     """The array laid out so; every process has to have the same one and copies its parts."""
     array = np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def processes_of(mesh: Mesh) -> Int[np.ndarray, "R F S T"]:
+    """The process of each device of a mesh."""
+    return np.vectorize(lambda device: device.process_index)(mesh.devices)
+
+
+def shard_owners(processes: Int[np.ndarray, "R F S T"]) -> Int[np.ndarray, " shards"]:
+    """The owner of each data shard: the lowest process that holds it."""
+    return processes.min(axis=(2, 3)).ravel()
+
+
+def own_rows(rows: Float[Array, "M R *dims"], mesh: Mesh) -> dict[int, np.ndarray]:
+    """[M, R / shards, ...] of each data shard that this process owns, by shard.
+
+    Args:
+      rows: R is split over the data axes of the mesh, in any other way over the others; all
+        processes have to call it.
+    """
+    rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, DATA_AXES)))
+    owners = shard_owners(processes_of(mesh))
+    num_rows = rows.shape[1] // len(owners)
+    own = {}
+    for part in rows.addressable_shards:  # several devices may hold the same rows
+        shard = (part.index[1].start or 0) // num_rows
+        if owners[shard] == jax.process_index() and shard not in own:
+            part.data.copy_to_host_async()
+            own[shard] = part.data
+    return {shard: np.asarray(part) for shard, part in own.items()}

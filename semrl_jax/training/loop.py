@@ -27,7 +27,7 @@ from semrl_jax.training.sameness import check_same
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import DataPosition, TrainState
-from semrl_jax.training.statistics import batch_scalars, metric_arrays, mismatch_scalars
+from semrl_jax.training.statistics import batch_scalars, metric_arrays
 from semrl_jax.training.workdir import open_workdir, open_workdir_together
 from semrl_jax.training.writer import MetricWriter, remove_rollouts, write_rollouts
 
@@ -65,7 +65,7 @@ def run_steps(
             )
         with clock("ref_logprobs"):
             ref_logprobs = run.logprobs(run.reference, batch).logprobs
-        mismatch = mismatch_scalars(scored, batch, old.logprobs, old.states)
+        mismatch = run.mismatch(scored, batch, old, step)
         with clock("metrics"):
             scored = run.measured(scored, batch, old)
             metrics = metric_arrays(scored)

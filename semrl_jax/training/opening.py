@@ -16,12 +16,13 @@ from semrl_jax import data, models
 from semrl_jax.cluster.agreement import on_first, together
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
+from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.measuring import Measurer
-from semrl_jax.training.owners import owning_processes, processes_of
+from semrl_jax.training.owners import owning_processes
 from semrl_jax.training.policy_setup import (
     build_policy,
     end_token_ids,

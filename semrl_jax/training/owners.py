@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int, Shaped
 
+from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.types import Rollout, VersionSpan, WeightVersion
@@ -24,14 +24,9 @@ from semrl_jax.types import Rollout, VersionSpan, WeightVersion
 T = TypeVar("T")
 
 
-def processes_of(mesh: Mesh) -> Int[np.ndarray, "R F S T"]:
-    """The process of each device of a mesh."""
-    return np.vectorize(lambda device: device.process_index)(mesh.devices)
-
-
 def owning_processes(processes: Int[np.ndarray, "R F S T"]) -> tuple[int, ...]:
     """The owners of the data shards, each once, in order."""
-    return tuple(sorted(set(processes.min(axis=(2, 3)).ravel().tolist())))
+    return tuple(sorted(set(shard_owners(processes).tolist())))
 
 
 def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequence[T]:

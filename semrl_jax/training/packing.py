@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -115,10 +115,23 @@ class Layout:
         """Undoes `to_slots`; 0 where padded."""
         return np.where(self.slots >= 0, values.reshape(-1)[self.slots], np.zeros((), values.dtype))
 
-    def responses(self, values: Float[np.ndarray, "M R U D"]) -> list[Float[np.ndarray, "_ D"]]:
-        """The slots of each response as a view: a response's slots follow each other."""
-        flat = values.reshape(-1, values.shape[-1])
-        return [flat[row[0] : row[0] + np.sum(row >= 0)] for row in self.slots]
+    def responses(
+        self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
+    ) -> dict[int, Float[np.ndarray, "_ D"]]:
+        """Values of the slots of each response that lies in one of these data shards, by response.
+
+        They are views: a response's slots follow each other. Every response has a token.
+        """
+        _, num_rows, num_slots = self.rows.sources.shape
+        rows_of_shard = num_rows // len(self.shard_tokens)
+        found = {}
+        for index, slots in enumerate(self.slots):
+            row, first = divmod(int(slots[0]), num_slots)
+            micro, row = divmod(row, num_rows)
+            shard, row = divmod(row, rows_of_shard)
+            if shard in shards:
+                found[index] = shards[shard][micro, row, first : first + np.sum(slots >= 0)]
+        return found
 
     def scalars(self) -> dict[str, float]:
         """Share of padding among the tokens computed; the fullest shard's tokens over the mean."""

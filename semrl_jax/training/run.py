@@ -45,7 +45,12 @@ from semrl_jax.training.state import (
     learning_rate_at,
     num_optimizer_updates,
 )
-from semrl_jax.training.statistics import metric_scalars
+from semrl_jax.training.statistics import (
+    logprob_mismatch,
+    metric_scalars,
+    state_differences,
+    state_mismatch,
+)
 from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
@@ -125,7 +130,7 @@ class Run:
         if self.peers.count == 1:
             return send_alone()
         while True:
-            # Agreed on before anything is gathered: one that left alone would keep the others there.
+            # Agreed on before anything is gathered: who left alone would keep the others there.
             together(self.peers, "sync_weights", self.stop.check)
             try:
                 return together(self.peers, "sync_weights", send_together)
@@ -250,9 +255,26 @@ class Run:
         scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
         if self.config.hidden_states.source != "policy":
             return scored
-        pending = [self.measurer.submit(states) for states in tokens.states]
-        self.measurer.flush()
-        return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
+
+        def measure_own() -> list[ScoredRollout]:
+            pending = {i: self.measurer.submit(states) for i, states in tokens.states.items()}
+            self.measurer.flush()
+            return [scored[i].with_measured(future.result()) for i, future in pending.items()]
+
+        return self._of_all(together(self.peers, "metrics", measure_own))
+
+    def mismatch(
+        self, scored: Sequence[ScoredRollout], batch: RolloutBatch, tokens: TokenPass, step: int
+    ) -> dict[str, float]:
+        """`rollout/..._mismatch/{mean,max}`: how far the rollout engine is from the training model.
+
+        States are compared of the responses that one process has from both.
+        """
+        scalars = logprob_mismatch(batch, tokens.logprobs)
+        if self.compares(step):
+            own = state_differences(scored, tokens.states)
+            scalars |= state_mismatch(self.peers.gather("mismatch", own))
+        return scalars
 
     def measure_batch(
         self, scored: Sequence[ScoredRollout]
@@ -405,12 +427,23 @@ class Run:
                 params, _, step = weights
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")
                 self.sync_weights(params, step)
+        return self._of_all(scored)
+
+    def _of_all(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        """The responses of all processes in (group, sample) order, each of them held by one.
+
+        Hidden states stay with the process that has them.
+        """
         if self.peers.count == 1:
-            return scored
+            return list(scored)
         parts = gather_bytes(self.peers, "exchange", pack_scored(scored))
-        kept = {item.rollout.sample_id: item for item in scored}  # with their hidden states
-        everything = [item for part in parts for item in unpack_scored(part)]
-        return [kept.get(item.rollout.sample_id, item) for item in everything]
+        everything = {
+            item.rollout.sample_id: item for part in parts for item in unpack_scored(part)
+        }
+        everything |= {item.rollout.sample_id: item for item in scored}  # with hidden states
+        return sorted(
+            everything.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
+        )
 
     def _sample_here(
         self,

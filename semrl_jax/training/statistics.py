@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -79,40 +79,51 @@ def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
     }
 
 
-def mismatch_scalars(
-    scored: Sequence[ScoredRollout],
-    batch: RolloutBatch,
-    old_logprobs: Float[np.ndarray, "B T"],
-    states: Sequence[Float[np.ndarray, "_ D"]] | None,
+def logprob_mismatch(
+    batch: RolloutBatch, old_logprobs: Float[np.ndarray, "B T"]
 ) -> dict[str, float]:
-    """How far the rollout engine is from the training model on the same tokens.
-
-    Args:
-      scored: B responses; those with hidden states are compared with `states`.
-      batch: the same, padded.
-      old_logprobs: of the training model, nats.
-      states: of the training model, [T, D] of each response; None: not at hand.
-
-    Returns:
-      `rollout/logprob_mismatch/{mean,max}`, nats; and where both sources of hidden states are at
-      hand `rollout/hidden_state_mismatch/{mean,max}`, the length of a row's difference over the
-      length of the row.
-    """
+    """Absolute difference of the engine's and the training model's log-probabilities, nats."""
     difference = np.abs(old_logprobs - batch.rollout_logprobs)[batch.response_mask]
-    scalars = {
+    return {
         "rollout/logprob_mismatch/mean": float(difference.mean()),
         "rollout/logprob_mismatch/max": float(difference.max()),
     }
-    # Of several processes each has those of the responses it sampled.
-    held = [i for i, item in enumerate(scored) if item.rollout.hidden_states is not None]
-    if states is not None and held:
-        ours = np.concatenate([states[i] for i in held]).astype(np.float32)
-        theirs = np.concatenate([scored[i].rollout.hidden_states[:, 0] for i in held])
+
+
+def state_differences(
+    scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
+) -> dict[str, float]:
+    """Rows of the engine beside the training model's: length of the difference over the length.
+
+    Args:
+      scored: B responses; those with hidden states are compared.
+      states: of the training model, by index of the response, as far as they are here.
+
+    Returns:
+      `count`, `sum` and `max` over the rows that are here from both.
+    """
+    relative = [np.zeros(0)]
+    for index, row in states.items():
+        if scored[index].rollout.hidden_states is None:
+            continue
+        ours = row.astype(np.float32)
+        theirs = scored[index].rollout.hidden_states[:, 0].astype(np.float32)
         length = np.linalg.norm(ours, axis=1)
-        relative = np.linalg.norm(ours - theirs.astype(np.float32), axis=1) / length
-        scalars["rollout/hidden_state_mismatch/mean"] = float(relative.mean())
-        scalars["rollout/hidden_state_mismatch/max"] = float(relative.max())
-    return scalars
+        relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
+    values = np.concatenate(relative)
+    largest = float(values.max(initial=0.0))
+    return {"count": float(len(values)), "sum": float(values.sum()), "max": largest}
+
+
+def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`state_differences` of all processes as scalars of the log; {} where none has any."""
+    count = sum(part["count"] for part in parts)
+    if not count:
+        return {}
+    return {
+        "rollout/hidden_state_mismatch/mean": sum(part["sum"] for part in parts) / count,
+        "rollout/hidden_state_mismatch/max": max(part["max"] for part in parts),
+    }
 
 
 def _by_correctness(

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms import policy_loss, token_weights
 from semrl_jax.models import Params, Policy
-from semrl_jax.models.hosts import to_host
+from semrl_jax.models.hosts import own_rows, to_host
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
 from semrl_jax.types import RolloutBatch
 
@@ -29,12 +29,13 @@ class TokenPass(NamedTuple):
     Attributes:
       logprobs: of each token, float32 nats.
       entropies: of the distribution each token was drawn from, float32 nats; None unless asked for.
-      states: [T, D] of each response, without padding, in the compute dtype; None unless asked for.
+      states: [T, D] of responses, without padding, in the compute dtype, by their index: of those
+        that lie in a data shard of this process; None unless asked for.
     """
 
     logprobs: Float[np.ndarray, "B T"]
     entropies: Float[np.ndarray, "B T"] | None
-    states: Sequence[Float[np.ndarray, "_ D"]] | None
+    states: Mapping[int, Float[np.ndarray, "_ D"]] | None
 
 
 class RowPass(NamedTuple):
@@ -83,7 +84,7 @@ def batch_logprobs(
     return TokenPass(
         layout.from_slots(to_host(found.logprobs)),
         layout.from_slots(to_host(found.entropies)) if with_entropies else None,
-        layout.responses(to_host(found.states)) if with_states else None,
+        layout.responses(own_rows(found.states, plan.mesh)) if with_states else None,
     )
 
 

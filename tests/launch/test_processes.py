@@ -65,6 +65,28 @@ def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
 
 
 @pytest.mark.parametrize(
+    "sequence",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)],
+)
+def test_states_of_the_policy_are_measured_where_they_lie(tmp_path, sequence):
+    """With a sequence of rows over both processes, the lower one measures all."""
+    flags = (
+        "--config.hidden_states.source=policy", "--config.hidden_states.compare_every=1",
+        "--config.hidden_states.dtype=float32",
+        f"--config.mesh.sequence={sequence}", "--config.training.num_steps=2",
+    )  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    result = run("launch.train", f"--config={TINY}", f"--workdir={one}", *flags, timeout=300,
+                 env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for code, _, err in finish(start_processes(two, 2, *flags, devices=1)):
+        assert code == 0, err
+    assert_close_rows(two, one)
+    for row in read_rows(two)[:2]:
+        assert row["rollout/hidden_state_mismatch/max"] < 1e-4  # both are float32
+
+
+@pytest.mark.parametrize(
     ("who", "number"),
     [
         pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),

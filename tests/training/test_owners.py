@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import Mesh
 
 from semrl_jax.models import AXES
+from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import Verdict
 from semrl_jax.training.owners import (
     owning_processes,
     pack_scored,
-    processes_of,
     share_of,
     unpack_scored,
 )

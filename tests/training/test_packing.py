@@ -127,8 +127,14 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options):
     in_slots = layout.to_slots(values)
     assert np.isfinite(in_slots).all()  # what padding held stays behind
     np.testing.assert_array_equal(layout.from_slots(in_slots), np.where(mask, values, 0))
-    for found, row, own in zip(layout.responses(in_slots[..., None]), values, mask):
-        np.testing.assert_array_equal(found[:, 0], row[own])
+    blocks = dict(enumerate(np.split(in_slots[..., None], shards, axis=1)))
+    found = layout.responses(blocks)
+    assert list(found) == list(range(len(lengths)))
+    for index, (row, own) in enumerate(zip(values, mask)):
+        np.testing.assert_array_equal(found[index][:, 0], row[own])
+    # Shards of other processes are not here.
+    parts = [layout.responses({shard: block}) for shard, block in blocks.items()]
+    assert sum(map(len, parts)) == len(lengths)
     # Limits.
     _, num_rows, num_columns = rows.token_ids.shape
     if plan.micro_batch_tokens:
