@@ -70,6 +70,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.stall_timeout_s = 600.0  # silence of a replica, compilation included
     config.rollout.jax_max_batch = 128  # JAX engine: responses decoded side by side
     config.rollout.jax_chunk_tokens = 16  # JAX engine: tokens between two harvests
+    # JAX engine: devices of this process that share one copy of its weights, and copies that share
+    # the responses; one of the two may be -1 and takes the devices left over. docs/clusters.md
+    config.rollout.jax_tensor_parallelism = 1
+    config.rollout.jax_data_parallelism = 1  # a power of two
 
     config.hidden_states = ml_collections.ConfigDict()
     config.hidden_states.source = "rollout"  # rollout, policy or none

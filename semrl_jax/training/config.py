@@ -192,6 +192,17 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             f"warm_start.micro_batch_size={warm_start.micro_batch_size} must divide "
             f"warm_start.batch_size={warm_start.batch_size}."
         )
+    for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
+        if rollout[field] != -1 and rollout[field] < 1:
+            raise UserError(
+                f"rollout.{field}={rollout[field]} must be at least 1, or -1 for the devices left "
+                "over."
+            )
+    if rollout.jax_tensor_parallelism == rollout.jax_data_parallelism == -1:
+        raise UserError(
+            "rollout.jax_tensor_parallelism=-1 and rollout.jax_data_parallelism=-1: one of them at "
+            "most takes the devices left over; give the other a number."
+        )
     if not 0 < rollout.top_p <= 1:
         raise UserError(f"rollout.top_p={rollout.top_p} must be in (0, 1].")
     if 0 < rollout.temperature < 0.01:

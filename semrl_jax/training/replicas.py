@@ -9,11 +9,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import ml_collections
+from jax.sharding import Mesh
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
-from semrl_jax.models import Policy
+from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
@@ -99,10 +101,19 @@ def jax_engine(
     tokenizer: Any,
     device_lock: threading.Lock | None = None,
 ) -> JaxEngine:
-    """The JAX engine as the config wants it, embedded (with the trainer's lock) or on its own."""
+    """The JAX engine as the config wants it, embedded (with the trainer's lock) or on its own.
+
+    Raises:
+      UserError: if it cannot be split over this process's devices as the config wants it.
+    """
     rollout = config.rollout
     return JaxEngine(
         policy,
+        mesh=engine_mesh(
+            policy.config,
+            tensor=rollout.jax_tensor_parallelism,
+            data=rollout.jax_data_parallelism,
+        ),
         tokenizer_hash=data.tokenizer_hash(tokenizer),
         max_batch=rollout.jax_max_batch,
         chunk=rollout.jax_chunk_tokens,
@@ -110,6 +121,43 @@ def jax_engine(
         max_response_tokens=rollout.max_response_tokens,
         device_lock=device_lock,
     )
+
+
+def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
+    """The first `tensor * data` devices of this process, of which other processes have no part.
+
+    Args:
+      architecture: what is to be split.
+      tensor: rollout.jax_tensor_parallelism; -1 takes the devices left over.
+      data: rollout.jax_data_parallelism; likewise, but not both.
+
+    Raises:
+      UserError: if there are too few devices, if `tensor` does not divide the architecture, or if
+        `data` is no power of two.
+    """
+    devices = jax.local_devices()
+    fields = f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}"
+    if tensor == -1:
+        tensor = len(devices) // data
+    if data == -1:
+        data = len(devices) // tensor
+    if not 0 < tensor * data <= len(devices):
+        raise UserError(
+            f"{fields}: their product must be at most the {len(devices)} devices of this process; "
+            "lower one of them."
+        )
+    if data & (data - 1):
+        raise UserError(
+            f"{fields}: the engine's batch is a power of two, which {data} copies of the weights "
+            "do not divide; set rollout.jax_data_parallelism to a power of two."
+        )
+    shape = {"replica": data, "fsdp": 1, "sequence": 1, "tensor": tensor}
+    mesh = make_mesh(shape, devices[: tensor * data])
+    try:
+        check_mesh(architecture, mesh)
+    except UserError as error:
+        raise UserError(f"{fields}: on the engine's own mesh, {error}") from None
+    return mesh
 
 
 def read_token(token_file: str) -> str:

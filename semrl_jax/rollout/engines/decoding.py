@@ -5,6 +5,9 @@ decodes at most `chunk` tokens in every slot (one while loop that ends early whe
 harvests finished responses. When nothing waits, the live slots move to a batch of half the size, so
 finished responses stop costing. All of it depends on the call's contents and on sampled lengths
 alone, never on time.
+
+On the policy's mesh the slots are split over the data axes, heads and the vocabulary over `tensor`.
+A slot stays on its devices for as long as its response lasts.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,9 +23,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from semrl_jax.models import KVCache, Params, Policy
+from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
+from semrl_jax.models.sharding import activation_spec
 from semrl_jax.rollout.engines.sampling import sample_tokens
 from semrl_jax.types import (
     FinishReason,
@@ -63,11 +69,39 @@ def power_of_two(value: int, minimum: int = MIN_BATCH) -> int:
     return max(minimum, 1 << max(value - 1, 0).bit_length())
 
 
-def empty_slots(policy: Policy, dtype: jnp.dtype, batch: int, columns: int) -> Slots:
-    """B free slots."""
-    config = policy.config
-    shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
+def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
+    """How the mesh splits the slots, whose number is a multiple of its data shards."""
+    rows, by_layer = PartitionSpec(DATA_AXES), PartitionSpec(None, DATA_AXES)
+    heads = activation_spec("cache", slots.cache.keys.shape, mesh)
     return Slots(
+        cache=KVCache(heads, heads, rows),
+        final_states=rows,
+        layer_inputs=by_layer,
+        num_prompt=rows,
+        num_generated=rows,
+        keys=rows,
+        active=rows,
+    )
+
+
+def _laid_out(slots: Slots, mesh: Mesh | None) -> Slots:
+    """What every program begins and ends with, so that donated slots are written in place."""
+    if mesh is None:
+        return slots
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        slot_specs(slots, mesh),
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+    return jax.lax.with_sharding_constraint(slots, shardings)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "batch", "columns"))
+def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
+    """B free slots; each device makes its own part."""
+    config, dtype = policy.config, jnp.dtype(policy.compute_dtype)
+    shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
+    slots = Slots(
         cache=KVCache(
             jnp.zeros(shape, dtype),
             jnp.zeros(shape, dtype),
@@ -80,6 +114,7 @@ def empty_slots(policy: Policy, dtype: jnp.dtype, batch: int, columns: int) -> S
         keys=jnp.zeros((batch, 2), jnp.uint32),
         active=jnp.zeros(batch, bool),
     )
+    return _laid_out(slots, policy.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
@@ -102,7 +137,7 @@ def admit(
         return target.at[rows].set(value, mode="drop")
 
     cache = slots.cache
-    return Slots(
+    admitted = Slots(
         cache=KVCache(
             cache.keys.at[:, rows, :num_prompt_columns].set(prompt.keys, mode="drop"),
             cache.values.at[:, rows, :num_prompt_columns].set(prompt.values, mode="drop"),
@@ -123,6 +158,7 @@ def admit(
         keys=put(slots.keys, keys),
         active=put(slots.active, True),
     )
+    return _laid_out(admitted, policy.mesh)
 
 
 @functools.partial(
@@ -161,9 +197,7 @@ def decode_chunk(
     def step(carry):
         index, slots, chunk = carry
         logits = policy.logits(params, slots.final_states)
-        tokens, logprobs, raw_logprobs = sample_tokens(
-            logits, slots.keys, slots.num_generated, sampling
-        )
+        tokens, logprobs, raw_logprobs = _sampled(logits, slots, sampling, policy.mesh)
         states = [
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
             for layer in hidden_states.layers
@@ -199,12 +233,52 @@ def decode_chunk(
         step,
         (jnp.int32(0), slots, chunk),
     )
-    return slots, chunk
+    return _laid_out(slots, policy.mesh), chunk
 
 
-@functools.partial(jax.jit, static_argnames="columns")
-def reshape_slots(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
-    """Slots `rows` (beyond the batch: free slots), with a cache of `columns` columns."""
+def _sampled(
+    logits: Float[Array, "B V"], slots: Slots, sampling: SamplingParams, mesh: Mesh | None
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    """`sample_tokens`, each device with a slice of the vocabulary, or with some of the rows."""
+    draw = functools.partial(sample_tokens, sampling=sampling)
+    sorts = sampling.top_k or sampling.top_p < 1.0
+    if mesh is None or mesh.shape["tensor"] == 1 or not sorts:
+        return draw(logits, slots.keys, slots.num_generated)
+    # A sorted row cannot be split. Few rows are sorted by all devices of `tensor` alike.
+    fits = logits.shape[0] % mesh.size == 0
+    rows = PartitionSpec((*DATA_AXES, "tensor") if fits else DATA_AXES)
+    by_slot = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+
+    def bounded(arrays):  # or the compiler splits the rows of other computations so, too
+        return jax.lax.with_sharding_constraint(arrays, by_slot)
+
+    return bounded(
+        jax.shard_map(draw, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)(
+            logits, *bounded((slots.keys, slots.num_generated))
+        )
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "columns"))
+def reshape_slots(
+    slots: Slots, rows: Int[Array, " R"], *, columns: int, mesh: Mesh | None = None
+) -> Slots:
+    """Slots `rows` (beyond the batch: free slots), with a cache of `columns` columns.
+
+    On a mesh `rows` has one part for each data shard, and counts from the shard's first slot.
+    """
+    of_shard = functools.partial(_reshaped, columns=columns)
+    if mesh is None:
+        return of_shard(slots, rows)
+    specs = slot_specs(slots, mesh)
+    # By hand: the compiler would bring every slot to every device to look one up.
+    return jax.shard_map(
+        of_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES)), out_specs=specs
+    )(slots, rows)
+
+
+def _reshaped(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
+    """`reshape_slots` of one data shard."""
     cache = slots.cache
     grown = columns - cache.positions.shape[1]
     wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
@@ -260,11 +334,13 @@ class DecodingCall:
         self._started = time.monotonic()
         self._waiting = collections.deque(requests)
         self._prompt_columns = power_of_two(max(len(r.prompt_ids) for r in requests))
-        self._batch = min(power_of_two(max_batch), power_of_two(len(requests)))
+        shape = {} if policy.mesh is None else policy.mesh.shape
+        self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
+        smallest = max(MIN_BATCH, self._num_shards)
+        self._batch = min(power_of_two(n, smallest) for n in (max_batch, len(requests)))
         self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, sampling.max_tokens)
         self._owners: list[_Response | None] = [None] * self._batch
-        dtype = jnp.dtype(policy.compute_dtype)
-        self._slots = empty_slots(policy, dtype, self._batch, self._columns)
+        self._slots = empty_slots(policy=policy, batch=self._batch, columns=self._columns)
         # Not part of any program: the limit is passed as an array.
         self._static_sampling = dataclasses.replace(sampling, max_tokens=0)
 
@@ -299,6 +375,8 @@ class DecodingCall:
 
     def _admit(self) -> None:
         free = [slot for slot, owner in enumerate(self._owners) if owner is None]
+        # In turn over the data shards: the batch is halved once all of them have room.
+        free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
         # A quarter of the batch at a time: a prefill for every single free slot costs more.
         wanted = min(len(self._waiting), len(free))
         if not wanted or (wanted < self._batch // 4 and wanted < len(self._waiting)):
@@ -323,25 +401,32 @@ class DecodingCall:
 
     def _fit(self) -> None:
         """Widens the cache where the next chunk needs it; halves the batch where slots idle."""
-        live = [slot for slot, owner in enumerate(self._owners) if owner]
-        generated = max((len_of(self._owners[slot]) for slot in live), default=0)
+        shards = np.array_split(np.arange(self._batch), self._num_shards)
+        live = [[slot for slot in shard if self._owners[slot]] for shard in shards]
+        generated = max((len_of(owner) for owner in self._owners if owner), default=0)
         columns = self._columns
         response_columns = min(generated + self._chunk, self._sampling.max_tokens)
         while columns < self._prompt_columns + response_columns:
             columns = self._prompt_columns + min(
                 2 * (columns - self._prompt_columns), self._sampling.max_tokens
             )
-        batch = self._batch if self._waiting else power_of_two(len(live))
+        batch = self._batch
+        if not self._waiting:
+            smallest = max(MIN_BATCH // self._num_shards, 1)
+            batch = self._num_shards * power_of_two(max(map(len, live)), smallest)
         if columns == self._columns and batch == self._batch:
             return
-        rows = np.full(batch, self._batch, np.int32)
         if batch == self._batch:
-            rows[:] = np.arange(batch)
-        else:
-            rows[: len(live)] = live
-            kept = [self._owners[slot] for slot in live]
-            self._owners = kept + [None] * (batch - len(kept))
-        self._slots = reshape_slots(self._slots, rows, columns=columns)
+            live = shards
+        rows = np.full((self._num_shards, batch // self._num_shards), self._batch, np.int32)
+        owners = np.full(rows.shape, None, object)
+        for index, (shard, kept) in enumerate(zip(shards, live)):
+            rows[index, : len(kept)] = np.array(kept, np.int32) - shard[0]
+            owners[index, : len(kept)] = [self._owners[slot] for slot in kept]
+        self._owners = owners.reshape(-1).tolist()
+        self._slots = reshape_slots(
+            self._slots, rows.reshape(-1), columns=columns, mesh=self._policy.mesh
+        )
         self._batch, self._columns = batch, columns
 
     def _harvest(self, chunk: Chunk) -> list[Rollout]:

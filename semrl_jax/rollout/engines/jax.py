@@ -1,16 +1,27 @@
-"""The JAX engine: samples on this process's devices with its own copy of the weights."""
+"""The JAX engine: samples on devices of this process with its own copy of the weights."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from semrl_jax.models import Params, Piece, Policy, params_from_hf, tensor_specs
+from semrl_jax.models import (
+    AXES,
+    Params,
+    Piece,
+    Policy,
+    make_mesh,
+    parameter_shardings,
+    params_from_hf,
+    tensor_specs,
+)
 from semrl_jax.models.weights import numpy_dtype
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
@@ -29,9 +40,13 @@ class JaxEngine(Engine):
     """Prefill and cached decoding with `Policy`, jitted once a bucket.
 
     Args:
-      policy: the architecture and compute dtype.
+      policy: the architecture and compute dtype; its mesh is not read.
+      mesh: of devices of this process alone, so that no program of the engine waits for another
+        process; None: the first of them. Responses are split over its data axes (a power of two
+        in all), parameters, heads and vocabulary over `tensor`, where `check_mesh` permits it.
       tokenizer_hash: of the tokenizer the ids belong to.
-      max_batch: responses decoded side by side; rounded up to a power of two.
+      max_batch: responses decoded side by side, on all devices together; rounded up to a power of
+        two.
       chunk: tokens a response decodes between two looks at what finished.
       max_prompts: responses a call may ask for.
       max_prompt_tokens, max_response_tokens: per response.
@@ -43,6 +58,7 @@ class JaxEngine(Engine):
         self,
         policy: Policy,
         *,
+        mesh: Mesh | None = None,
         tokenizer_hash: str = "",
         max_batch: int = 64,
         chunk: int = 16,
@@ -51,7 +67,10 @@ class JaxEngine(Engine):
         max_response_tokens: int = 32_768,
         device_lock: contextlib.AbstractContextManager | None = None,
     ):
-        self._policy = policy
+        if mesh is None:
+            mesh = make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
+        self._policy = dataclasses.replace(policy, mesh=mesh)
+        self._shardings = parameter_shardings(policy.shapes(), mesh)
         self._tokenizer_hash = tokenizer_hash
         self._max_batch = max_batch
         self._chunk = chunk
@@ -140,8 +159,8 @@ class JaxEngine(Engine):
 
     def _load(self) -> None:
         host = params_from_hf(self._take_staged(), self._policy.config)
-        with self._device_lock:
-            self._params = jax.block_until_ready(jax.device_put(host))
+        with self._device_lock:  # each device is sent its own part
+            self._params = jax.block_until_ready(jax.device_put(host, self._shardings))
 
     def _take_staged(self) -> Iterator[Piece]:
         """Hands out what was staged; each buffer is freed once the next is asked for."""
