@@ -73,6 +73,10 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("rollout.max_prompt_tokens", 11, "must be at least the 12 tokens"),
         ("seed", 2**40, "seed=1099511627776 must be at most"),
         ("checkpoints.keep", 0, r"checkpoints.keep=0 must be above 0"),
+        ("distributed.connect_timeout_s", 0.0, r"connect_timeout_s=0.0 must be above 0"),
+        ("distributed.heartbeat_timeout_s", -1.0, r"heartbeat_timeout_s=-1.0 must be above 0"),
+        ("distributed.phase_timeout_s", 0.0, r"phase_timeout_s=0.0 must be above 0"),
+        ("distributed.num_processes", -1, r"distributed.num_processes=-1 must be at least 0"),
     ],
 )
 def test_a_contradiction_is_named(field, value, message):
