@@ -19,7 +19,8 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
+from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
+from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
 CONFIG = models.DecoderConfig(
     vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
@@ -41,19 +42,6 @@ def params(policy):
     return jax.tree.map(lambda leaf: leaf * 1.5, params)
 
 
-def make_requests(num_groups=5, group_size=4, seed=0, shortest=1):
-    random = np.random.default_rng(seed)
-    prompts = [random.integers(3, 31, random.integers(shortest, 14)) for _ in range(num_groups)]
-    return [
-        SampleRequest(
-            f"{group}/{sample}", group, sample, prompts[group].astype(np.int32),
-            int(random.integers(2**63)),
-        )
-        for group in range(num_groups)
-        for sample in range(group_size)
-    ]  # fmt: skip
-
-
 @contextlib.contextmanager
 def synced_client(policy, params, *, dtype="float32", **options):
     """A client of an embedded replica that holds `params`, sent over the wire."""
@@ -68,25 +56,6 @@ def synced_client(policy, params, *, dtype="float32", **options):
                 step=0,
             )
             yield client, version
-
-
-def full_forward(policy, params, rollouts, temperature=1.0):
-    """States and log-probabilities of all responses by one uncached, right-padded pass."""
-    sequences = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
-    columns = np.arange(-(-max(map(len, sequences)) // 64) * 64)
-    ids = np.stack([np.resize(sequence, len(columns)) for sequence in sequences])
-    segments = (columns[None] < np.array([[len(sequence)] for sequence in sequences])).astype("i4")
-    positions = np.broadcast_to(columns.astype(np.int32), ids.shape)
-
-    @jax.jit
-    def forward(params, ids, positions, segments):
-        states = policy.final_states(params, ids, positions, segments)[:, :-1]
-        return states, policy.token_logprobs(params, states, ids[:, 1:], temperature=temperature)[0]
-
-    states, logprobs = jax.device_get(forward(params, ids, positions, segments))
-    for row, rollout in enumerate(rollouts):
-        response = slice(len(rollout.prompt_ids) - 1, len(sequences[row]) - 1)
-        yield rollout, states[row, response], logprobs[row, response]
 
 
 @pytest.mark.parametrize("max_batch", [64, 8])
@@ -166,16 +135,6 @@ def test_truncated_sampling_reports_the_truncated_distribution(policy, params):
         assert (rollout.rollout_logprobs <= 1e-6).all()
     above = np.concatenate([r.rollout_logprobs - r.rollout_raw_logprobs for r in rollouts])
     assert above.mean() > 0.1
-
-
-def as_bytes(rollouts):
-    return {
-        r.sample_id: (
-            r.response_ids.tobytes(), r.rollout_logprobs.tobytes(),
-            None if r.hidden_states is None else r.hidden_states.tobytes(), r.finish_reason,
-        )
-        for r in rollouts
-    }  # fmt: skip
 
 
 def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):
