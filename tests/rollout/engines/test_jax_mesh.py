@@ -162,7 +162,7 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
         }
     batches, columns = (sorted({pair[axis] for pair in seen}) for axis in (0, 1))
     assert batches == [8, 16]
-    assert len(columns) == (1 if max_tokens == 40 else 2)
+    assert (len(columns) > 1) == (max_tokens > 64)
 
 
 @pytest.mark.slow
