@@ -221,6 +221,8 @@ def test_what_a_token_moves_between_devices(params):
     cut = list(collectives(compiled_decode(params, mesh_of(1, 2), SamplingParams(0, top_p=0.9))))
     assert sum(size for kind, size in cut if kind == "all-to-all") == logits // 2
     assert max(size for _, size in cut) == states
+    # Tokens and their log-probabilities: where rows are sorted decides nothing else's layout.
+    assert {size for kind, size in cut if kind == "all-gather"} == {16}
 
 
 def test_slots_are_written_in_place_and_stay_where_they_are():
