@@ -47,6 +47,7 @@ LENGTHS = (
     (6, 60), (1, 1), (3, 27), (2, 45), (6, 21), (5, 54), (1, 36), (4, 12), (2, 15), (6, 48), (3, 2),
 )  # fmt: skip
 PLANS = {
+    "whole": {"micro_batch_size": 11},  # one micro-batch without an empty row, on one device
     "rows": {"micro_batch_size": 8},
     "budget": {"micro_batch_tokens": 140},
     "packed": {"micro_batch_tokens": 140, "pack_sequences": True},
@@ -170,7 +171,7 @@ def assert_near(actual, expected, atol, what=""):
     ids=str,
 )
 def test_three_steps_are_those_of_one_device(case):
-    expected = three_steps(Case(kv_heads=case.kv_heads))
+    expected = three_steps(Case(plan="whole", kv_heads=case.kv_heads))
     for index, (step, want) in enumerate(zip(three_steps(case), expected, strict=True)):
         # Float32 sums in another order: the largest differences seen are 4.4e-6 of numbers up to
         # 10, 1.8e-6 of the largest moment. After an update they are 6.2e-5 and 1.4e-5, by a
@@ -212,9 +213,9 @@ def test_bfloat16_on_a_mesh_is_as_near_float32_as_on_one_device():
                 found[name, index] = np.sqrt(np.concatenate(squares).mean())
         return found
 
-    exact = three_steps(Case())
+    exact = three_steps(Case(plan="whole"))
     on_mesh = three_steps(Case((1, 2, 2, 2), dtype="bfloat16"))
-    on_one = errors(three_steps(Case(dtype="bfloat16")))
+    on_one = errors(three_steps(Case(plan="whole", dtype="bfloat16")))
     for name, error in errors(on_mesh).items():
         assert 0 < error < 1.25 * on_one[name], name
     for step, want in zip(on_mesh, exact, strict=True):
@@ -331,22 +332,27 @@ def test_the_forward_pass_moves_and_gives_states_once():
     rows, _, slots = sizes_of(case)
     assert (found.kind, found.times) == ("reduce-scatter", 1)
     assert found.num_bytes == rows * 4 * slots * WIDTH * 4
-    whole, split = (compiled(c, "row_logprobs").memory_analysis() for c in (Case(), case))
-    assert split.output_size_in_bytes < 0.26 * whole.output_size_in_bytes
+    whole, split = (
+        compiled(c, "row_logprobs").memory_analysis() for c in (Case(plan="whole"), case)
+    )
+    assert split.output_size_in_bytes < 0.28 * whole.output_size_in_bytes  # 12 rows, for 11
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["update_rows", "row_logprobs"])
 @pytest.mark.parametrize("axis", models.AXES)
 def test_memory_of_a_device_shrinks_along_every_axis(axis, program):
-    both = [compiled(case, program).memory_analysis() for case in (Case(), Case(alone(axis, 4)))]
+    both = [
+        compiled(case, program).memory_analysis()
+        for case in (Case(plan="whole"), Case(alone(axis, 4)))
+    ]
     whole, split = both
     if axis in ("fsdp", "tensor") and program == "update_rows":
         # Parameters and both moments, updated in place: a quarter, and the norms.
         assert split.alias_size_in_bytes < whole.alias_size_in_bytes * 0.27
-    if axis in models.DATA_AXES and program == "update_rows":  # 8 rows over 4 devices, for 6
+    if axis in models.DATA_AXES and program == "update_rows":  # 16 rows over 4 devices, for 11
         rows = [memory.argument_size_in_bytes - memory.alias_size_in_bytes for memory in both]
-        assert rows[1] < rows[0] * 0.34
+        assert rows[1] < rows[0] * 0.37
     if axis != "tensor" and program == "row_logprobs":
-        assert split.output_size_in_bytes < whole.output_size_in_bytes * 0.34
+        assert split.output_size_in_bytes < whole.output_size_in_bytes * 0.37
     assert split.temp_size_in_bytes < whole.temp_size_in_bytes * 0.6
