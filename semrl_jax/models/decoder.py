@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import self_attention, within_window
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.sharding import constrain, gather_layer, shared_heads
+from semrl_jax.models.sharding import activation_spec, constrain, gather_layer, shared_heads
 
 
 class KVCache(NamedTuple):
@@ -243,8 +243,11 @@ class Decoder(nnx.Module):
         Returns:
           Final state, the input of each layer, and the cache with the token's keys and values.
         """
-        rows = jnp.arange(token_ids.shape[0])
-        key_positions = cache.positions.at[rows, columns].set(positions)
+        key_positions = jnp.where(
+            jnp.arange(cache.positions.shape[1])[None] == columns[:, None],
+            positions[:, None],
+            cache.positions,
+        )
         mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
         graph, stacked = nnx.split(self.layers)
 
@@ -254,8 +257,8 @@ class Decoder(nnx.Module):
             layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions[:, None])
             # In the carry, so that XLA writes the B new columns in place of copying the cache.
-            keys = constrain(keys.at[index, rows, columns].set(key[:, 0]), "cache", self.mesh)
-            values = constrain(values.at[index, rows, columns].set(value[:, 0]), "cache", self.mesh)
+            keys = _with_column(keys, key[:, 0], index, columns, self.mesh)
+            values = _with_column(values, value[:, 0], index, columns, self.mesh)
             seen = within_window(mask, positions[:, None], key_positions, window)
             attended = jax.nn.dot_product_attention(
                 query,
@@ -311,6 +314,31 @@ class Decoder(nnx.Module):
             # What is kept is never a layer gathered: the backward pass gathers it again.
             policies["none"] = _all_but_constraints
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
+
+
+def _with_column(
+    cache: Float[Array, "L B S K H"],
+    new: Float[Array, "B K H"],
+    layer: Int[Array, ""],
+    columns: Int[Array, " B"],
+    mesh: Mesh | None,
+) -> Float[Array, "L B S K H"]:
+    """The cache with one more column a row in a layer; devices write the rows and heads they have.
+
+    Left to the compiler, a cache whose rows are split is gathered for the scatter.
+    """
+
+    def put(cache, new, layer, columns):
+        return cache.at[layer, jnp.arange(len(columns)), columns].set(new)
+
+    if mesh is None:
+        return put(cache, new, layer, columns)
+    whole = PartitionSpec()
+    _, rows, _, heads, _ = spec = activation_spec("cache", cache.shape, mesh)
+    of_new, of_columns = PartitionSpec(rows, heads), PartitionSpec(rows)
+    return jax.shard_map(
+        put, mesh=mesh, in_specs=(spec, of_new, whole, of_columns), out_specs=spec
+    )(cache, new, layer, columns)  # fmt: skip
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:

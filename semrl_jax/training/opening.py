@@ -30,7 +30,7 @@ from semrl_jax.training.policy_setup import (
     starting_params,
 )
 from semrl_jax.training.prompts import held_out_problems, training_prompts
-from semrl_jax.training.replicas import open_client
+from semrl_jax.training.replicas import configured_mesh, open_client
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import make_optimizer
@@ -77,6 +77,11 @@ def open_run(
             f"training.micro_batch_size={config.training.micro_batch_size} must be a multiple of "
             f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
         )
+    if config.training.micro_batch_tokens % mesh.shape["sequence"]:
+        raise UserError(
+            f"training.micro_batch_tokens={config.training.micro_batch_tokens} must be a multiple "
+            f"of mesh.sequence={mesh.shape['sequence']}, over which the tokens of a row are split."
+        )
     with contextlib.ExitStack() as stack:
         # First: its workers import while the model is made.
         verifier = stack.enter_context(
@@ -106,6 +111,8 @@ def open_run(
             ends = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
             models.check_mesh(policy.config, mesh)
+            if not config.rollout.addresses:
+                configured_mesh(config, policy.config)
             prompts = training_prompts(config, tokenizer, reporter.line)
             problems = held_out_problems(config, tokenizer)
             if config.rewards.function:

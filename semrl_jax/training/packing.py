@@ -55,8 +55,8 @@ class RowPlan:
       mesh: rows are split over its data axes.
       micro_batch_size: rows of a micro-batch at most, a multiple of the data shards; not read with
         `micro_batch_tokens`.
-      micro_batch_tokens: columns of a micro-batch on one data shard at most, padding included;
-        0: rows are counted.
+      micro_batch_tokens: columns of a micro-batch on one data shard at most, padding included, a
+        multiple of the sequence axis; 0: rows are counted.
       pack_sequences: several sequences share a row of `micro_batch_tokens` columns.
       balance_lengths: sequences are dealt so that shards and micro-batches have about the same
         number of tokens; otherwise in their order.
@@ -71,6 +71,10 @@ class RowPlan:
     @property
     def num_shards(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in DATA_AXES)
+
+    def split_evenly(self, size: int) -> int:
+        """The next multiple of the sequence axis; it holds what it does not divide whole."""
+        return size + -size % self.mesh.shape["sequence"]
 
     def put(self, tree: Any) -> Any:
         """Host arrays [M, R, ...] as device arrays with their rows over the data axes.
@@ -164,7 +168,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
         row_of, num_micro = packed_rows(lengths, num_columns, plan)
         num_places = few_sizes(num_micro)
     else:
-        num_columns = bucket(int(lengths.max()), batch.token_ids.shape[1])
+        num_columns = plan.split_evenly(bucket(int(lengths.max()), batch.token_ids.shape[1]))
         row_of, num_micro, rows_per_shard = single_rows(lengths, num_columns, plan)
         num_places = num_micro
     num_rows = rows_per_shard * plan.num_shards
@@ -179,7 +183,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
         segments_used[row] += 1
         segments[index] = segments_used[row]
     slot_limit = num_columns if plan.pack_sequences else batch.response_mask.shape[1]
-    num_slots = bucket(int(slots_used.max()), slot_limit)
+    num_slots = plan.split_evenly(bucket(int(slots_used.max()), slot_limit))
 
     shape = (num_places, num_rows, num_columns)
     to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import threading
@@ -15,9 +16,11 @@ from jax.sharding import Mesh
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
-from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh
+from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
+from semrl_jax.models.config import config_to_hf
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.workdir import Workdir
@@ -109,17 +112,62 @@ def jax_engine(
     rollout = config.rollout
     return JaxEngine(
         policy,
-        mesh=engine_mesh(
-            policy.config,
-            tensor=rollout.jax_tensor_parallelism,
-            data=rollout.jax_data_parallelism,
-        ),
+        mesh=configured_mesh(config, policy.config),
         tokenizer_hash=data.tokenizer_hash(tokenizer),
         max_batch=rollout.jax_max_batch,
         chunk=rollout.jax_chunk_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         device_lock=device_lock,
+    )
+
+
+def vllm_engine(
+    config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, directory: pathlib.Path
+) -> Engine:
+    """The vLLM engine as the config wants it, in the environment that has vLLM.
+
+    Args:
+      directory: an empty one, where vLLM finds the architecture; the weights come from a trainer.
+
+    Raises:
+      UserError: if vLLM or its plugin is missing or does not fit, or memory does not suffice.
+    """
+    from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings
+
+    rollout, architecture = config.rollout, policy.config
+    dtype = rollout.weight_dtype or policy.compute_dtype
+    hf = config_to_hf(architecture, dtype=dtype)
+    (directory / "config.json").write_text(json.dumps(hf))
+    return VllmEngine(
+        VllmModel(
+            directory=str(directory),
+            specs=tuple(tensor_specs(architecture, dtype)),
+            model_hash=architecture.hash,
+            tokenizer_hash=data.tokenizer_hash(tokenizer),
+            vocab_size=architecture.vocab_size,
+            hidden_size=architecture.hidden_size,
+            num_layers=architecture.num_layers,
+        ),
+        VllmSettings(
+            dtype=dtype,
+            max_num_seqs=rollout.vllm_max_num_seqs,
+            max_num_batched_tokens=rollout.vllm_max_num_batched_tokens,
+            tensor_parallel_size=rollout.vllm_tensor_parallelism,
+            gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+            kv_cache_gib=rollout.vllm_kv_cache_gib,
+            enforce_eager=rollout.vllm_enforce_eager,
+        ),
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+
+
+def configured_mesh(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> Mesh:
+    """The JAX engine's devices; raises as `engine_mesh`."""
+    rollout = config.rollout
+    return engine_mesh(
+        architecture, tensor=rollout.jax_tensor_parallelism, data=rollout.jax_data_parallelism
     )
 
 

@@ -18,6 +18,7 @@ MISTAKES = {
     "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
     "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
     "mesh": (["--config.mesh.tensor=3"], "devices"),
+    "engine": (["--config.rollout.jax_tensor_parallelism=16"], "product must be at most"),
     "replica unreachable": (
         ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],
         "cannot be reached within 1 s",

@@ -12,9 +12,9 @@ from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_o
 from tests.training.conftest import make_scored
 
 
-def mesh_of(num_shards):
-    shape = dict.fromkeys(models.AXES, 1) | {"fsdp": num_shards}
-    return models.make_mesh(shape, jax.devices()[:num_shards])
+def mesh_of(num_shards, sequence=1):
+    shape = dict.fromkeys(models.AXES, 1) | {"fsdp": num_shards, "sequence": sequence}
+    return models.make_mesh(shape, jax.devices()[: num_shards * sequence])
 
 
 def batch_of(lengths):
@@ -79,8 +79,9 @@ def test_single_rows_by_hand():
 PLANS = st.fixed_dictionaries(
     {
         "num_shards": st.sampled_from([1, 2, 4]),
+        "sequence": st.sampled_from([1, 2]),
         "rows_per_shard": st.integers(1, 5),
-        "micro_batch_tokens": st.sampled_from([0, 40, 63, 200]),
+        "micro_batch_tokens": st.sampled_from([0, 40, 64, 200]),
         "pack_sequences": st.booleans(),
         "balance_lengths": st.booleans(),
     }
@@ -93,11 +94,14 @@ PLANS = st.fixed_dictionaries(
 )
 def test_every_token_is_computed_once_and_comes_back(lengths, options):
     shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
+    sequence = options.pop("sequence")
     options["pack_sequences"] &= options["micro_batch_tokens"] > 0
-    plan = RowPlan(mesh_of(shards), micro_batch_size=rows_per_shard * shards, **options)
+    plan = RowPlan(mesh_of(shards, sequence), micro_batch_size=rows_per_shard * shards, **options)
     batch = batch_of(lengths)
     layout = lay_out(batch, plan)
     rows, mask = layout.rows, batch.response_mask
+    # What the sequence axis does not divide would be whole on all of its devices.
+    assert rows.token_ids.shape[2] % sequence == rows.sources.shape[2] % sequence == 0
     assert rows.token_ids.shape[0] >= layout.num_micro
     assert not rows.segment_ids[layout.num_micro :].any()
     assert all(rows.segment_ids[k].any() for k in range(layout.num_micro))
