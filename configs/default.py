@@ -74,6 +74,13 @@ def get_config() -> ml_collections.ConfigDict:
     # the responses; one of the two may be -1 and takes the devices left over. docs/clusters.md
     config.rollout.jax_tensor_parallelism = 1
     config.rollout.jax_data_parallelism = 1  # a power of two
+    # vLLM engine (third_party/vllm_patch/README.md)
+    config.rollout.vllm_max_num_seqs = 256  # responses decoded side by side
+    config.rollout.vllm_max_num_batched_tokens = 0  # of one step; 0: vLLM's own choice
+    config.rollout.vllm_tensor_parallelism = 1  # devices of a replica
+    config.rollout.vllm_gpu_memory_utilization = 0.9  # of a GPU (or the machine): weights, cache
+    config.rollout.vllm_kv_cache_gib = 0.0  # for the cache; 0: what that share leaves
+    config.rollout.vllm_enforce_eager = False  # nothing compiled: starts in half the time
 
     config.hidden_states = ml_collections.ConfigDict()
     config.hidden_states.source = "rollout"  # rollout, policy or none

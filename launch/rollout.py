@@ -2,11 +2,17 @@
 
     SEMRL_ROLLOUT_TOKEN=... python -m launch.rollout --config=configs/quickstart.py --port=50051
 
+With --engine=vllm, in the environment that third_party/vllm_patch/make_env.sh makes, vLLM samples.
 The trainer is then given --config.rollout.addresses=127.0.0.1:50051 and the same token, and streams
 the weights. The model is config.model.path (its config.json and tokenizer), or the random
 architecture of config.model. An address other than loopback demands TLS. Exit codes: 0 ended by a
 signal, 1 engine died, 2 wrong setting (one line says which).
 """
+
+import contextlib
+import os
+import pathlib
+import tempfile
 
 from absl import flags
 from ml_collections import config_flags
@@ -14,7 +20,7 @@ from ml_collections import config_flags
 from launch import cli
 from semrl_jax.errors import UserError
 
-ENGINES = ("jax",)
+ENGINES = ("jax", "vllm")
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
 ENGINE = flags.DEFINE_string("engine", "jax", f"what samples: one of {ENGINES}")
@@ -28,18 +34,26 @@ def main() -> int:
     config = cli.locked_config(CONFIG)
     if ENGINE.value not in ENGINES:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
+    if ENGINE.value == "vllm":
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import serve_until_signal
     from semrl_jax.training.config import validate
     from semrl_jax.training.policy_setup import build_policy
-    from semrl_jax.training.replicas import jax_engine, read_token
+    from semrl_jax.training.replicas import jax_engine, read_token, vllm_engine
 
     validate(config)
     token = read_token(config.rollout.token_file)
     policy, tokenizer = build_policy(config)
+    stack = contextlib.ExitStack()
     try:
+        if ENGINE.value == "vllm":
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-vllm-"))
+            engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
+        else:
+            engine = jax_engine(config, policy, tokenizer)
         serve_until_signal(
-            jax_engine(config, policy, tokenizer),
+            engine,
             announce=lambda line: print(line, flush=True),
             token=token,
             host=HOST.value,
@@ -50,6 +64,8 @@ def main() -> int:
     except EngineDeadError as error:
         print(f"python -m launch.rollout: {error}")
         return 1
+    finally:
+        stack.close()
     return 0
 
 

@@ -91,6 +91,7 @@ async def serve(
     credentials = _credentials(host, tls_certificate, tls_key)
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     _check_port(host, port)
+    await engine.start()
     service = RolloutService(engine, replica_id=replica_id or _replica_id(port))
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(

@@ -26,6 +26,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "rollout.max_response_tokens", "rollout.connect_timeout_s",
         "rollout.call_timeout_s", "rollout.stall_timeout_s",
         "rollout.jax_max_batch", "rollout.jax_chunk_tokens", "metrics.stride",
+        "rollout.vllm_max_num_seqs", "rollout.vllm_tensor_parallelism",
+        "rollout.vllm_gpu_memory_utilization",
         "metrics.num_threads", "rewards.timeout_s", "rewards.num_workers",
         "training.prompts_per_minibatch", "training.micro_batch_size", "training.learning_rate",
         "training.max_grad_norm",
@@ -51,6 +53,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     not_negative = (
         "seed", "training.num_steps", "training.weight_decay", "rollout.temperature",
         "rollout.top_k", "training.learning_rate_warmup_steps", "training.micro_batch_tokens",
+        "rollout.vllm_max_num_batched_tokens", "rollout.vllm_kv_cache_gib",
         "hidden_states.compare_every",
         "warm_start.num_steps", "evaluation.every_steps", "logging.rollouts_every_steps",
         "rewards.memory_limit_gib", "checkpoints.keep_every", "metrics.dataset_stride",
@@ -202,6 +205,11 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             "rollout.jax_tensor_parallelism=-1 and rollout.jax_data_parallelism=-1: one of them at "
             "most takes the devices left over; give the other a number."
+        )
+    if rollout.vllm_gpu_memory_utilization > 1:
+        raise UserError(
+            f"rollout.vllm_gpu_memory_utilization={rollout.vllm_gpu_memory_utilization} must be at "
+            "most 1: it is the share of a GPU's memory that the replica takes."
         )
     if not 0 < rollout.top_p <= 1:
         raise UserError(f"rollout.top_p={rollout.top_p} must be in (0, 1].")

@@ -29,6 +29,9 @@ class Engine(abc.ABC):
     generation: `commit_weight_update` runs while no `generate` does.
     """
 
+    async def start(self) -> None:
+        """Called once, on the event loop, before anything but `describe`."""
+
     @abc.abstractmethod
     def describe(self) -> ReplicaDescription:
         """Says what the engine is and can do; `replica_id` and `version` are the service's."""

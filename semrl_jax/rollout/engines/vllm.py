@@ -1,0 +1,492 @@
+"""The vLLM engine: an unpatched vLLM whose workers carry the plugin of third_party/vllm_patch.
+
+Runs in an environment of its own (third_party/vllm_patch/make_env.sh). Every response is a request
+of its own; its hidden states come through shared memory, a slot a request, and slots that are all
+taken hold further requests back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import mmap
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - bfloat16 in NumPy
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.types import (
+    FinishReason,
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+)
+
+EXTENSION = "semrl_vllm.extension.RolloutExtension"
+CHECK_TOKENS = 8
+# Rows of the self-check differ by the rounding of another batch shape; a row of the neighbouring
+# token differs by as much as it is long.
+CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmSettings:
+    """How vLLM is started; the names are its own where it has them.
+
+    Attributes:
+      dtype: of weights, activations and hidden states: "bfloat16" or "float32".
+      max_num_seqs: responses decoded side by side.
+      max_num_batched_tokens: of a step; 0 leaves the choice to vLLM.
+      tensor_parallel_size: devices of the replica.
+      gpu_memory_utilization: share of the device's memory (of the machine's without one) for
+        weights and cache.
+      kv_cache_gib: for the cache, whatever that share leaves; 0 takes what it leaves.
+      enforce_eager: no compilation and no CUDA graphs: starts in half the time.
+      in_flight: what a weight update does with running responses: "wait" for them, "abort" them, or
+        "keep" them, which go on with the new weights and a recomputed cache.
+    """
+
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 0
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float = 0.0
+    enforce_eager: bool = False
+    in_flight: str = "wait"
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmModel:
+    """What the engine serves.
+
+    Attributes:
+      directory: with config.json; its weights are not read, they come over the wire.
+      specs: tensors that a weight update carries.
+      model_hash, tokenizer_hash: as the trainer compares them.
+      vocab_size, hidden_size, num_layers: of the architecture.
+    """
+
+    directory: str
+    specs: tuple[TensorSpec, ...]
+    model_hash: str
+    tokenizer_hash: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+
+
+class VllmEngine(Engine):
+    """vLLM's asynchronous engine. `start` makes its processes, on the event loop that serves.
+
+    Args:
+      model: what is served.
+      settings: how.
+      max_prompts: responses a call may ask for.
+      max_prompt_tokens, max_response_tokens: per response.
+
+    Raises:
+      UserError: if vLLM or the plugin is missing, or of a version that does not fit; if the hidden
+        states of `max_num_seqs` responses do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: VllmModel,
+        settings: VllmSettings,
+        *,
+        max_prompts: int = 65_536,
+        max_prompt_tokens: int = 4096,
+        max_response_tokens: int = 32_768,
+    ):
+        self._version_of_vllm = _checked_version()
+        self._model, self._settings = model, settings
+        self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
+        # One beside each running response: the next begins while the rows of the last are read.
+        num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
+        self._pool_shape = _pool_shape(model, settings, num_slots, max_response_tokens)
+        self._free_slots: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for slot in reversed(range(num_slots)):
+            self._free_slots.put_nowait(slot)
+        self._tags = itertools.count(1)
+        self._running: set[str] = set()  # request ids
+        self._num_aborts = 0  # a call that began before the last of them ends
+        self._staged: _Staging | None = None
+        self._serving: _Staging | None = None  # the weights to go back to
+        self._versions: dict[str, WeightVersion] = {}  # by the label that vLLM gives its tokens
+        self._llm: Any = None
+        self._pool: Any = None
+
+    def describe(self) -> ReplicaDescription:
+        max_prompts, max_prompt_tokens, max_response_tokens = self._limits
+        return ReplicaDescription(
+            protocol_major=0,
+            protocol_minor=0,
+            replica_id="",
+            engine="vllm",
+            engine_version=self._version_of_vllm,
+            model_hash=self._model.model_hash,
+            tokenizer_hash=self._model.tokenizer_hash,
+            vocab_size=self._model.vocab_size,
+            layers=(-1, self._model.num_layers),
+            state_kinds=("decode",),
+            logprob_kinds=("sampling",),
+            metric_kinds=(),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            version=None,
+        )
+
+    async def start(self) -> None:
+        """Starts vLLM, taps its workers, and checks that the tap is aligned.
+
+        Raises:
+          UserError: if vLLM cannot serve the model.
+          EngineDeadError: if its hidden states are not those of a prefill of the same tokens.
+        """
+        from semrl_vllm.pool import RowPool
+
+        self._llm = self._start_vllm()
+        self._pool = RowPool(self._pool_shape)
+        shape = dataclasses.asdict(self._pool_shape)
+        (worker, *_) = await self._llm.collective_rpc(
+            "semrl_install", args=(self._pool.path, shape)
+        )
+        expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
+        if any(worker[name] != value for name, value in expected.items()):
+            raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
+        await self._check_alignment()
+
+    async def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams,
+        version: WeightVersion,
+    ) -> AsyncIterator[Rollout]:
+        started, num_aborts = time.monotonic(), self._num_aborts
+
+        async def sample(request: SampleRequest) -> Rollout:
+            found = await self._sample(
+                request.prompt_ids, request.seed, sampling, bool(hidden_states.layers), num_aborts
+            )
+            return self._rollout(request, found, sampling, hidden_states, version, started)
+
+        tasks = [asyncio.create_task(sample(request)) for request in requests]
+        try:
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def expected_tensors(self) -> Sequence[TensorSpec]:
+        return self._model.specs
+
+    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+        self._staged = _Staging(specs)
+        return self._staged.buffers
+
+    async def commit_weight_update(self, version: WeightVersion) -> None:
+        staged, self._staged = self._staged, None
+        label = str(len(self._versions) + 1)
+        mode = "keep" if self._settings.in_flight == "keep" else "abort"
+        with _engine_errors():
+            # Clears the prefix cache, which belongs to the weights that go.
+            await self._llm.pause_generation(mode=mode, clear_cache=True)
+            try:
+                await self._load(staged)
+                await self._llm.update_weight_version(label)
+                self._versions[label] = version
+            finally:
+                await self._llm.resume_generation()
+
+    def abort_weight_update(self) -> None:
+        self._staged = None
+
+    async def abort(self) -> None:
+        self._num_aborts += 1
+        with _engine_errors():
+            await self._llm.abort(list(self._running))
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _start_vllm(self) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = self._settings
+        _, max_prompt_tokens, max_response_tokens = self._limits
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=self._model.directory,
+                    skip_tokenizer_init=True,
+                    load_format="dummy",
+                    dtype=settings.dtype,
+                    max_model_len=max_prompt_tokens + max_response_tokens,
+                    max_num_seqs=settings.max_num_seqs,
+                    max_num_batched_tokens=settings.max_num_batched_tokens or None,
+                    tensor_parallel_size=settings.tensor_parallel_size,
+                    gpu_memory_utilization=settings.gpu_memory_utilization,
+                    kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) or None,
+                    enforce_eager=settings.enforce_eager,
+                    # The distribution sampled from: after temperature, top-k and top-p.
+                    logprobs_mode="processed_logprobs",
+                    worker_extension_cls=EXTENSION,
+                    disable_log_stats=True,
+                )
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UserError(
+                f"vLLM {self._version_of_vllm} cannot serve this model: {_reason(error)}"
+            ) from error
+
+    async def _check_alignment(self) -> None:
+        """One generation beside prefills of what it generated: the same states, token for token."""
+        random = np.random.default_rng(0)
+        prompt = random.integers(0, self._model.vocab_size, 5, np.int32)
+        sampling = SamplingParams(max_tokens=CHECK_TOKENS)
+        found = await self._sample(prompt, 0, sampling, True, 0)
+        ids, rows = found.token_ids, self._as_states(found.rows, "float32")
+        one = SamplingParams(max_tokens=1)
+        prefixes = [np.concatenate([prompt, ids[:t]]) for t in range(len(ids))]
+        again = await asyncio.gather(*(self._sample(p, 0, one, True, 0) for p in prefixes))
+        expected = np.concatenate([self._as_states(item.rows, "float32") for item in again])
+        difference = np.linalg.norm(rows - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        if not difference.max() < CHECK_TOLERANCE[self._settings.dtype]:
+            raise EngineDeadError(
+                f"hidden states of generated tokens differ from their own prefill by "
+                f"{difference.max():.2g}: the plugin does not fit vLLM {self._version_of_vllm}."
+            )
+
+    async def _sample(
+        self, prompt: np.ndarray, seed: int, sampling: SamplingParams, states: bool, num_aborts: int
+    ) -> _Sample:
+        """One request, from a free slot to its end."""
+        async with self._slot() if states else contextlib.nullcontext() as slot:
+            tag = next(self._tags)
+            if self._num_aborts > num_aborts:
+                return _Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", [], None)
+            request_id = str(tag)
+            self._running.add(request_id)
+            try:
+                with _engine_errors():
+                    output = await self._last_output(request_id, prompt, seed, sampling, slot, tag)
+            finally:
+                self._running.discard(request_id)
+            ids = np.array(output.token_ids, np.int32)
+            rows = self._pool.read(slot, tag, len(ids)) if states else None
+        logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
+        assert len(logprobs) == len(ids), "one log-probability a token was asked for"
+        return _Sample(
+            ids, logprobs, _finish_reason(output, sampling), output.weight_versions or [], rows
+        )
+
+    async def _last_output(self, request_id, prompt, seed, sampling, slot, tag) -> Any:
+        import vllm
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],
+            ignore_eos=True,  # those of the call end a response, and no others
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if slot is None else {"semrl_slot": slot, "semrl_tag": tag},
+        )
+        outputs = self._llm.generate(tokens_input(prompt.tolist()), params, request_id)
+        (output,) = [found async for found in outputs]
+        return output.outputs[0]
+
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[int]:
+        slot = await self._free_slots.get()
+        try:
+            yield slot
+        finally:
+            self._free_slots.put_nowait(slot)
+
+    def _rollout(
+        self,
+        request: SampleRequest,
+        found: _Sample,
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams,
+        version: WeightVersion,
+        started: float,
+    ) -> Rollout:
+        spans = [VersionSpan(self._versions[s.version], s.start, s.end) for s in found.spans]
+        planes = None
+        if found.rows is not None:
+            plane = self._as_states(found.rows, hidden_states.dtype)
+            planes = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
+        return Rollout(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=found.token_ids,
+            rollout_logprobs=found.logprobs,
+            rollout_raw_logprobs=None,
+            finish_reason=found.finish_reason,
+            versions=tuple(spans) or (VersionSpan(version, 0, len(found.token_ids)),),
+            hidden_states=planes,
+            layers=hidden_states.layers if planes is not None else (),
+            generate_s=time.monotonic() - started,
+        )
+
+    def _as_states(
+        self, rows: UInt8[np.ndarray, "T bytes"], dtype: str
+    ) -> Float[np.ndarray, "T D"]:
+        return rows.view(np.dtype(self._settings.dtype)).astype(np.dtype(dtype), copy=False)
+
+    async def _load(self, staged: _Staging) -> None:
+        """Gives the workers new weights; the previous ones again if that fails."""
+        try:
+            await self._llm.collective_rpc(
+                "semrl_load_weights", args=(staged.path, staged.manifest)
+            )
+        except Exception as error:
+            if self._serving is None:
+                raise EngineDeadError(f"vLLM took no weights: {error}") from error
+            try:
+                await self._llm.collective_rpc(
+                    "semrl_load_weights", args=(self._serving.path, self._serving.manifest)
+                )
+            except Exception as again:
+                raise EngineDeadError(f"vLLM took neither new nor old weights: {again}") from error
+            raise
+        self._serving = staged
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """What vLLM made of one request."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    spans: Sequence[Any]  # vLLM's WeightVersionSpan
+    rows: np.ndarray | None  # uint8 [T, bytes]
+
+
+class _Staging:
+    """Weights of one update in memory that the workers can map; nameless, gone with the process.
+
+    Attributes:
+      buffers: a writable uint8 array a tensor.
+      path: under which processes of the same user find them.
+      manifest: [name, dtype, shape, first byte] of each tensor.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]):
+        sizes = [-(-spec.num_bytes // 64) * 64 for spec in specs]  # aligned for any dtype
+        starts = [0, *itertools.accumulate(sizes)]
+        self._file = os.memfd_create("semrl-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, max(starts[-1], 1))
+        self._memory = mmap.mmap(self._file, max(starts[-1], 1))
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.manifest = [
+            [spec.name, spec.dtype, list(spec.shape), start] for spec, start in zip(specs, starts)
+        ]
+        self.buffers = {
+            spec.name: np.frombuffer(self._memory, np.uint8, spec.num_bytes, start)
+            for spec, start in zip(specs, starts)
+        }
+
+    def __del__(self):
+        os.close(self._file)
+
+
+def _finish_reason(output: Any, sampling: SamplingParams) -> FinishReason:
+    if output.finish_reason == "stop":
+        return "eos" if output.stop_reason in sampling.eos_token_ids else "stop"
+    return "length" if output.finish_reason == "length" else "aborted"
+
+
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """vLLM's own word for a dead engine becomes the service's."""
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
+
+    try:
+        yield
+    except VllmDead as error:
+        raise EngineDeadError(f"vLLM's engine process is gone: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """One line of an error of vLLM; pydantic's has the reason between a head and a link."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("Value error")]
+    return (said or lines or [type(error).__name__])[0]
+
+
+def _checked_version() -> str:
+    try:
+        import semrl_vllm
+    except ModuleNotFoundError:
+        raise UserError(
+            "--engine=vllm needs the plugin semrl_vllm, which is not installed here; make the "
+            "replica's environment with third_party/vllm_patch/make_env.sh and use its python."
+        ) from None
+    try:
+        return semrl_vllm.vllm_version()
+    except semrl_vllm.VersionError as error:
+        raise UserError(str(error)) from None
+
+
+def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_tokens: int) -> Any:
+    from semrl_vllm.pool import PoolShape
+
+    shape = PoolShape(
+        num_slots=num_slots,
+        num_rows=max_tokens + 1,
+        width=model.hidden_size,
+        item_bytes=np.dtype(settings.dtype).itemsize,
+    )
+    available = _available_bytes()
+    if shape.num_bytes > available:
+        raise UserError(
+            f"hidden states of rollout.vllm_max_num_seqs={settings.max_num_seqs} responses of "
+            f"{max_tokens} tokens need {shape.num_bytes / 2**30:.1f} GiB of shared memory, and "
+            f"{available / 2**30:.1f} GiB are available; lower rollout.vllm_max_num_seqs or "
+            "rollout.max_response_tokens."
+        )
+    return shape
+
+
+def _available_bytes() -> int:
+    """Memory that can be taken without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
