@@ -131,6 +131,8 @@ def _receive_all(
                 continue
             if answer := _admit(place, caller, callers):
                 refused = f" A process at {address[0]} was refused: {answer}."
+            else:
+                told = set()  # one that came in another's place has not heard yet
         listener.close()  # JAX is to have the port when the others come
         _tell(callers, "go")
 

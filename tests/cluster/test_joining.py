@@ -186,7 +186,7 @@ def test_a_process_that_came_twice_is_told():
     address, messages = free_address(), {}
 
     def coordinator():
-        messages[0], _ = attempt(Place(address, 3, 0, "settings"), 3.0)
+        messages[0], _ = attempt(Place(address, 3, 0, "settings"), 4.0)
 
     thread = threading.Thread(target=coordinator)
     thread.start()

@@ -178,7 +178,8 @@ def prepare(
     mask = batch.response_mask
     options = pass_options(model, config)
     params, reference = jax.device_put((model.params, model.reference))
-    old_logprobs, _, states = batch_logprobs(params, batch, **options, with_states=True)
+    old_logprobs, _, own = batch_logprobs(params, batch, **options, with_states=True)
+    states = [own[index] for index in range(len(scored))]
     ref_logprobs = batch_logprobs(reference, batch, **options).logprobs
     metrics = metric_arrays(measured(scored, states, config))
     state = shaping_state(config, baselines)
