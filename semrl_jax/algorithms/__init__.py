@@ -5,6 +5,7 @@ from semrl_jax.algorithms.grpo import (
     group_relative_advantages,
     zero_variance_group_fraction,
 )
+from semrl_jax.algorithms.importance import IMPORTANCE_LEVELS, importance_weights
 from semrl_jax.algorithms.kl import (
     KL_ESTIMATORS,
     kl_estimate,
@@ -28,12 +29,14 @@ from semrl_jax.algorithms.ppo import (
 
 __all__ = [
     "AGGREGATIONS",
+    "IMPORTANCE_LEVELS",
     "KL_ESTIMATORS",
     "broadcast_to_tokens",
     "clipped_policy_loss",
     "explained_variance",
     "generalized_advantages",
     "group_relative_advantages",
+    "importance_weights",
     "kl_estimate",
     "penalised_rewards",
     "policy_loss",

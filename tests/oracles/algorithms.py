@@ -62,3 +62,17 @@ def policy_loss(logprobs, entropy, old, ref, advantages, weights, *, eps, c_kl, 
         mean_kl += weight * kl(float(logprobs[i, t]) - float(ref[i, t]), estimator)
     loss = pg - c_ent * mean_entropy + c_kl * mean_kl
     return loss, clipped_share, approx_kl, mean_entropy, mean_kl
+
+
+def importance_weights(old, rollout, mask, level, cap):
+    """Weights, 1 where masked out, and the share of tokens whose ratio is over the cap."""
+    weights, num_capped = np.ones(np.shape(old)), 0
+    for i, row in enumerate(mask):
+        counted = [t for t, counts in enumerate(row) if counts]
+        differences = {t: float(old[i][t]) - float(rollout[i][t]) for t in counted}
+        for t in counted:
+            exponent = differences[t] if level == "token" else sum(differences.values())
+            ratio = math.exp(min(exponent, 700.0))
+            weights[i, t] = min(ratio, cap)
+            num_capped += ratio > cap
+    return weights, num_capped / max(np.sum(mask), 1)

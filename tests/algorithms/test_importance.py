@@ -1,0 +1,197 @@
+"""Truncated importance sampling: the weights, and the loss that they make."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax import algorithms
+from tests.oracles import algorithms as oracle
+
+seeds = st.integers(0, 2**31 - 1)
+levels = st.sampled_from(algorithms.IMPORTANCE_LEVELS)
+MASK = np.arange(6) < np.array([6, 1, 4, 0])[:, None]
+
+
+@functools.cache
+def weights_at(level, cap=2.0):
+    return jax.jit(functools.partial(algorithms.importance_weights, level=level, cap=cap))
+
+
+def logprobs_of(seed, spread=0.8, mask=MASK):
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(size=mask.shape)
+    return old.astype(np.float32), (old + spread * rng.normal(size=mask.shape)).astype(np.float32)
+
+
+def test_weights_by_hand():
+    # Ratios 1/2, 4, 1: the second is cut at 2; of the response the product, 2, is at the cap and
+    # not over it.
+    old, rollout = (
+        np.log(np.array([[0.25, 0.8, 0.5, 0.9]], np.float32)),
+        np.log(np.array([[0.5, 0.2, 0.5, 0.1]], np.float32)),
+    )
+    mask = np.array([[True, True, True, False]])
+    weights, share = weights_at("token")(old, rollout, mask)
+    np.testing.assert_allclose(weights, [[0.5, 2.0, 1.0, 1.0]], rtol=1e-6)
+    np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
+    weights, share = weights_at("sequence", 3)(old, rollout, mask)
+    np.testing.assert_allclose(weights, [[2.0, 2.0, 2.0, 1.0]], rtol=1e-6)
+    assert share == 0
+    weights, share = weights_at("sequence", 1.5)(old, rollout, mask)
+    np.testing.assert_allclose(weights, [[1.5, 1.5, 1.5, 1.0]], rtol=1e-6)
+    assert share == 1
+
+
+@given(seed=seeds, level=levels, cap=st.sampled_from((1.0, 2.0, 10.0)))
+def test_weights_match_float64_loops(seed, level, cap):
+    old, rollout = logprobs_of(seed)
+    weights, share = weights_at(level, cap)(old, rollout, MASK)
+    expected, expected_share = oracle.importance_weights(old, rollout, MASK, level, cap)
+    # A sum of six float32 terms near 1, then its exponential.
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    np.testing.assert_allclose(share, expected_share, rtol=1e-6)
+    assert weights.dtype == np.float32
+    # What a row of the mask does not have changes nothing.
+    for hostile in (np.nan, np.inf, -np.inf, 1e4):
+        dirty = [np.where(MASK, x, np.float32(hostile)) for x in (old, rollout)]
+        for a, b in zip(weights_at(level, cap)(*dirty, MASK), (weights, share)):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+def test_weighting_makes_the_policy_of_the_engine(level):
+    """Over all responses of two tokens, the mean of w f under the engine is that of f under the
+    policy; by token only of an f of one token, given the tokens before it."""
+    rng = np.random.default_rng(0)
+    tokens = np.array([(a, b) for a in range(3) for b in range(3)])
+
+    def random_policy():
+        first, second = rng.dirichlet(np.ones(3) * 3), rng.dirichlet(np.ones(3) * 3, size=3)
+        return np.stack([first[tokens[:, 0]], second[tokens[:, 0], tokens[:, 1]]], axis=1)
+
+    policy, engine = random_policy(), random_policy()
+    old, rollout = (np.log(p).astype(np.float32) for p in (policy, engine))
+    weights, share = weights_at(level, 1e6)(old, rollout, np.ones((9, 2), bool))
+    assert share == 0
+    f = rng.normal(size=9)
+    of_engine = engine.prod(axis=1) * weights[:, 1]
+    of_policy = {
+        "sequence": policy.prod(axis=1),
+        "token": engine[:, 0] * policy[:, 1],
+    }[level]
+    np.testing.assert_allclose(np.sum(of_engine * f), np.sum(of_policy * f), rtol=1e-5)
+
+
+@given(seed=seeds, level=levels)
+def test_an_engine_that_agrees_changes_no_bit(seed, level):
+    old, _ = logprobs_of(seed)
+    weights, share = weights_at(level)(old, old, MASK)
+    np.testing.assert_array_equal(weights, np.ones(MASK.shape))
+    assert share == 0
+
+
+@given(seed=seeds, level=levels)
+def test_a_cap_of_one_raises_no_weight(seed, level):
+    arrays = logprobs_of(seed, spread=3.0)
+    (weights, _), (uncapped, _) = (weights_at(level, cap)(*arrays, MASK) for cap in (1.0, 1e9))
+    assert np.all(weights <= 1) and np.all(weights > 0)
+    np.testing.assert_array_equal(weights[uncapped < 1], uncapped[uncapped < 1])
+
+
+@given(seed=seeds)
+def test_responses_of_one_token_have_one_weight(seed):
+    mask = np.arange(6)[None, :] == np.array([0, 1, 5])[:, None]
+    arrays = logprobs_of(seed, mask=mask)
+    by_token, by_sequence = (weights_at(level)(*arrays, mask) for level in ("token", "sequence"))
+    np.testing.assert_array_equal(by_token[0], by_sequence[0])
+    assert np.any(by_token[0] != 1)
+
+
+@given(seed=seeds, level=levels)
+def test_more_padding_changes_nothing(seed, level):
+    old, rollout = logprobs_of(seed)
+    weights, share = weights_at(level)(old, rollout, MASK)
+    wider = [np.pad(x, ((0, 2), (0, 10)), constant_values=v) for x, v in ((old, -3), (rollout, 5))]
+    padded, padded_share = weights_at(level)(*wider, np.pad(MASK, ((0, 2), (0, 10))))
+    np.testing.assert_allclose(padded[:4, :6], weights, rtol=1e-6)  # another order of sums
+    np.testing.assert_array_equal(padded[4:], 1)
+    assert padded_share == share
+
+
+@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("gap", [-1e30, -200.0, 200.0, 1e30])
+def test_far_apart_policies_stay_finite(level, gap):
+    old, _ = logprobs_of(0)
+    weights, _ = weights_at(level)(old + np.float32(gap), old, MASK)
+    expected = 2.0 if gap > 0 else np.exp(-20.0)
+    np.testing.assert_allclose(np.asarray(weights)[MASK], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_logprob_that_is_not_finite_is_not_passed_over(bad, which):
+    arrays = logprobs_of(0)
+    arrays[which][2, 1] = bad
+    weights, _ = weights_at("token")(*arrays, MASK)
+    assert np.argwhere(np.isnan(weights)).tolist() == [[2, 1]]
+    weights, _ = weights_at("sequence")(*arrays, MASK)
+    assert np.argwhere(np.isnan(weights)).tolist() == [[2, t] for t in range(4)]
+
+
+@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+def test_loss_and_gradient_are_those_of_the_textbook(level):
+    """Advantages times weights, beside torch with the weights outside of the maximum."""
+    old, rollout = logprobs_of(3)
+    rng = np.random.default_rng(4)
+    logprobs = (old + 0.4 * rng.normal(size=MASK.shape)).astype(np.float32)
+    advantages, entropy = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    token_weights = algorithms.token_weights(jnp.asarray(MASK))
+
+    def loss_of(logprobs, entropy, old, rollout):
+        weights, _ = algorithms.importance_weights(old, rollout, jnp.asarray(MASK), level=level)
+        loss, report = algorithms.policy_loss(
+            logprobs, entropy, old_logprobs=old, ref_logprobs=rollout,
+            advantages=advantages * weights, weights=token_weights,
+        )  # fmt: skip
+        return loss, report
+
+    (loss, report), gradients = jax.jit(
+        jax.value_and_grad(loss_of, argnums=(0, 1, 2, 3), has_aux=True)
+    )(logprobs, entropy, old, rollout)
+
+    x, h = (torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (logprobs, entropy))
+    mu, reference = (torch.tensor(a, dtype=torch.float64) for a in (old, rollout))
+    mask, advantage = torch.tensor(MASK), torch.tensor(advantages, dtype=torch.float64)
+    difference = torch.where(mask, mu - reference, 0.0)
+    if level == "sequence":
+        difference = difference.sum(dim=1, keepdim=True).expand(MASK.shape)
+    tis = torch.exp(difference).clamp(max=2.0)
+    ratio = torch.exp(x - mu)
+    surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    kl = torch.exp(reference - x) + x - reference - 1
+    scale = torch.tensor(np.asarray(token_weights), dtype=torch.float64)
+    pg_loss = (tis * surrogate * scale).sum()
+    expected = pg_loss + ((0.001 * kl - 0.001 * h) * scale).sum()
+    expected.backward()
+    # 1e-5 and 1e-7: eleven float32 terms near 1, weighted by 1/11.
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(report["policy/pg_loss"], pg_loss.item(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradients[0], x.grad.numpy(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(gradients[1], h.grad.numpy(), rtol=1e-5, atol=1e-7)
+    for gradient in gradients[2:]:  # neither weights nor old log-probabilities have one
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_wrong_options_are_refused():
+    arrays = (*map(jnp.asarray, logprobs_of(0)), jnp.asarray(MASK))
+    with pytest.raises(ValueError, match="level='none' is unknown"):
+        algorithms.importance_weights(*arrays, level="none")
+    for cap in (0.5, float("nan")):
+        with pytest.raises(ValueError, match=f"cap={cap} must be at least 1"):
+            algorithms.importance_weights(*arrays, level="token", cap=cap)
