@@ -128,8 +128,8 @@ def test_more_padding_changes_nothing(seed, level):
 @pytest.mark.parametrize("gap", [-1e30, -200.0, 200.0, 1e30])
 def test_far_apart_policies_stay_finite(level, gap):
     old, _ = logprobs_of(0)
-    weights, _ = weights_at(level)(old + np.float32(gap), old, MASK)
-    expected = 2.0 if gap > 0 else np.exp(-20.0)
+    weights, _ = weights_at(level, 1e6)(old + np.float32(gap), old, MASK)
+    expected = 1e6 if gap > 0 else np.exp(-20.0)
     np.testing.assert_allclose(np.asarray(weights)[MASK], expected, rtol=1e-6)
 
 
@@ -185,6 +185,15 @@ def test_loss_and_gradient_are_those_of_the_textbook(level):
     np.testing.assert_allclose(gradients[0], x.grad.numpy(), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(gradients[1], h.grad.numpy(), rtol=1e-5, atol=1e-7)
     for gradient in gradients[2:]:  # neither weights nor old log-probabilities have one
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+def test_weights_have_no_gradient(level):
+    def total(old, rollout):
+        return sum(map(jnp.sum, weights_at(level)(old, rollout, MASK)))
+
+    for gradient in jax.grad(total, argnums=(0, 1))(*logprobs_of(0)):
         np.testing.assert_array_equal(gradient, 0)
 
 
