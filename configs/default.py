@@ -53,7 +53,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.skip_bad_rows = False  # count and skip them instead of stopping
 
     config.rollout = ml_collections.ConfigDict()
-    config.rollout.addresses = ()  # host:port, repeat the flag; empty: embedded replica
+    config.rollout.addresses = ()  # host:port, repeat the flag; empty: one of the trainer's own
+    config.rollout.engine = "jax"  # of the trainer's own: jax (embedded) or vllm (a child process)
     config.rollout.token_file = ""  # token of given addresses; else $SEMRL_ROLLOUT_TOKEN
     config.rollout.tls_ca_file = ""  # certificate authority of given addresses; empty: no TLS
     config.rollout.group_size = 8  # responses per prompt
@@ -75,6 +76,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.jax_tensor_parallelism = 1
     config.rollout.jax_data_parallelism = 1  # a power of two
     # vLLM engine (third_party/vllm_patch/README.md)
+    config.rollout.vllm_python = ".venv-vllm/bin/python"  # of the child's environment
     config.rollout.vllm_max_num_seqs = 256  # responses decoded side by side
     config.rollout.vllm_max_num_batched_tokens = 0  # of one step; 0: vLLM's own choice
     config.rollout.vllm_tensor_parallelism = 1  # devices of a replica
@@ -130,6 +132,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.loss.kl_coefficient = 0.001
     config.algorithms.loss.entropy_coefficient = 0.001
     config.algorithms.loss.kl_estimator = "low_var_kl"
+    config.algorithms.importance = ml_collections.ConfigDict()  # docs/verl.md
+    config.algorithms.importance.level = "none"  # none, token or sequence
+    config.algorithms.importance.cap = 2.0  # the largest weight
     config.algorithms.aggregation = "token_mean"  # or response_mean
 
     config.rewards = ml_collections.ConfigDict()

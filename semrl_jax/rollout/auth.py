@@ -10,6 +10,7 @@ import grpc
 
 from semrl_jax.errors import UserError
 
+TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"  # of the environment
 _HEADER = "authorization"
 
 

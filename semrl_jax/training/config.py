@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_collections
 
-from semrl_jax.algorithms import KL_ESTIMATORS
+from semrl_jax.algorithms import IMPORTANCE_LEVELS, KL_ESTIMATORS
 from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
@@ -17,6 +17,7 @@ from semrl_jax.shaping import validate_shaping
 from semrl_jax.training.measuring import TOKEN_INDICATORS
 
 TASKS = ("arithmetic", "files")
+ENGINES = ("jax", "vllm")
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -72,7 +73,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "evaluation.row_format": ROW_FORMATS,
         "hidden_states.source": ("rollout", "policy", "none"),
         "hidden_states.dtype": ("bfloat16", "float32"),
+        "rollout.engine": ENGINES,
         "rollout.weight_dtype": ("", "float32", "bfloat16"),
+        "algorithms.importance.level": ("none", *IMPORTANCE_LEVELS),
         "algorithms.aggregation": ("token_mean", "response_mean"),
         "rewards.mode": ("independent", "mix"),
         "model.compute_dtype": tuple(DTYPES),
@@ -231,6 +234,7 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
 
 def _check_method(config: ml_collections.ConfigDict) -> None:
     shaping, metrics = config.shaping, config.metrics
+    _check_importance(config)
     if config.evaluation.metrics and config.hidden_states.source == "none":
         raise UserError(
             "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
@@ -274,6 +278,25 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
                 f"rollout.max_response_tokens={limit}, so no response would have the "
                 f"{of_order[0]!r} that the shaping uses; set a stride of at most "
                 f"{limit // num_prefixes}."
+            )
+
+
+def _check_importance(config: ml_collections.ConfigDict) -> None:
+    importance, rollout = config.algorithms.importance, config.rollout
+    if importance.cap < 1:
+        raise UserError(
+            f"algorithms.importance.cap={importance.cap} must be at least 1: below, the weights of "
+            "all tokens would be lowered, and with them the learning rate."
+        )
+    if importance.level == "none":
+        return
+    # Of a distribution cut to its likeliest tokens a log-probability says how much was cut, too.
+    for field, cuts in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
+        if cuts:
+            raise UserError(
+                f"algorithms.importance.level={importance.level!r} compares log-probabilities of "
+                f"the whole vocabulary, but rollout.{field}={rollout[field]} samples from a part "
+                "of it; set rollout.top_p=1.0 and rollout.top_k=0, or the level to 'none'."
             )
 
 

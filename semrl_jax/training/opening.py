@@ -111,7 +111,7 @@ def open_run(
             ends = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
             models.check_mesh(policy.config, mesh)
-            if not config.rollout.addresses:
+            if config.rollout.engine == "jax" and not config.rollout.addresses:
                 configured_mesh(config, policy.config)
             prompts = training_prompts(config, tokenizer, reporter.line)
             problems = held_out_problems(config, tokenizer)

@@ -1,4 +1,4 @@
-"""The replicas a run samples from: given addresses, or one embedded in this process."""
+"""The replicas a run samples from: given addresses, one embedded here, or a child process."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import json
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import ml_collections
 from jax.sharding import Mesh
 
+import configs
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
 from semrl_jax.models.config import config_to_hf
+from semrl_jax.rollout.auth import TOKEN_VARIABLE
+from semrl_jax.rollout.child import ChildReplica
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.training.console import Reporter
-from semrl_jax.training.workdir import Workdir
+from semrl_jax.training.workdir import Workdir, jsonable, write_json
 from semrl_jax.types import ReplicaDescription
-
-TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def open_client(
     reporter: Reporter,
     place: tuple[int, int] = (0, 1),
 ) -> Iterator[RolloutClient]:
-    """A connected client of `rollout.addresses`, or of a JAX replica embedded in this process.
+    """A connected client of `rollout.addresses`, or of a replica of its own: `rollout.engine`.
 
     With several processes that sample, `place` (which of how many) takes every so many-th address.
     """
@@ -49,8 +50,11 @@ def open_client(
             addresses = tuple(rollout.addresses)[place[0] :: place[1]]
             token = read_token(rollout.token_file)
         else:
-            engine = jax_engine(config, policy, tokenizer, device_lock)
-            replica = stack.enter_context(EmbeddedReplica(engine))
+            if rollout.engine == "vllm":
+                replica = vllm_child(config, workdir.path / f"replica{place[0]}", reporter.line)
+            else:
+                replica = EmbeddedReplica(jax_engine(config, policy, tokenizer, device_lock))
+            stack.enter_context(replica)
             addresses, token = (replica.address,), replica.token
         client = stack.enter_context(
             RolloutClient(
@@ -120,6 +124,37 @@ def jax_engine(
         max_response_tokens=rollout.max_response_tokens,
         device_lock=device_lock,
     )
+
+
+def vllm_child(
+    config: ml_collections.ConfigDict, directory: pathlib.Path, progress: Callable[[str], None]
+) -> ChildReplica:
+    """A vLLM replica in the environment of `rollout.vllm_python`, with the settings of this run.
+
+    Args:
+      directory: for its settings and what it prints; made.
+      progress: takes one line about a wait.
+    """
+    python = config.rollout.vllm_python
+    if not pathlib.Path(python).exists():
+        raise UserError(
+            f"rollout.vllm_python={python} does not exist; make the environment with "
+            "third_party/vllm_patch/make_env.sh, or name the python of another one with vLLM."
+        )
+    directory.mkdir(exist_ok=True)
+    settings = directory / "config.json"
+    write_json(settings, {"config": jsonable(config.to_dict())})
+    root = pathlib.Path(configs.__file__).parents[1]
+    return ChildReplica(
+        [
+            os.path.abspath(python), "-m", "launch.rollout", "--engine=vllm",
+            f"--config={root / 'configs' / 'recorded.py'}:{settings}",
+        ],
+        directory=root,
+        log=directory / "log.txt",
+        start_timeout_s=config.rollout.connect_timeout_s,
+        progress=progress,
+    )  # fmt: skip
 
 
 def vllm_engine(

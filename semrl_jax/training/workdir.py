@@ -23,6 +23,7 @@ MAY_DIFFER = (
     "training.num_steps",
     "training.grace_s",
     "rollout.addresses",
+    "rollout.vllm_",
     "rollout.token_file",
     "rollout.tls_ca_file",
     "rollout.connect_timeout_s",
@@ -145,7 +146,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         raise UserError(
             f"workdir={path} belongs to a run that is going on; stop it or name another directory."
         ) from None
-    settings = _jsonable(config.to_dict())
+    settings = jsonable(config.to_dict())
     if config_file.exists():
         try:
             record = json.loads(config_file.read_text())
@@ -234,7 +235,7 @@ def versions() -> dict[str, str]:
 
 def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Every field under its full name, as JSON holds it."""
-    return _flatten(_jsonable(config.to_dict()))
+    return _flatten(jsonable(config.to_dict()))
 
 
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
@@ -263,5 +264,5 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _jsonable(tree: Any) -> Any:
+def jsonable(tree: Any) -> Any:
     return json.loads(json.dumps(tree))  # tuples become lists, as in the recorded file

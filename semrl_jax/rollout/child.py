@@ -1,0 +1,135 @@
+"""A replica as a child of this process, in an environment of its own; it ends with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.auth import TOKEN_VARIABLE, new_token
+
+END_S = 20.0  # from the end of its standard input to SIGKILL
+PROGRESS_EVERY_S = 10.0
+
+
+class ChildReplica:
+    """`launch.rollout` on a free loopback port, started again whenever it ends.
+
+    It serves until its standard input closes: however this process ends, so does the child. `close`
+    it, or use it in a `with`. Returns once the child listens.
+
+    Args:
+      command: that serves; `--port` and `--until_stdin_closes` are added.
+      directory: where it runs.
+      log: file for what it prints, appended to.
+      start_timeout_s: for it to listen.
+      progress: takes one line about a wait or another start.
+
+    Attributes:
+      address: host:port.
+      token: what the client must show.
+
+    Raises:
+      UserError: if there is no such program, or it ends or says nothing instead of listening.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        directory: str | os.PathLike[str],
+        log: str | os.PathLike[str],
+        start_timeout_s: float = 300.0,
+        progress: Callable[[str], None] = print,
+    ):
+        self.token = new_token()
+        self._port = _free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
+        self._directory, self._log, self._progress = directory, pathlib.Path(log), progress
+        self._closing = threading.Event()
+        self._process = self._start()
+        try:
+            self._await_listening(start_timeout_s)
+        except BaseException:
+            self._end()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="child-replica", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Asks the child to end, and waits for it."""
+        self._closing.set()
+        self._end()
+        self._watcher.join()
+
+    def __enter__(self) -> ChildReplica:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen:
+        try:
+            with open(self._log, "ab") as log:
+                return subprocess.Popen(
+                    self._command,
+                    cwd=self._directory,
+                    env={**os.environ, TOKEN_VARIABLE: self.token},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends it in its turn
+                )
+        except OSError as error:
+            raise UserError(
+                f"the rollout replica cannot be started: {self._command[0]}: {error.strerror}."
+            ) from None
+
+    def _await_listening(self, timeout_s: float) -> None:
+        started = told = time.monotonic()
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            now = time.monotonic()
+            if self._process.poll() is not None:
+                lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+                raise UserError(f"the rollout replica did not start: {lines[-1]} ({self._log})")
+            if now - started > timeout_s:
+                raise UserError(
+                    f"the rollout replica does not listen after {timeout_s:g} s "
+                    f"(rollout.connect_timeout_s); {self._log} has what it printed."
+                )
+            if now - told > PROGRESS_EVERY_S:
+                told = now
+                self._progress(f"waiting for the rollout replica to start ({now - started:.0f} s)")
+            time.sleep(0.1)
+
+    def _end(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _watch(self) -> None:
+        while True:
+            code = self._process.wait()
+            if self._closing.wait(1.0):
+                return
+            self._progress(
+                f"the rollout replica ended with code {code}; started again ({self._log})"
+            )
+            self._process = self._start()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
