@@ -12,9 +12,14 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.algorithms import (
+    broadcast_to_tokens,
+    group_relative_advantages,
+    importance_weights,
+)
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
 from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.types import RolloutBatch
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
 
@@ -51,6 +56,29 @@ def shaped_advantages(
     return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
 
 
+def corrected_advantages(
+    advantages: Float[Array, "B T"],
+    old_logprobs: Float[np.ndarray, "B T"],
+    batch: RolloutBatch,
+    config: ml_collections.ConfigDict,
+) -> tuple[Float[Array, "B T"], dict[str, float]]:
+    """The advantages times the importance weights of the batch, and what these are.
+
+    With `algorithms.importance.level='none'` the very advantages, and nothing to log.
+    """
+    options = config.algorithms.importance
+    if options.level == "none":
+        return advantages, {}
+    corrected, report = _corrected_advantages(
+        advantages,
+        old_logprobs,
+        batch.rollout_logprobs,
+        batch.response_mask,
+        options=tuple(options.items()),
+    )
+    return corrected, {name: float(value) for name, value in jax.device_get(report).items()}
+
+
 def next_baselines(
     state: ShapingState,
     metrics: Metrics,
@@ -77,6 +105,13 @@ def _shaped_advantages(
     scalars |= _extent("advantage", plain, response_mask)
     scalars |= _extent("advantage/shaped", shaped, response_mask)
     return shaped, scalars | report
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _corrected_advantages(advantages, old_logprobs, rollout_logprobs, mask, *, options: Options):
+    weights, capped = importance_weights(old_logprobs, rollout_logprobs, mask, **dict(options))
+    report = _extent("policy/importance_weight", weights, mask)
+    return advantages * weights, report | {"policy/importance_weight/capped_fraction": capped}
 
 
 def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:

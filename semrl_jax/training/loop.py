@@ -15,7 +15,12 @@ from semrl_jax.cluster.agreement import is_agreed, together
 from semrl_jax.cluster.connecting import connect
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import Preempted, UserError
-from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
+from semrl_jax.training.advantages import (
+    corrected_advantages,
+    group_rewards,
+    next_baselines,
+    shaped_advantages,
+)
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
 from semrl_jax.training.console import Bar, Reporter, summary_line
@@ -74,11 +79,12 @@ def run_steps(
             shaped, report = shaped_advantages(
                 rewards, metrics, batch.response_mask, state.shaping, config
             )
+            corrected, weights = corrected_advantages(shaped, old.logprobs, batch, config)
             shaping = next_baselines(state.shaping, metrics, rewards, config)
         # The last moment at which the state before this step still exists.
         together(run.peers, "advantages", run.stop.check)
         with clock("update"):
-            state, losses = run.update(state, batch, old.logprobs, ref_logprobs, shaped)
+            state, losses = run.update(state, batch, old.logprobs, ref_logprobs, corrected)
         state = state._replace(
             shaping=shaping, position=DataPosition(*position), step=state.step + 1
         )
@@ -92,7 +98,7 @@ def run_steps(
             step,
             clock,
             scored,
-            statistics | mismatch | report | losses,
+            statistics | mismatch | report | weights | losses,
             evaluation,
         )
         yield state

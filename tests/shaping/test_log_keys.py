@@ -113,6 +113,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
     config.metrics.dataset_stride = 2
     config.evaluation.metrics = True
     config.hidden_states.compare_every = 1
+    config.algorithms.importance.level = "token"
     assert train(config, str(tmp_path / "run")) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)} - {"step"}

@@ -55,6 +55,8 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
         ("shaping.guidance", "avg_response_entropy", "which the trainer does not measure"),
+        ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
+        ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
         ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
         ("algorithms.loss.clip_epsilon", 1.0, "clip_epsilon=1.0 must be in"),
         ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
@@ -100,6 +102,20 @@ def test_a_stride_need_only_leave_the_orders_that_are_used():
         validate(config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_need_the_whole_vocabulary(level):
+    config = quickstart.get_config()
+    config.algorithms.importance.level = level
+    validate(config)
+    for field, value in (("top_p", 0.9), ("top_k", 50)):
+        config = quickstart.get_config()
+        config.rollout[field] = value
+        validate(config)
+        config.algorithms.importance.level = level
+        with pytest.raises(UserError, match=rf"level='{level}'.* rollout.{field}={value} samples"):
+            validate(config)
 
 
 def test_indicators_of_the_tokens_need_no_hidden_states():

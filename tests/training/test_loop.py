@@ -10,6 +10,7 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.training import loop, train
+from tests.oracles import algorithms as oracle
 from tests.training.conftest import read_rows, stable
 from tests.training.tiny import tiny_config
 
@@ -218,3 +219,52 @@ def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
         # The states are float32; sums over tokens have another order.
         assert packed_row[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6), key
     assert packed_row["policy/padding_fraction"] != row["policy/padding_fraction"]
+
+
+@pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
+def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkeypatch, level):
+    """An engine with bfloat16 weights samples from another distribution than the policy's."""
+    real_update, real_shaping, seen = loop.Run.update, loop.shaped_advantages, {}
+
+    def shaping(*arguments):
+        seen["shaped"], report = real_shaping(*arguments)
+        return seen["shaped"], report
+
+    def update(run, state, batch, old, reference, advantages):
+        seen.update(batch=batch, old=old, advantages=advantages)
+        return real_update(run, state, batch, old, reference, advantages)
+
+    monkeypatch.setattr(loop, "shaped_advantages", shaping)
+    monkeypatch.setattr(loop.Run, "update", update)
+    config.training.num_steps = 1
+    config.rollout.weight_dtype = "bfloat16"
+    cap = config.algorithms.importance.cap = 1.01
+    rows, params = {}, {}
+    for name in ("none", level):
+        config.algorithms.importance.level = name
+        assert train(config, str(tmp_path / name)) == 0
+        rows[name], params[name] = (
+            stable(read_rows(tmp_path / name))[0],
+            final_params(tmp_path / name, 1),
+        )
+        if name == "none":
+            assert seen["advantages"] is seen["shaped"]
+    batch = seen["batch"]
+    weights, share = oracle.importance_weights(
+        seen["old"], batch.rollout_logprobs, batch.response_mask, level, cap
+    )
+    np.testing.assert_allclose(
+        seen["advantages"], weights * np.asarray(seen["shaped"]), rtol=1e-5, atol=1e-7
+    )
+    weights, row = weights[batch.response_mask], rows[level]
+    prefix = "policy/importance_weight"
+    for kind, expected in (
+        ("mean", weights.mean()), ("max", weights.max()), ("min", weights.min()),
+        ("capped_fraction", share),
+    ):  # fmt: skip
+        assert row.pop(f"{prefix}/{kind}") == pytest.approx(expected, rel=1e-5), kind
+    assert 0 < share < 1 and weights.min() < 0.999
+    assert row.keys() == rows["none"].keys()
+    changed = {key for key, value in rows["none"].items() if row[key] != value}
+    assert "policy/pg_loss" in changed and all(key.startswith("policy/") for key in changed)
+    assert largest_difference(params["none"], params[level]) > 0
