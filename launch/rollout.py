@@ -12,7 +12,11 @@ signal, 1 engine died, 2 wrong setting (one line says which).
 import contextlib
 import os
 import pathlib
+import signal
+import sys
 import tempfile
+import threading
+import time
 
 from absl import flags
 from ml_collections import config_flags
@@ -21,13 +25,71 @@ from launch import cli
 from semrl_jax.errors import UserError
 
 ENGINES = ("jax", "vllm")
+PROGRESS_EVERY_S = 10.0
+PARENT_EVERY_S = 0.5  # a look at who the parent is
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
 ENGINE = flags.DEFINE_string("engine", "jax", f"what samples: one of {ENGINES}")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to bind")
 PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free one")
+UNTIL_STDIN_CLOSES = flags.DEFINE_boolean(
+    "until_stdin_closes", False, "end with the process that holds the other end of standard input"
+)
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file; with --tls_key")
 TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file; with --tls_certificate")
+
+
+def end_with_stdin() -> None:
+    """Ends this process as SIGTERM does once standard input closes, in whatever way."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Ends a process that vLLM has made once its parent has ended, in whatever way.
+
+    Left alone, the engine's process and its workers outlive a parent that was killed.
+    """
+    parent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_EVERY_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def end_on_signal() -> None:
+    """Ends in order where a signal comes before the server has handlers of its own."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+
+
+def prepare_environment(model_path: str) -> None:
+    """Sets what JAX, vLLM and the hub read when they are imported; vLLM's own is not overruled."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
+    # A fork of a process with JAX in it can hang, and would not end with its parent (see below).
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not model_path or os.path.isdir(model_path):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def tell_until(listening: threading.Event) -> None:
+    """Says every few seconds that vLLM is still starting."""
+    started = time.monotonic()
+
+    def tell() -> None:
+        while not listening.wait(PROGRESS_EVERY_S):
+            print(f"starting vLLM ({time.monotonic() - started:.0f} s)", flush=True)
+
+    threading.Thread(target=tell, name="progress", daemon=True).start()
 
 
 def main() -> int:
@@ -35,26 +97,40 @@ def main() -> int:
     if ENGINE.value not in ENGINES:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
     if ENGINE.value == "vllm":
-        os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
+        prepare_environment(config.model.path)
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import serve_until_signal
     from semrl_jax.training.config import validate
     from semrl_jax.training.policy_setup import build_policy
     from semrl_jax.training.replicas import jax_engine, read_token, vllm_engine
 
+    end_on_signal()
     validate(config)
+    if UNTIL_STDIN_CLOSES.value:
+        end_with_stdin()
     token = read_token(config.rollout.token_file)
     policy, tokenizer = build_policy(config)
+    listening = threading.Event()
+
+    def announce(line: str) -> None:
+        listening.set()
+        if parts := getattr(engine, "start_s", None):
+            shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items())
+            print(f"vLLM started ({shares})")
+        print(line, flush=True)
+
     stack = contextlib.ExitStack()
+    stack.callback(listening.set)
     try:
         if ENGINE.value == "vllm":
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-vllm-"))
             engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
+            tell_until(listening)
         else:
             engine = jax_engine(config, policy, tokenizer)
         serve_until_signal(
             engine,
-            announce=lambda line: print(line, flush=True),
+            announce=announce,
             token=token,
             host=HOST.value,
             port=PORT.value,
@@ -69,5 +145,7 @@ def main() -> int:
     return 0
 
 
+if __name__ == "__mp_main__":  # spawned by vLLM, which imports this file before anything of its own
+    end_with_parent()
 if __name__ == "__main__":
     cli.run(main, __doc__)

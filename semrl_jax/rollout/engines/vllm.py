@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import mmap
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,6 +100,9 @@ class VllmEngine(Engine):
       max_prompts: responses a call may ask for.
       max_prompt_tokens, max_response_tokens: per response.
 
+    Attributes:
+      start_s: seconds that the parts of `start` took, by name.
+
     Raises:
       UserError: if vLLM or the plugin is missing, or of a version that does not fit; if the hidden
         states of `max_num_seqs` responses do not fit into memory.
@@ -112,6 +117,7 @@ class VllmEngine(Engine):
         max_prompt_tokens: int = 4096,
         max_response_tokens: int = 32_768,
     ):
+        self.start_s: dict[str, float] = {}
         self._version_of_vllm = _checked_version()
         self._model, self._settings = model, settings
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
@@ -155,13 +161,21 @@ class VllmEngine(Engine):
         """Starts vLLM, taps its workers, and checks that the tap is aligned.
 
         Raises:
-          UserError: if vLLM cannot serve the model.
+          UserError: if vLLM cannot serve the model here.
           EngineDeadError: if its hidden states are not those of a prefill of the same tokens.
         """
         from semrl_vllm.pool import RowPool
 
-        self._llm = self._start_vllm()
-        self._pool = RowPool(self._pool_shape)
+        with self._timed("imports"):
+            from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+        with self._timed("engine"):
+            self._llm = self._start_vllm()
+        with self._timed("self-check"):
+            await self._tap(RowPool(self._pool_shape))
+
+    async def _tap(self, pool: Any) -> None:
+        """Hands the workers their end of the pool."""
+        self._pool = pool
         shape = dataclasses.asdict(self._pool_shape)
         (worker, *_) = await self._llm.collective_rpc(
             "semrl_install", args=(self._pool.path, shape)
@@ -239,29 +253,35 @@ class VllmEngine(Engine):
         settings = self._settings
         _, max_prompt_tokens, max_response_tokens = self._limits
         try:
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=self._model.directory,
-                    skip_tokenizer_init=True,
-                    load_format="dummy",
-                    dtype=settings.dtype,
-                    max_model_len=max_prompt_tokens + max_response_tokens,
-                    max_num_seqs=settings.max_num_seqs,
-                    max_num_batched_tokens=settings.max_num_batched_tokens or None,
-                    tensor_parallel_size=settings.tensor_parallel_size,
-                    gpu_memory_utilization=settings.gpu_memory_utilization,
-                    kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) or None,
-                    enforce_eager=settings.enforce_eager,
-                    # The distribution sampled from: after temperature, top-k and top-p.
-                    logprobs_mode="processed_logprobs",
-                    worker_extension_cls=EXTENSION,
-                    disable_log_stats=True,
-                )
-            )
+            config = AsyncEngineArgs(
+                model=self._model.directory,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=settings.dtype,
+                max_model_len=max_prompt_tokens + max_response_tokens,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens or None,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) or None,
+                enforce_eager=settings.enforce_eager,
+                # The distribution sampled from: after temperature, top-k and top-p.
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=EXTENSION,
+            ).create_engine_config()
+            if config.parallel_config.distributed_executor_backend == "mp":
+                check_queue_space(_queue_bytes(settings.tensor_parallel_size))
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
                 f"vLLM {self._version_of_vllm} cannot serve this model: {_reason(error)}"
             ) from error
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.start_s[part] = time.monotonic() - started
 
     async def _check_alignment(self) -> None:
         """One generation beside prefills of what it generated: the same states, token for token."""
@@ -483,6 +503,35 @@ def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_to
             "rollout.max_response_tokens."
         )
     return shape
+
+
+def _queue_bytes(num_workers: int) -> int:
+    """What vLLM's queues to and from worker processes take, each a ring of chunks."""
+    from vllm import envs
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(MessageQueue.__init__).parameters.items()
+    }
+    chunks = envs.VLLM_MQ_MAX_CHUNK_BYTES_MB * 2**20 + num_workers * defaults["max_chunk_bytes"]
+    return defaults["max_chunks"] * chunks
+
+
+def check_queue_space(num_bytes: int, directory: str = "/dev/shm") -> None:
+    """vLLM itself finds out in a process whose error its parent does not repeat.
+
+    Raises:
+      UserError: if fewer bytes are free in `directory`.
+    """
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        raise UserError(
+            f"the queues between vLLM's processes need {num_bytes / 2**20:.0f} MiB of {directory}, "
+            f"where {free / 2**20:.0f} MiB are free; give the container more (docker run "
+            "--shm-size=1g, or --ipc=host), or, with one device, set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0: its worker then needs no queue."
+        )
 
 
 def _available_bytes() -> int:
