@@ -98,8 +98,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.metrics.window_growth = 1.0
     config.metrics.method = "gram"  # gram or svd
     config.metrics.names = ("effective_rank",)
-    config.metrics.placement = "trainer"  # only trainer is built
-    config.metrics.num_threads = 1
+    config.metrics.placement = "trainer"  # or rollout: on the replica, which sends no states then
+    config.metrics.num_threads = 1  # where they are measured
     # 0: on the host, in num_threads threads. N: N responses at a time on the accelerator.
     config.metrics.device_batch = 0
 

@@ -107,6 +107,26 @@ class HiddenStateParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class MetricParams:
+    """What a replica measures of the final hidden states of each response of a call.
+
+    Attributes:
+      names: of the replica's `metric_kinds`.
+      stride, window, method, window_growth: as `metrics.hidden_state_metrics` takes them.
+      dtype: "bfloat16" or "float32", of the states it measures.
+      num_threads: responses side by side, as far as the replica has processors.
+    """
+
+    names: tuple[str, ...]
+    stride: int
+    window: str = "exact"
+    method: str = "gram"
+    window_growth: float = 1.0
+    dtype: str = "bfloat16"
+    num_threads: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class SampleRequest:
     """One response to sample.
 
@@ -144,6 +164,7 @@ class Rollout:
         response token t. None if not asked for.
       layers: the layer index of each of the L planes.
       metrics: metric name to scalar, where the replica computed them.
+      mean_state: float32 mean of the rows of layer -1, where the replica measured them.
       generate_s: seconds from the call's admission to this response's end, on the replica.
     """
 
@@ -161,6 +182,7 @@ class Rollout:
     layers: tuple[int, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     generate_s: float = 0.0
+    mean_state: Float[np.ndarray, " D"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from semrl_jax.rollout.dispatch import Job, dispatch
 from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
 from semrl_jax.types import (
     HiddenStateParams,
+    MetricParams,
     ReplicaDescription,
     Rollout,
     SampleRequest,
@@ -105,9 +106,10 @@ class RolloutClient:
     @property
     def counters(self) -> dict[str, int]:
         """Since the start: responses, retries (samples asked for again), duplicates (dropped),
-        replica_failures, and the bytes of state_bytes, token_bytes and weight_bytes."""
+        replica_failures, and the bytes of state_bytes, token_bytes, metric_bytes and
+        weight_bytes."""
         names = ("responses", "retries", "duplicates", "replica_failures")
-        sizes = ("state_bytes", "token_bytes", "weight_bytes")
+        sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
         return {name: self._counters[name] for name in names + sizes}
 
     def connect(
@@ -208,6 +210,7 @@ class RolloutClient:
         hidden_states: HiddenStateParams = _NO_HIDDEN_STATES,
         *,
         version: WeightVersion,
+        metrics: MetricParams | None = None,
         resync: Callable[[], WeightVersion] | None = None,
     ) -> Iterator[Rollout]:
         """Yields every requested response exactly once, as they arrive.
@@ -220,6 +223,8 @@ class RolloutClient:
           requests: sample ids must be unique.
           sampling, hidden_states: for all of them.
           version: from `sync_weights`; a response sampled with other weights is refused.
+          metrics: what the replicas measure of the final hidden states, which need not travel then;
+            fills `metrics` and `mean_state` of the rollouts. None: nothing.
           resync: called where no replica serves `version` any more, as after a restart; it should
             call `sync_weights` with the same weights, which gives the same version.
 
@@ -231,6 +236,7 @@ class RolloutClient:
         job = Job(
             sampling=sampling,
             hidden_states=hidden_states,
+            metrics=metrics,
             version=version,
             timeout_s=self._generate_timeout_s,
             stall_timeout_s=self._stall_timeout_s,

@@ -16,6 +16,7 @@ from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
     HiddenStateParams,
+    MetricParams,
     ReplicaDescription,
     Rollout,
     SampleRequest,
@@ -26,7 +27,7 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1  # 1.1: a replica may measure
 
 CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -36,6 +37,16 @@ MAX_NAME_LENGTH = 256
 MAX_END_TOKENS = 1024  # eos or stop token ids
 
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+# What `semrl_jax.metrics` has, which this cannot import: it loads JAX. Tested to be the same.
+METRIC_KINDS = (
+    "effective_rank",
+    "log_effective_rank",
+    "traditional_rank",
+    "response_entropy",
+    "curvature",
+)
+METRIC_WINDOWS = ("exact", "release", "later")
+METRIC_METHODS = ("gram", "svd")
 WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
 
 
@@ -50,6 +61,7 @@ class GenerateCall(NamedTuple):
     sampling: SamplingParams
     hidden_states: HiddenStateParams
     version: WeightVersion
+    metrics: MetricParams | None = None
 
 
 def encode_version(version: WeightVersion) -> pb.WeightVersion:
@@ -123,12 +135,14 @@ def encode_request(
     sampling: SamplingParams,
     hidden_states: HiddenStateParams,
     version: WeightVersion,
+    metrics: MetricParams | None = None,
 ) -> pb.GenerateRequest:
     """A prompt that several samples share travels once."""
     message = pb.GenerateRequest(
         version=encode_version(version),
         sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
         hidden_states=pb.HiddenStateParams(**dataclasses.asdict(hidden_states)),
+        metrics=pb.MetricParams(**dataclasses.asdict(metrics)) if metrics else None,
     )
     index_of: dict[bytes, int] = {}
     for request in requests:
@@ -156,6 +170,9 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
     version = decode_version(message.version)
     sampling = _decode_sampling(message.sampling, limits)
     hidden_states = _decode_hidden_state_params(message.hidden_states, limits)
+    metrics = None
+    if message.HasField("metrics"):
+        metrics = _decode_metric_params(message.metrics, hidden_states, limits)
     num_samples, num_prompts = len(message.samples), len(message.prompts)
     if num_samples == 0:
         raise ValueError("samples is empty; a call needs at least one.")
@@ -202,7 +219,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
                 seed=sample.seed,
             )
         )
-    return GenerateCall(tuple(requests), sampling, hidden_states, version)
+    return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
@@ -226,6 +243,8 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     response.layers.extend(rollout.layers)
     response.metrics.update(rollout.metrics)
     response.generate_s = rollout.generate_s
+    if rollout.mean_state is not None:
+        response.mean_state = rollout.mean_state.astype("<f4", copy=False).tobytes()
     states = rollout.hidden_states
     if states is None:
         yield message
@@ -263,7 +282,8 @@ class RolloutDecoder:
         self._open: Rollout | None = None  # waits for its state chunks
         self._filled = 0
         self.num_state_bytes = 0
-        self.num_token_bytes = 0  # everything but the hidden states
+        self.num_token_bytes = 0
+        self.num_metric_bytes = 0
 
     def feed(self, message: pb.GenerateResponse) -> Rollout | None:
         """Returns the rollout this message completes, if it completes one.
@@ -314,6 +334,7 @@ class RolloutDecoder:
             )
         self._check_versions(name, message.versions, num_tokens)
         states = self._decode_states(name, message, num_tokens)
+        mean_state = self._decode_mean_state(name, message)
         rollout = Rollout(
             sample_id=request.sample_id,
             group_id=request.group_id,
@@ -329,10 +350,13 @@ class RolloutDecoder:
             replica_id=self._replica_id,
             hidden_states=states,
             layers=tuple(message.layers),
-            metrics=dict(message.metrics),
+            metrics=dict(sorted(message.metrics.items())),  # a map has no order
             generate_s=message.generate_s,
+            mean_state=mean_state,
         )
         self.num_token_bytes += 4 * num_tokens * (2 if raw_logprobs is None else 3)
+        if mean_state is not None:
+            self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
         if states is not None and states.nbytes > 0 and not message.hidden_states.data:
             self._open, self._filled = rollout, 0
             return None
@@ -404,6 +428,26 @@ class RolloutDecoder:
             raise ValueError(f"{name}: {len(data)} bytes of states for shape {list(shape)}.")
         return np.frombuffer(data, dtype).reshape(shape)
 
+    def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
+        """None where nothing was to be measured; whatever was has its metrics beside it."""
+        asked = self._call.metrics
+        if asked is None:
+            if message.mean_state:
+                raise ValueError(f"{name}: a mean state was sent; nothing was to be measured.")
+            return None
+        missing = {
+            key for kind in asked.names for key in (kind, f"{kind}_valid")
+        } - message.metrics.keys()
+        if missing:
+            raise ValueError(f"{name} was sent without {sorted(missing)[0]!r}, a metric asked for.")
+        data = message.mean_state
+        if not 0 < len(data) <= 4 * MAX_HIDDEN_WIDTH or len(data) % 4:
+            raise ValueError(
+                f"{name}: a mean state of {len(data)} bytes; it has 4 a dimension, of 1 to "
+                f"{MAX_HIDDEN_WIDTH}."
+            )
+        return np.frombuffer(data, "<f4")
+
 
 def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
     """The array's bytes in C order; a view where the array is contiguous."""
@@ -458,6 +502,49 @@ def _decode_hidden_state_params(
             f"hidden_states.dtype={message.dtype!r} must be one of {', '.join(STATE_DTYPES)}."
         )
     return HiddenStateParams(layers, message.dtype)
+
+
+def _decode_metric_params(
+    message: pb.MetricParams, hidden_states: HiddenStateParams, limits: ReplicaDescription
+) -> MetricParams:
+    def check(field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            value = getattr(message, field)
+            raise ValueError(f"metrics.{field}={value!r} must be {rule}.")
+
+    if not message.names:
+        raise ValueError("metrics.names is empty; leave metrics out to measure nothing.")
+    for name in message.names:
+        if name not in limits.metric_kinds:
+            raise ValueError(
+                f"metrics.names has {name!r}; the replica measures {list(limits.metric_kinds)}."
+            )
+    if len(set(message.names)) < len(message.names):
+        raise ValueError(f"metrics.names={list(message.names)} names a metric twice.")
+    check("stride", message.stride >= 1, "at least 1")
+    check("window", message.window in METRIC_WINDOWS, f"one of {METRIC_WINDOWS}")
+    check("method", message.method in METRIC_METHODS, f"one of {METRIC_METHODS}")
+    growth = message.window_growth
+    check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
+    check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    check("num_threads", message.num_threads >= 1, "at least 1")
+    # What is measured is what is sent, of it.
+    if hidden_states.layers and (
+        -1 not in hidden_states.layers or hidden_states.dtype != message.dtype
+    ):
+        raise ValueError(
+            f"metrics are of {message.dtype} states of layer -1; hidden_states asks for "
+            f"{hidden_states.dtype} of {list(hidden_states.layers)}: let it ask for them, or none."
+        )
+    return MetricParams(
+        names=tuple(message.names),
+        stride=message.stride,
+        window=message.window,
+        method=message.method,
+        window_growth=growth,
+        dtype=message.dtype,
+        num_threads=message.num_threads,
+    )
 
 
 def _decode_logprobs(name: str, data: bytes, num_tokens: int) -> Float[np.ndarray, " T"]:

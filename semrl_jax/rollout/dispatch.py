@@ -14,7 +14,14 @@ import grpc
 from semrl_jax.rollout import codec
 from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
-from semrl_jax.types import HiddenStateParams, Rollout, SampleRequest, SamplingParams, WeightVersion
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    WeightVersion,
+)
 
 _QUEUED_RESPONSES = 16  # beyond them a slow consumer slows the replicas
 _MAX_ENGINE_FAILURES = 3  # without a response in between
@@ -27,6 +34,7 @@ class Job:
 
     sampling: SamplingParams
     hidden_states: HiddenStateParams
+    metrics: MetricParams | None
     version: WeightVersion
     timeout_s: float
     stall_timeout_s: float
@@ -126,6 +134,7 @@ class _Dispatcher:
         stream.join()  # counted here: threads adding to one counter lose some
         self._counters["state_bytes"] += stream.num_state_bytes
         self._counters["token_bytes"] += stream.num_token_bytes
+        self._counters["metric_bytes"] += stream.num_metric_bytes
 
     def _requests(self) -> list[SampleRequest]:
         return list(self._pending.values())
@@ -134,7 +143,11 @@ class _Dispatcher:
         if not requests:
             return
         call = GenerateCall(
-            tuple(requests), self._job.sampling, self._job.hidden_states, self._job.version
+            tuple(requests),
+            self._job.sampling,
+            self._job.hidden_states,
+            self._job.version,
+            self._job.metrics,
         )
         timeout_s = self._deadline - time.monotonic()
         self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
@@ -273,6 +286,10 @@ class _Stream:
     @property
     def num_token_bytes(self) -> int:
         return self._decoder.num_token_bytes
+
+    @property
+    def num_metric_bytes(self) -> int:
+        return self._decoder.num_metric_bytes
 
     def _read(self) -> None:
         decoder = self._decoder

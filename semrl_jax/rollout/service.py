@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import hmac
+import importlib.util
 import logging
 from collections.abc import AsyncIterator, Iterable
 
@@ -18,7 +19,14 @@ from semrl_jax.rollout import codec
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.rollout.proto import rollout_pb2_grpc
-from semrl_jax.types import ReplicaDescription, TensorSpec, WeightVersion, manifest_digest
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    TensorSpec,
+    WeightVersion,
+    manifest_digest,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +70,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     A Generate call runs only on exactly the weights it names, and no weights change while one
     runs: a commit closes the gate, waits for the running calls, and opens it again. The first
-    committed update decides which run the replica belongs to.
+    committed update decides which run the replica belongs to. It measures what the engine samples
+    where a call asks for metrics, whatever the engine is.
 
     Args:
       engine: does the work; the service closes nothing.
@@ -77,6 +86,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._engine = engine
         self._replica_id = replica_id
         self._limits = engine.describe()
+        if -1 in self._limits.layers and importlib.util.find_spec("jax"):
+            self._limits = dataclasses.replace(self._limits, metric_kinds=codec.METRIC_KINDS)
         self._version: WeightVersion | None = None
         self._running: set[asyncio.Event] = set()  # one a Generate call, set when it has ended
         self._gate = asyncio.Event()  # closed while weights are committed
@@ -99,7 +110,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         except ValueError as error:
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         async with self._admitted(call.version):
-            rollouts = self._engine.generate(*call)
+            rollouts = await self._answers(call)
             async with contextlib.aclosing(rollouts):
                 async for rollout in rollouts:
                     self._num_aborted += rollout.finish_reason == "aborted"
@@ -154,6 +165,29 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             await _all_set(running)
         return pb.AbortResponse(
             num_aborted=self._num_aborted - before, version=self._encoded_version()
+        )
+
+    async def _answers(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
+        """What the engine samples; measured here, where the call wants metrics."""
+        sends_states = bool(call.hidden_states.layers)
+        states = call.hidden_states
+        if call.metrics is not None and not sends_states:
+            states = HiddenStateParams((-1,), call.metrics.dtype)
+        # In the engine's process: it is idle or has JAX anyway, and states stay where they are.
+        # Loaded when first asked for, which takes seconds: in a thread.
+        measuring = None
+        if call.metrics is not None:
+            measuring = await asyncio.to_thread(
+                importlib.import_module, "semrl_jax.rollout.measuring"
+            )
+        rollouts = self._engine.generate(call.requests, call.sampling, states, call.version)
+        if measuring is None:
+            return rollouts
+        return measuring.measure_each(
+            rollouts,
+            call.metrics,
+            max_tokens=call.sampling.max_tokens,
+            keep_states=sends_states,
         )
 
     def _description(self) -> ReplicaDescription:

@@ -81,6 +81,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "model.compute_dtype": tuple(DTYPES),
         "model.reference_dtype": tuple(DTYPES),
         "model.remat": REMAT_POLICIES,
+        "metrics.placement": ("trainer", "rollout"),
         "metrics.window": WINDOWS,
         "metrics.method": METHODS,
         "algorithms.loss.kl_estimator": KL_ESTIMATORS,
@@ -235,6 +236,7 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
 def _check_method(config: ml_collections.ConfigDict) -> None:
     shaping, metrics = config.shaping, config.metrics
     _check_importance(config)
+    _check_placement(config)
     if config.evaluation.metrics and config.hidden_states.source == "none":
         raise UserError(
             "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
@@ -300,15 +302,27 @@ def _check_importance(config: ml_collections.ConfigDict) -> None:
             )
 
 
+def _check_placement(config: ml_collections.ConfigDict) -> None:
+    if config.metrics.placement == "trainer":
+        return
+    source, device_batch = config.hidden_states.source, config.metrics.device_batch
+    if source != "rollout":
+        raise UserError(
+            f"metrics.placement='rollout' measures the replica's hidden states, but "
+            f"hidden_states.source={source!r}; set it to 'rollout', or the placement to 'trainer'."
+        )
+    if device_batch:
+        raise UserError(
+            f"metrics.device_batch={device_batch} is of the trainer's accelerator, but "
+            "metrics.placement='rollout' measures on the replica's host; set it to 0."
+        )
+
+
 def _check_not_built(config: ml_collections.ConfigDict) -> None:
     if config.rollout.max_staleness != 0:
         raise UserError(
             f"rollout.max_staleness={config.rollout.max_staleness} is not built yet: "
             "sampling ahead of the update is refused rather than ignored; set it to 0."
-        )
-    if config.metrics.placement != "trainer":
-        raise UserError(
-            f"metrics.placement={config.metrics.placement!r} is not built yet; set it to 'trainer'."
         )
 
 

@@ -19,9 +19,9 @@ from semrl_jax.errors import UserError
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.console import Reporter
-from semrl_jax.training.measuring import Measurer
 from semrl_jax.training.owners import owning_processes
 from semrl_jax.training.policy_setup import (
     build_policy,

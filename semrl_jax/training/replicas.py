@@ -100,6 +100,14 @@ def _check_limits(replica: ReplicaDescription, config: ml_collections.ConfigDict
             f"replica {replica.replica_id} sends no final hidden states; set "
             "hidden_states.source='policy' and evaluation.metrics=False."
         )
+    if config.metrics.placement == "rollout":
+        for name in config.metrics.names:
+            if name not in replica.metric_kinds:
+                raise UserError(
+                    f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
+                    f"metrics.names has {name!r}; start the replica from this release, or set "
+                    "metrics.placement='trainer'."
+                )
 
 
 def jax_engine(

@@ -27,12 +27,13 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.evaluation import greedy_scalars
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.measuring import TOKEN_INDICATORS, Measurer, token_indicators
+from semrl_jax.training.measuring import TOKEN_INDICATORS, token_indicators
 from semrl_jax.training.owners import pack_scored, share_of, unpack_scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
@@ -55,6 +56,7 @@ from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
     HiddenStateParams,
+    MetricParams,
     Rollout,
     RolloutBatch,
     SampleRequest,
@@ -165,8 +167,7 @@ class Run:
                 {index: problem.answer for index, problem in enumerate(self.problems)},
                 (params, version, step),
                 temperature=0.0,
-                states=self.config.evaluation.metrics,
-                measurer=self.measurer if self.config.evaluation.metrics else None,
+                measured=self.config.evaluation.metrics,
                 arrived=counter(bar, "evaluate", len(requests)),
             )
         scalars: dict[str, float] = {}
@@ -206,7 +207,6 @@ class Run:
             for sample in range(group_size)
         ]
         rollout = self.config.rollout
-        source = self.config.hidden_states.source
         with clock("sample"):
             return self._sample(
                 requests,
@@ -215,8 +215,7 @@ class Run:
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
-                states=source == "rollout" or self.compares(step),
-                measurer=self.measurer if source == "rollout" else None,
+                measured=self.config.hidden_states.source == "rollout",
                 keep_states=self.compares(step),
                 clock=clock,
                 arrived=counter(bar, "sample", len(requests)),
@@ -396,6 +395,20 @@ class Run:
         tracked = {*shaping.indicators, shaping.guidance} if shaping.target != "none" else set()
         return tuple(name for name in TOKEN_INDICATORS if name in tracked)
 
+    @property
+    def metric_params(self) -> MetricParams:
+        """What a replica is to measure, with `metrics.placement='rollout'`."""
+        metrics = self.config.metrics
+        return MetricParams(
+            names=tuple(metrics.names),
+            stride=metrics.stride,
+            window=metrics.window,
+            method=metrics.method,
+            window_growth=metrics.window_growth,
+            dtype=self.config.hidden_states.dtype,
+            num_threads=metrics.num_threads,
+        )
+
     def compares(self, step: int) -> bool:
         """Whether this step takes hidden states from both sources and logs their mismatch."""
         every = self.config.hidden_states.compare_every
@@ -454,8 +467,7 @@ class Run:
         temperature: float,
         top_p: float = 1.0,
         top_k: int = 0,
-        states: bool = False,
-        measurer: Measurer | None = None,
+        measured: bool = False,
         keep_states: bool = False,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
@@ -476,11 +488,16 @@ class Run:
             eos_token_ids=self.end_token_ids,
             stop_token_ids=tuple(self.config.rollout.stop_token_ids),
         )
+        there = measured and self.config.metrics.placement == "rollout"
+        here = measured and not there
         rollouts = self.client.generate(
             requests,
             sampling,
-            HiddenStateParams((-1,) if states else (), self.config.hidden_states.dtype),
+            HiddenStateParams(
+                (-1,) if here or keep_states else (), self.config.hidden_states.dtype
+            ),
             version=version,
+            metrics=self.metric_params if there else None,
             resync=resync,
         )
         with self.stop.interruptible(), contextlib.closing(rollouts):
@@ -489,7 +506,7 @@ class Run:
                 decode=self.decode,
                 references=references,
                 verifier=self.verifier,
-                measurer=measurer,
+                measurer=self.measurer if here else None,
                 keep_states=keep_states,
                 arrived=arrived,
             )

@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.training.measuring import Measured, Measurer
+from semrl_jax.rollout.measuring import Measured, Measurer
 from semrl_jax.types import Rollout
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with its text and verdict; `rollout.metrics` is filled."""
+    """A rollout with its text and verdict; `rollout.metrics` and `mean_state` of it are filled."""
 
     rollout: Rollout
     response: str
@@ -53,7 +53,7 @@ def score_and_measure(
       decode: token ids to text, special tokens left out.
       references: reference answer of each group.
       verifier: scores text against reference.
-      measurer: measures the hidden states; None leaves `metrics` empty.
+      measurer: measures the hidden states; None leaves `metrics` as the replica sent them.
       layer: the layer measured.
       keep_states: keep the hidden states in memory after measuring.
       arrived: called for each rollout, for progress.
@@ -76,6 +76,6 @@ def score_and_measure(
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
     scored = []
     for rollout, response, reference, verdict, metrics in started:
-        item = ScoredRollout(rollout, response, reference, verdict.result())
+        item = ScoredRollout(rollout, response, reference, verdict.result(), rollout.mean_state)
         scored.append(item if metrics is None else item.with_measured(metrics.result()))
     return scored

@@ -16,10 +16,10 @@ import optax
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.rewards import Verdict
+from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch import pad_batch
-from semrl_jax.training.measuring import Measurer
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.state import make_optimizer

@@ -15,6 +15,7 @@ from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
     HiddenStateParams,
+    MetricParams,
     Rollout,
     SampleRequest,
     SamplingParams,
@@ -336,6 +337,94 @@ def test_bad_request_is_refused(change, error, match):
         change_request(change)
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
+
+
+METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", 1.5, "float32", 3)
+
+
+def change_metrics(change, metrics=METRICS, **states):
+    states = HiddenStateParams(**states)
+    call = make_call(states=states)
+    message = codec.encode_request(call.requests, call.sampling, states, VERSION, metrics)
+    change(message.metrics)
+    limits = dataclasses.replace(LIMITS, metric_kinds=("effective_rank", "curvature"))
+    return codec.decode_request(wire(message), limits).metrics
+
+
+@given(
+    stride=st.integers(1, 2**31 - 1),
+    window=st.sampled_from(codec.METRIC_WINDOWS),
+    method=st.sampled_from(codec.METRIC_METHODS),
+    growth=st.floats(1, 1e6),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    threads=st.integers(1, 1024),
+)
+def test_metric_options_round_trip(stride, window, method, growth, dtype, threads):
+    metrics = MetricParams(("curvature",), stride, window, method, growth, dtype, threads)
+    assert change_metrics(lambda m: None, metrics) == metrics
+    assert change_metrics(lambda m: None, metrics, layers=(0, -1), dtype=dtype) == metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.ClearField("names"), "metrics.names is empty"),
+        (lambda m: m.names.append("luck"), "has 'luck'; the replica measures"),
+        (lambda m: m.names.append("curvature"), "names a metric twice"),
+        (lambda m: setattr(m, "stride", 0), "metrics.stride=0 must be at least 1"),
+        (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
+        (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),
+        (lambda m: setattr(m, "window_growth", 0.5), "window_growth=0.5 must be finite and"),
+        (lambda m: setattr(m, "window_growth", np.nan), "window_growth=nan must be finite"),
+        (lambda m: setattr(m, "dtype", "int8"), "metrics.dtype='int8' must be one of"),
+        (lambda m: setattr(m, "num_threads", 0), "metrics.num_threads=0 must be at least 1"),
+    ],
+)
+def test_bad_metric_options_are_refused(change, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        change_metrics(change)
+    assert "\n" not in str(caught.value)
+
+
+def test_states_that_travel_are_those_that_are_measured():
+    for states in ({"layers": (0,), "dtype": "float32"}, {"layers": (-1,), "dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="metrics are of float32 states of layer -1"):
+            change_metrics(lambda m: None, **states)
+
+
+MEASURED = {
+    name + suffix: 1.0 for name in ("effective_rank", "curvature") for suffix in ("", "_valid")
+}
+
+
+def test_measured_response_round_trip():
+    call = make_call()._replace(metrics=METRICS)
+    mean = np.array([0.5, -1e-30, np.inf], np.float32)
+    rollout = make_rollout(metrics=MEASURED | {"effective_rank_velocity": 0.1}, mean_state=mean)
+    (decoded,) = decode(call, rollout)
+    assert decoded.mean_state.tobytes() == mean.tobytes()
+    assert decoded.metrics == rollout.metrics | {"effective_rank_velocity": float(np.float32(0.1))}
+    assert list(decoded.metrics) == sorted(decoded.metrics)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.response.metrics.pop("curvature"), "without 'curvature', a metric asked"),
+        (lambda m: m.response.metrics.pop("effective_rank_valid"), "'effective_rank_valid'"),
+        (set_field("mean_state", b""), "a mean state of 0 bytes"),
+        (set_field("mean_state", bytes(7)), "a mean state of 7 bytes"),
+        (set_field("mean_state", bytes(4 * codec.MAX_HIDDEN_WIDTH + 4)), "of 262148 bytes"),
+    ],
+)
+def test_inconsistent_measurement_is_refused(change, match):
+    call = make_call()._replace(metrics=METRICS)
+    rollout = make_rollout(metrics=MEASURED, mean_state=np.zeros(4, np.float32))
+    assert decode(call, rollout)
+    with pytest.raises(ValueError, match=match):
+        decode(call, rollout, change)
+    with pytest.raises(ValueError, match="nothing was to be measured"):
+        decode(make_call(), rollout)
 
 
 @pytest.mark.parametrize(

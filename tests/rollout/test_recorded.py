@@ -1,6 +1,7 @@
-"""Messages recorded when the protocol was at version 1.0 are read for ever after.
+"""Messages recorded when the protocol was at version 1.0 or 1.1 are read for ever after.
 
-The files under recorded/1.0 are never written again: a later protocol adds a directory of its own.
+The files under recorded/ are never written again: a later protocol adds a directory of its own, of
+the messages that are new in it.
 `python -m tests.rollout.test_recorded DIRECTORY` writes the messages below.
 """
 
@@ -17,6 +18,7 @@ from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     HiddenStateParams,
+    MetricParams,
     ReplicaDescription,
     Rollout,
     SampleRequest,
@@ -27,7 +29,7 @@ from semrl_jax.types import (
     manifest_digest,
 )
 
-RECORDED = pathlib.Path(__file__).with_name("recorded") / "1.0"
+RECORDED = pathlib.Path(__file__).with_name("recorded")
 
 VERSION = WeightVersion("run-7", "attempt-2", 41, "0123456789abcdef" * 4)
 DESCRIPTION = ReplicaDescription(
@@ -88,6 +90,14 @@ LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
     hidden_states=np.zeros((300, 2, 1024), ml_dtypes.bfloat16),
     metrics={},
 )
+PARAMS = MetricParams(("effective_rank",), 40, "release", "svd", 1.25, "float32", 6)  # 1.1
+MEASURED = dataclasses.replace(
+    SMALL,
+    hidden_states=None,
+    layers=(),
+    metrics={"effective_rank": 1.5, "effective_rank_valid": 1.0},
+    mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
+)
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -121,8 +131,19 @@ def messages():
     return found
 
 
-def recorded(name, kind):
-    return kind.FromString((RECORDED / f"{name}.bin").read_bytes())
+def messages_of_1_1():
+    """What version 1.0 did not have."""
+    (measured,) = codec.encode_rollout(MEASURED)
+    return {
+        "generate_request_measured": codec.encode_request(
+            REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS
+        ),
+        "generate_response_measured": measured,
+    }
+
+
+def recorded(name, kind, version="1.0"):
+    return kind.FromString((RECORDED / version / f"{name}.bin").read_bytes())
 
 
 def assert_same(actual, expected):
@@ -143,6 +164,7 @@ def test_description():
 def test_generate_request():
     call = codec.decode_request(recorded("generate_request", pb.GenerateRequest), DESCRIPTION)
     assert (call.sampling, call.hidden_states, call.version) == (SAMPLING, STATES, VERSION)
+    assert call.metrics is None
     for actual, expected in zip(call.requests, REQUESTS, strict=True):
         assert_same(actual, expected)
 
@@ -162,6 +184,15 @@ def test_generate_responses():
         chunk.state_chunk.data = bytes(size)
         rollout = decoder.feed(chunk)
     assert_same(rollout, LARGE)
+
+
+def test_measured_responses():
+    request = recorded("generate_request_measured", pb.GenerateRequest, "1.1")
+    call = codec.decode_request(request, DESCRIPTION)
+    assert (call.metrics, call.hidden_states) == (PARAMS, HiddenStateParams())
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    reply = recorded("generate_response_measured", pb.GenerateResponse, "1.1")
+    assert_same(decoder.feed(reply), MEASURED)
 
 
 def test_weight_update():
@@ -191,12 +222,13 @@ def test_replies_carry_the_version(name):
 
 
 def test_what_is_written_today_equals_the_record():  # as messages: fields may change their order
-    for name, message in messages().items():
-        assert recorded(name, type(message)) == message, name
+    for version, known in (("1.0", messages()), ("1.1", messages_of_1_1())):
+        for name, message in known.items():
+            assert recorded(name, type(message), version) == message, name
 
 
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    for name, message in messages().items():
+    for name, message in (messages() | messages_of_1_1()).items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

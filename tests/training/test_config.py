@@ -47,7 +47,7 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("metrics.method", "qr", "metrics.method='qr' must be one of"),
         ("metrics.names", ("rank",), "metrics.names has 'rank'"),
         ("metrics.names", ("curvature",), "does not measure"),
-        ("metrics.placement", "rollout", "is not built yet"),
+        ("metrics.placement", "engine", "metrics.placement='engine' must be one of"),
         ("hidden_states.source", "none", "measures no hidden states, but the shaping uses"),
         ("hidden_states.source", "disk", "hidden_states.source='disk' must be one of"),
         ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
@@ -102,6 +102,24 @@ def test_a_stride_need_only_leave_the_orders_that_are_used():
         validate(config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_states.source", "policy", "hidden_states.source='policy'; set it to 'rollout'"),
+        ("hidden_states.source", "none", "hidden_states.source='none'; set it to 'rollout'"),
+        ("metrics.device_batch", 4, "metrics.device_batch=4 is of the trainer's accelerator"),
+    ],
+)
+def test_what_a_replica_cannot_measure_is_refused(field, value, message):
+    config = quickstart.get_config()
+    config.metrics.placement = "rollout"
+    validate(config)
+    config.shaping.target = "none"
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=message):
+        validate(config)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

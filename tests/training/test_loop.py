@@ -268,3 +268,41 @@ def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkey
     changed = {key for key, value in rows["none"].items() if row[key] != value}
     assert "policy/pg_loss" in changed and all(key.startswith("policy/") for key in changed)
     assert largest_difference(params["none"], params[level]) > 0
+
+
+def test_a_replica_that_measures_gives_the_same_run_without_the_states(tmp_path, rewarded):
+    rows, params = {}, {}
+    for placement in ("trainer", "rollout"):
+        config = tiny_config()
+        config.training.num_steps = 1
+        config.metrics.placement = placement
+        config.metrics.dataset_stride = 2
+        config.evaluation.metrics = True
+        assert train(config, str(tmp_path / placement)) == 0
+        rows[placement] = stable(read_rows(tmp_path / placement))
+        params[placement] = final_params(tmp_path / placement, 1)
+    for here, there in zip(rows["trainer"], rows["rollout"], strict=True):
+        assert here.keys() == there.keys()
+        if "rollout/responses" in here:
+            states, metrics = here.pop("rollout/state_bytes"), there.pop("rollout/metric_bytes")
+            assert here.pop("rollout/metric_bytes") == there.pop("rollout/state_bytes") == 0
+            assert 0 < metrics < states
+            assert (
+                "metrics/global/effective_rank" in there and "metrics/effective_rank/mean" in there
+            )
+        for key, value in here.items():
+            # In fact the same: one function, compiled once, of the same bfloat16 states.
+            assert there[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    assert any("eval/arithmetic/metrics" in key for key in rows["rollout"][0])
+    assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
+
+
+def test_a_replica_that_measures_sends_states_where_they_are_compared(tmp_path, config):
+    config.training.num_steps = 2
+    config.metrics.placement = "rollout"
+    config.hidden_states.compare_every = 2
+    assert train(config, str(tmp_path / "run")) == 0
+    compared, other, _ = read_rows(tmp_path / "run")
+    assert compared["rollout/state_bytes"] > 0 and other["rollout/state_bytes"] == 0
+    assert compared["rollout/hidden_state_mismatch/max"] < 2**-8  # rounded to bfloat16
+    assert all("metrics/effective_rank/mean" in row for row in (compared, other))

@@ -10,7 +10,7 @@ import pytest
 
 from semrl_jax.metrics import hidden_state_metrics
 from semrl_jax.rewards import VerifierPool
-from semrl_jax.training.measuring import Measured, Measurer
+from semrl_jax.rollout.measuring import Measured, Measurer
 from semrl_jax.training.scoring import score_and_measure
 from tests.training.conftest import make_scored
 

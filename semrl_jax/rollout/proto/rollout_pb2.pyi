@@ -92,6 +92,24 @@ class HiddenStateParams(_message.Message):
     dtype: str
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
+class MetricParams(_message.Message):
+    __slots__ = ("names", "stride", "window", "method", "window_growth", "dtype", "num_threads")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_GROWTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    stride: int
+    window: str
+    method: str
+    window_growth: float
+    dtype: str
+    num_threads: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., stride: _Optional[int] = ..., window: _Optional[str] = ..., method: _Optional[str] = ..., window_growth: _Optional[float] = ..., dtype: _Optional[str] = ..., num_threads: _Optional[int] = ...) -> None: ...
+
 class Sample(_message.Message):
     __slots__ = ("sample_id", "group_id", "sample_index", "seed", "prompt_index")
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -113,18 +131,20 @@ class Prompt(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("version", "sampling", "hidden_states", "prompts", "samples")
+    __slots__ = ("version", "sampling", "hidden_states", "prompts", "samples", "metrics")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     version: WeightVersion
     sampling: SamplingParams
     hidden_states: HiddenStateParams
     prompts: _containers.RepeatedCompositeFieldContainer[Prompt]
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
-    def __init__(self, version: _Optional[_Union[WeightVersion, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateParams, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
+    metrics: MetricParams
+    def __init__(self, version: _Optional[_Union[WeightVersion, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStateParams, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., metrics: _Optional[_Union[MetricParams, _Mapping]] = ...) -> None: ...
 
 class Array(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -137,7 +157,7 @@ class Array(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s")
+    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s", "mean_state")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +177,7 @@ class Response(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_STATE_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     group_id: int
     sample_index: int
@@ -169,7 +190,8 @@ class Response(_message.Message):
     hidden_states: Array
     metrics: _containers.ScalarMap[str, float]
     generate_s: float
-    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ...) -> None: ...
+    mean_state: bytes
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ..., mean_state: _Optional[bytes] = ...) -> None: ...
 
 class StateChunk(_message.Message):
     __slots__ = ("sample_id", "data")

@@ -1,0 +1,311 @@
+"""Metrics of responses as they arrive, in host threads or side by side on the accelerator.
+
+The trainer measures with it, and a replica that is asked to. Loads JAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.types import MetricParams, Rollout
+
+MIN_METRIC_TOKENS = 32
+MAX_GROUP = 16
+MAX_GROUP_ENTRIES = 2**18  # larger responses hide their call's overhead and need the threads
+MAX_HELD_BYTES = 2**31  # of hidden states on a replica; beyond them the engine waits
+MAX_HELD_RESPONSES = 256
+FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replica up
+
+
+class Measured(NamedTuple):
+    """Metrics of one response by name, and the float32 mean of its hidden states."""
+
+    metrics: dict[str, float]
+    mean_state: Float[np.ndarray, " D"]
+
+
+class _Kind(NamedTuple):
+    """What the responses of one call have in common."""
+
+    bucket: int
+    width: int
+    dtype: np.dtype
+
+
+class _Waiting(NamedTuple):
+    hidden_states: Float[np.ndarray, "T D"]
+    future: concurrent.futures.Future[Measured]
+
+
+class Measurer:
+    """Runs `hidden_state_metrics` on what arrives.
+
+    Small responses of one bucket and dtype share a call, because a call costs as much as the
+    arithmetic of a small one; inside it they are measured one after the other, so that who shares a
+    call, and who arrives first, changes no bit. The call has a fixed number of places: `flush` runs
+    those that are not full. Thread-safe.
+
+    A future that is cancelled before its call starts is left out; the others of the call are
+    measured. `close` waits for the calls that run and cancels all other futures.
+
+    Args:
+      max_tokens: response limit; lengths are padded to powers of two from 32 on, and at most to
+        it.
+      num_threads: calls side by side.
+      dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
+      device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
+        the first local device.
+      options: stride, window, method, names and window_growth of `hidden_state_metrics`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        num_threads: int,
+        dataset_stride: int = 0,
+        device_batch: int = 0,
+        **options,
+    ):
+        self._max_tokens = max_tokens
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            num_threads, thread_name_prefix="metrics"
+        )
+        self._dataset_stride = dataset_stride
+        self._device_batch = device_batch
+        self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
+        self._measure_dataset = _compiled(
+            dataset_metrics, **_of_dataset(options), stride=dataset_stride
+        )
+        self._host = jax.local_devices(backend="cpu")[0]
+        self._device = jax.local_devices()[0] if device_batch else self._host
+        self._lock = threading.Lock()
+        self._waiting: dict[_Kind, list[_Waiting]] = {}
+        self._closed = False
+
+    def submit(
+        self, hidden_states: Float[np.ndarray, "T D"]
+    ) -> concurrent.futures.Future[Measured]:
+        """Measures one response of at least one token, soon or at the next `flush`.
+
+        The rows are kept by reference until then: they must not change.
+
+        Raises:
+          ValueError: for more than `max_tokens` rows, or a width of 0.
+          RuntimeError: after `close`.
+        """
+        length, width = hidden_states.shape
+        if length > self._max_tokens:
+            raise ValueError(
+                f"hidden_states has {length} tokens; at most max_tokens={self._max_tokens} are "
+                "measured: raise max_tokens, or cut the response."
+            )
+        if width == 0:
+            raise ValueError(
+                f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
+            )
+        bucket = MIN_METRIC_TOKENS
+        while bucket < length:
+            bucket *= 2
+        bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
+        kind = _Kind(bucket, width, hidden_states.dtype)
+        item = _Waiting(hidden_states, concurrent.futures.Future())
+        with self._lock:
+            self._check_open()
+            group = self._waiting.setdefault(kind, [])
+            group.append(item)
+            if len(group) == self._places(kind):
+                self._start(kind)
+        return item.future
+
+    def flush(self) -> None:
+        """Starts measuring whatever has been submitted and not been started."""
+        with self._lock:
+            for kind in list(self._waiting):
+                self._start(kind)
+
+    def submit_batch(
+        self, means: Sequence[Float[np.ndarray, " D"]]
+    ) -> concurrent.futures.Future[dict[str, float]]:
+        """Starts measuring the mean states of measured responses, in their order, as one set.
+
+        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
+        that are valid; it is empty without a `dataset_stride`, and of no states.
+        """
+        with self._lock:
+            self._check_open()
+            return self._pool.submit(self._measure_batch, means)
+
+    def close(self) -> None:
+        """Waits for the calls that run, cancels every other future, and refuses new ones."""
+        with self._lock:
+            self._closed = True
+            groups = list(self._waiting.values())
+            self._waiting.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for group in groups:
+            _cancel(group)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _check_open(self) -> None:
+        """Refuses what nobody would measure; the caller holds the lock."""
+        if self._closed:
+            raise RuntimeError("this Measurer is closed: submit before close, or make another one.")
+
+    def _places(self, kind: _Kind) -> int:
+        if self._device_batch:
+            return self._device_batch
+        return min(max(MAX_GROUP_ENTRIES // (kind.bucket * kind.width), 1), MAX_GROUP)
+
+    def _start(self, kind: _Kind) -> None:
+        """Hands a group to the threads; the caller holds the lock."""
+        group = self._waiting.pop(kind)
+        call = self._pool.submit(self._measure_group, group, kind)
+        call.add_done_callback(lambda call: call.cancelled() and _cancel(group))
+
+    def _measure_group(self, group: list[_Waiting], kind: _Kind) -> None:
+        group = [item for item in group if item.future.set_running_or_notify_cancel()]
+        if not group:
+            return
+        try:
+            for item, found in zip(group, self._measured(group, kind)):
+                item.future.set_result(found)
+        except BaseException as error:  # belongs to those who wait for the results
+            for item in group:
+                if not item.future.done():
+                    item.future.set_exception(error)
+
+    def _measured(self, group: list[_Waiting], kind: _Kind) -> list[Measured]:
+        padded = np.zeros((self._places(kind), kind.bucket, kind.width), kind.dtype)
+        mask: Bool[np.ndarray, "G T"] = np.zeros(padded.shape[:2], bool)
+        for i, item in enumerate(group):
+            padded[i, : len(item.hidden_states)] = item.hidden_states
+            mask[i, : len(item.hidden_states)] = True
+        with jax.default_device(self._device):
+            metrics, means = jax.device_get(self._measure(padded, mask))
+        return [
+            Measured({name: float(value[i]) for name, value in metrics.items()}, means[i])
+            for i in range(len(group))
+        ]
+
+    def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
+        if not self._dataset_stride or not means:
+            return {}
+        rows = np.stack(means)
+        with jax.default_device(self._host):
+            found = jax.device_get(
+                self._measure_dataset(rows, row_mask=np.isfinite(rows).all(axis=1))
+            )
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if not name.endswith("_valid") and found[f"{name}_valid"]
+        }
+
+
+async def measure_each(
+    rollouts: AsyncGenerator[Rollout, None],
+    params: MetricParams,
+    *,
+    max_tokens: int,
+    keep_states: bool,
+) -> AsyncIterator[Rollout]:
+    """Yields each rollout once it is measured, on the host, while others are still being sampled.
+
+    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES of them wait.
+
+    Args:
+      rollouts: with hidden states of layer -1, in any order; closed at the end, whatever that is.
+      params: what to measure; `dtype` is the states' own.
+      max_tokens: response limit, as in `Measurer`.
+      keep_states: leave the hidden states in the rollouts.
+    """
+    options = {
+        name: getattr(params, name)
+        for name in ("names", "stride", "window", "method", "window_growth")
+    }
+    num_threads = min(params.num_threads, os.cpu_count() or 1)
+    measurer = Measurer(max_tokens=max_tokens, num_threads=num_threads, **options)
+    pending: dict[asyncio.Future[Measured], Rollout] = {}
+    arriving: asyncio.Task[Rollout | None] | None = None
+    num_held, ended = 0, False  # bytes
+    try:
+        while pending or not ended:
+            full = num_held >= MAX_HELD_BYTES or len(pending) >= MAX_HELD_RESPONSES
+            if arriving is None and not ended and not full:
+                arriving = asyncio.create_task(_next(rollouts))
+            if arriving is None:
+                measurer.flush()  # nothing else would fill a call that has places left
+            awaited = [*pending, arriving] if arriving else list(pending)
+            done, _ = await asyncio.wait(
+                awaited, timeout=FLUSH_AFTER_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                measurer.flush()
+            if arriving in done:
+                rollout, arriving = arriving.result(), None
+                ended = rollout is None
+                if rollout is not None:
+                    plane = rollout.hidden_states[:, rollout.layers.index(-1)]
+                    pending[asyncio.wrap_future(measurer.submit(plane))] = rollout
+                    num_held += rollout.hidden_states.nbytes
+            for future in [future for future in pending if future in done]:
+                rollout = pending.pop(future)
+                num_held -= rollout.hidden_states.nbytes
+                metrics, mean_state = future.result()
+                kept = {} if keep_states else {"hidden_states": None, "layers": ()}
+                yield dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state, **kept)
+    finally:
+        if arriving is not None:
+            arriving.cancel()
+            await asyncio.wait([arriving])  # a generator that runs cannot be closed
+        await rollouts.aclose()
+        for future in pending:
+            future.cancel()
+        await asyncio.to_thread(measurer.close)
+
+
+async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
+    """The next one, None after the last."""
+    return await anext(rollouts, None)
+
+
+def _cancel(group: list[_Waiting]) -> None:
+    """Cancels futures whose measuring will not start, and tells those who wait for several."""
+    for item in group:
+        item.future.cancel()
+        item.future.set_running_or_notify_cancel()
+
+
+@functools.cache
+def _compiled(function: Callable, **options: Hashable) -> Callable:
+    """The same function for the same options, so that every Measurer finds what one compiled."""
+    return jax.jit(functools.partial(function, **options))
+
+
+def _measure(
+    hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
+) -> tuple[dict[str, Array], Float[Array, "G D"]]:
+    metrics = hidden_state_metrics(hidden_states, mask, **options)
+    return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
+
+
+def _of_dataset(options: Mapping) -> dict:
+    return {name: value for name, value in options.items() if name in ("window", "method", "names")}
