@@ -97,6 +97,9 @@ def main() -> int:
     if ENGINE.value not in ENGINES:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
     if ENGINE.value == "vllm":
+        from semrl_jax.rollout.engines.vllm import checked_version
+
+        checked_version()  # before all that takes seconds
         prepare_environment(config.model.path)
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import serve_until_signal

@@ -118,7 +118,7 @@ class VllmEngine(Engine):
         max_response_tokens: int = 32_768,
     ):
         self.start_s: dict[str, float] = {}
-        self._version_of_vllm = _checked_version()
+        self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         # One beside each running response: the next begins while the rows of the last are read.
@@ -365,6 +365,8 @@ class VllmEngine(Engine):
         started: float,
     ) -> Rollout:
         spans = [VersionSpan(self._versions[s.version], s.start, s.end) for s in found.spans]
+        if not spans and len(found.token_ids):  # vLLM has none for what was aborted
+            spans = [VersionSpan(version, 0, len(found.token_ids))]
         planes = None
         if found.rows is not None:
             plane = self._as_states(found.rows, hidden_states.dtype)
@@ -378,7 +380,7 @@ class VllmEngine(Engine):
             rollout_logprobs=found.logprobs,
             rollout_raw_logprobs=None,
             finish_reason=found.finish_reason,
-            versions=tuple(spans) or (VersionSpan(version, 0, len(found.token_ids)),),
+            versions=tuple(spans),
             hidden_states=planes,
             layers=hidden_states.layers if planes is not None else (),
             generate_s=time.monotonic() - started,
@@ -471,7 +473,12 @@ def _reason(error: Exception) -> str:
     return (said or lines or [type(error).__name__])[0]
 
 
-def _checked_version() -> str:
+def checked_version() -> str:
+    """The version of the installed vLLM.
+
+    Raises:
+      UserError: if it or the plugin is missing, or does not fit.
+    """
     try:
         import semrl_vllm
     except ModuleNotFoundError:

@@ -1,18 +1,38 @@
 """A vLLM replica against transformers on the same weights: states, log-probabilities, weights."""
 
+import collections
+import dataclasses
+import json
+import subprocess
+import threading
+
+import grpc
 import jax
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 import torch
 import transformers
 
 from semrl_jax import data, models
+from semrl_jax.rollout import codec
+from semrl_jax.rollout.auth import token_metadata
+from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
-from tests.rollout.engines.vllm_replica import serving
+from tests.rollout.engines.vllm_replica import (
+    OBSERVED_LAUNCHER,
+    PYTHON,
+    ROOT,
+    TOKEN,
+    environment,
+    serving,
+)
+from tests.rollout.test_service import flip, refusal, update_messages
 
 pytestmark = pytest.mark.slow
 
-TEMPERATURE = 0.8
+SAMPLING = SamplingParams(max_tokens=64, temperature=0.8)
 STATES = HiddenStateParams((-1,), "float32")
 
 
@@ -31,7 +51,7 @@ class Model:
         self.tokenizer = data.character_tokenizer()
         self.policy = models.Policy(architecture(self.tokenizer, tied))
         self.params = self.policy.init(jax.random.key(seed))
-        # Far from each other, so that what is sampled depends on all of the prompt.
+        # Far from uniform, so that what is sampled depends on all of the prompt.
         self.params = jax.tree.map(lambda leaf: leaf * (2.0 if leaf.ndim > 2 else 1.0), self.params)
         self.path = directory / f"model-{tied}-{seed}"
         models.save_directory(self.path, self.params, self.policy.config, self.tokenizer)
@@ -39,49 +59,73 @@ class Model:
             self.path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
-    def sync(self, client, step):
+    def specs(self, dtype="float32"):
+        return models.tensor_specs(self.policy.config, dtype)
+
+    def arrays(self, dtype="float32"):
         config = self.policy.config
-        return client.sync_weights(
-            models.tensor_specs(config, "float32"),
-            lambda: (a for _, a in models.iterate_hf_tensors(self.params, config, "float32")),
-            step=step,
-        )
+        return [array for _, array in models.iterate_hf_tensors(self.params, config, dtype)]
+
+    def sync(self, client, step, dtype="float32"):
+        return client.sync_weights(self.specs(dtype), lambda: self.arrays(dtype), step=step)
 
     @torch.no_grad()
-    def states_and_logprobs(self, rollout, temperature=TEMPERATURE):
-        """What a forward pass over prompt and response says of each response token."""
+    def states_and_logits(self, rollout, reference=None):
+        """What a forward pass over prompt and response computes for each response token."""
+        reference = reference or self.reference
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        found = self.reference.model(torch.tensor(ids[None]).long()).last_hidden_state[0]
+        found = reference.model(torch.tensor(ids[None]).long()).last_hidden_state[0]
         states = found[len(rollout.prompt_ids) - 1 : -1]
-        logits = self.reference.lm_head(states) / (temperature or 1.0)
-        logprobs = torch.log_softmax(logits, -1)
-        chosen = logprobs[np.arange(len(states)), rollout.response_ids]
-        return states.numpy(), chosen.numpy()
+        return states.float().numpy(), reference.lm_head(states).double().numpy()
 
 
-def requests_of(prompts, group_size=1):
+def processed_logprobs(logits, sampling):
+    """Log-probabilities that a token is sampled with: temperature, then top-k, then top-p."""
+    logits = logits / (sampling.temperature or 1.0)
+    order = np.argsort(-logits, axis=-1)
+    ranked = np.take_along_axis(logits, order, -1)
+    if sampling.top_k:
+        ranked[:, sampling.top_k :] = -np.inf
+    p = np.exp(ranked - scipy.special.logsumexp(ranked, axis=-1, keepdims=True))
+    ranked[np.cumsum(p, -1) - p >= sampling.top_p] = -np.inf  # what is likelier suffices
+    ranked -= scipy.special.logsumexp(ranked, axis=-1, keepdims=True)
+    found = np.empty_like(ranked)
+    np.put_along_axis(found, order, ranked, -1)
+    return found
+
+
+def requests_of(prompts, group_size=1, first_seed=0):
     return [
-        SampleRequest(f"{group}/{sample}", group, sample, prompt, seed=97 * group + sample)
+        SampleRequest(f"{group}/{sample}", group, sample, prompt, first_seed + 97 * group + sample)
         for group, prompt in enumerate(prompts)
         for sample in range(group_size)
     ]
 
 
-def random_prompts(vocab_size, lengths, seed=0):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, vocab_size, length, np.int32) for length in lengths]
+def random_prompts(model, lengths, seed=0):
+    random, size = np.random.default_rng(seed), model.policy.config.vocab_size
+    return [random.integers(0, size, length, np.int32) for length in lengths]
 
 
-def assert_right(rollouts, model, temperature=TEMPERATURE, tolerance=1e-5):
+def sampled(client, version, requests, sampling=SAMPLING, states=STATES):
+    """Responses by sample id."""
+    found = client.generate(requests, sampling, states, version=version)
+    return {rollout.sample_id: rollout for rollout in found}
+
+
+def assert_right(rollouts, model, sampling=SAMPLING, tolerance=1e-5):
     """Rows to `tolerance` of their length: float32 sums in another order gave 1e-6."""
+    rollouts = list(rollouts)
     assert rollouts
     for rollout in rollouts:
-        states, logprobs = model.states_and_logprobs(rollout, temperature)
+        states, logits = model.states_and_logits(rollout)
         found = rollout.hidden_states[:, 0].astype(np.float32)
         assert found.shape == states.shape
         error = np.linalg.norm(found - states, axis=1) / np.linalg.norm(states, axis=1)
         assert error.max() < tolerance, (rollout.sample_id, error)
-        np.testing.assert_allclose(rollout.rollout_logprobs, logprobs, atol=10 * tolerance)
+        logprobs = processed_logprobs(logits, sampling)
+        chosen = logprobs[np.arange(len(logits)), rollout.response_ids]
+        np.testing.assert_allclose(rollout.rollout_logprobs, chosen, atol=10 * tolerance)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -90,31 +134,237 @@ def model(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(model):
-    """Chunked prefill (64 tokens a step) and a cache so small that responses preempt each other."""
+def other(model, tmp_path_factory):
+    """The same architecture with other weights."""
+    return Model(tmp_path_factory.mktemp("models"), model.policy.config.tie_embeddings, seed=1)
+
+
+@pytest.fixture(scope="module")
+def client(model, tmp_path_factory):
+    """Chunked prefill (64 tokens a step) and 12 blocks of cache, too few for 16 responses."""
+    directory = tmp_path_factory.mktemp("observed")
     flags = (
         "--config.rollout.max_prompt_tokens=200", "--config.rollout.max_response_tokens=64",
         "--config.rollout.vllm_max_num_seqs=16", "--config.rollout.vllm_max_num_batched_tokens=64",
+        "--config.rollout.vllm_kv_cache_gib=0.0015",
     )  # fmt: skip
-    with serving(model.path, *flags) as client:
+    variables = {"SEMRL_TEST_DIRECTORY": str(directory)}
+    with serving(model.path, *flags, launcher=OBSERVED_LAUNCHER, variables=variables) as client:
+        client.directory = directory
         yield client
 
 
+def observed(client, name):
+    """Ids of requests to which it happened so far."""
+    return (client.directory / name).read_text().split()
+
+
 def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
-    """Prompts of 1 to 200 tokens, four responses each, ended in every way."""
+    """Prompts of 1 to 200 tokens, four responses each, preempted, ended in every way."""
     version = model.sync(client, 0)
-    vocab_size = model.policy.config.vocab_size
-    prompts = random_prompts(vocab_size, [1, 7, 30, 64, 65, 130, 200, 200])
-    sampling = SamplingParams(
-        max_tokens=64, temperature=TEMPERATURE, eos_token_ids=(3,), stop_token_ids=(5,)
-    )
-    rollouts = list(client.generate(requests_of(prompts, 4), sampling, STATES, version=version))
-    assert len(rollouts) == 32
-    assert {r.finish_reason for r in rollouts} == {"eos", "stop", "length"}
-    for rollout in rollouts:
-        last = rollout.response_ids[-1]
-        assert (rollout.finish_reason == "eos") == (last == 3)
-        assert (rollout.finish_reason == "stop") == (last == 5)
+    requests = requests_of(random_prompts(model, [1, 7, 30, 64, 65, 100, 130, 200]), 4)
+    before = len(observed(client, "preempted"))
+    long = sampled(client, version, requests)
+    assert len(observed(client, "preempted")) > before
+    assert {r.finish_reason for r in long.values()} == {"length"}
+    assert_right(long.values(), model)
+
+    # Now some of these tokens end a response, and change nothing before them.
+    counts = collections.Counter(t for r in long.values() for t in set(r.response_ids.tolist()))
+    eos, stop = sorted(counts, key=lambda token: abs(counts[token] - 8))[:2]
+    sampling = dataclasses.replace(SAMPLING, eos_token_ids=(eos,), stop_token_ids=(stop,))
+    ended = sampled(client, version, requests, sampling)
+    assert {r.finish_reason for r in ended.values()} == {"eos", "stop", "length"}
+    for sample_id, rollout in ended.items():
+        ids = long[sample_id].response_ids
+        ends = np.flatnonzero(np.isin(ids, [eos, stop]))
+        length = ends[0] + 1 if len(ends) else 64
+        np.testing.assert_array_equal(rollout.response_ids, ids[:length])
+        reason = {eos: "eos", stop: "stop"}[ids[length - 1]] if len(ends) else "length"
+        assert rollout.finish_reason == reason
         (span,) = rollout.versions
-        assert (span.version, span.start, span.end) == (version, 0, len(rollout.response_ids))
-    assert_right(rollouts, model)
+        assert (span.version, span.start, span.end) == (version, 0, length)
+    assert_right(ended.values(), model)
+
+
+def test_cached_prefixes_change_nothing(client, model):
+    """A prefix of 150 tokens that all prompts share, and prompts that come twice."""
+    version = model.sync(client, 0)
+    (prefix,) = random_prompts(model, [150], seed=1)
+    tails = random_prompts(model, [1, 5, 20, 50], seed=2)
+    requests = requests_of([np.concatenate([prefix, tail]) for tail in tails], 4)
+    for _ in range(2):
+        before = len(observed(client, "cached"))
+        assert_right(sampled(client, version, requests).values(), model)
+        assert len(observed(client, "cached")) > before
+
+
+PROCESSED = [
+    SamplingParams(32, temperature=1.3),
+    SamplingParams(32, temperature=0.7, top_p=0.8),
+    SamplingParams(32, temperature=1.0, top_k=5),
+    SamplingParams(32, temperature=0.9, top_p=0.7, top_k=9),
+]
+
+
+@pytest.mark.parametrize("sampling", PROCESSED, ids=str)
+def test_logprobs_are_of_the_distribution_sampled_from(client, model, sampling):
+    version = model.sync(client, 0)
+    requests = requests_of(random_prompts(model, [3, 40, 90]), 2)
+    assert_right(sampled(client, version, requests, sampling).values(), model, sampling)
+
+
+def test_tokens_follow_that_distribution(client, model):
+    """Chi-square over 600 first tokens of one prompt; seeds are fixed, so the value is, too."""
+    version = model.sync(client, 0)
+    sampling = SamplingParams(1, temperature=0.9, top_p=0.9, top_k=40)
+    requests = requests_of(random_prompts(model, [9]), 600)
+    rollouts = list(sampled(client, version, requests, sampling).values())
+    _, logits = model.states_and_logits(rollouts[0])
+    p = np.exp(processed_logprobs(logits, sampling)[0])
+    counts = np.bincount([r.response_ids[0] for r in rollouts], minlength=len(p))
+    assert not counts[p == 0].any()
+    rare = (p > 0) & (p < 5 / len(rollouts))  # too few for the test: one class
+    expected = np.append(p[p >= 5 / len(rollouts)], p[rare].sum())
+    found = np.append(counts[p >= 5 / len(rollouts)], counts[rare].sum())
+    expected, found = expected[expected > 0], found[expected > 0]
+    assert len(found) > 5
+    assert scipy.stats.chisquare(found, expected * len(rollouts)).pvalue > 1e-3
+
+
+def test_a_request_alone_is_repeated_and_greedy_is_the_likeliest_token(client, model):
+    version = model.sync(client, 0)
+    (prompt,) = random_prompts(model, [50])
+    first, again, other = (
+        sampled(client, version, requests_of([prompt], first_seed=seed))["0/0"]
+        for seed in (7, 7, 8)
+    )
+    np.testing.assert_array_equal(first.response_ids, again.response_ids)
+    np.testing.assert_array_equal(first.rollout_logprobs, again.rollout_logprobs)
+    np.testing.assert_array_equal(first.hidden_states, again.hidden_states)
+    assert not np.array_equal(first.response_ids, other.response_ids)
+    greedy = dataclasses.replace(SAMPLING, temperature=0.0)
+    for rollout in sampled(client, version, requests_of([prompt]), greedy).values():
+        _, logits = model.states_and_logits(rollout)
+        np.testing.assert_array_equal(rollout.response_ids, logits.argmax(-1))
+
+
+def test_aborted_responses_are_right_as_far_as_they_go(client, model):
+    version = model.sync(client, 0)
+    requests = requests_of(random_prompts(model, [10, 150, 200]), 64)
+    aborts = []
+    aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
+    rollouts = []
+    for rollout in client.generate(requests, SAMPLING, STATES, version=version):
+        if not rollouts:
+            aborting.start()
+        rollouts.append(rollout)
+    aborting.join()
+    assert len(rollouts) == len(requests)
+    aborted = [r for r in rollouts if r.finish_reason == "aborted"]
+    assert aborts == [len(aborted)]
+    begun = [r for r in aborted if len(r.response_ids)]
+    assert begun and len(begun) < len(aborted)
+    assert_right([r for r in rollouts if len(r.response_ids)], model)
+    assert_right(sampled(client, version, requests[:4]).values(), model)
+
+
+def test_update_reaches_every_layer_and_no_cached_prefix_survives_it(client, model, other):
+    """Greedy responses are those of a vLLM that read the new weights from disk."""
+    requests = requests_of(random_prompts(model, [20, 140, 180, 200], seed=3))
+    greedy = SamplingParams(48, temperature=0.0)
+    expected = subprocess.run(
+        [str(PYTHON), "-m", "tests.rollout.engines.vllm_fresh", str(other.path), "48"],
+        input=json.dumps([request.prompt_ids.tolist() for request in requests]),
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert expected.returncode == 0, expected.stderr
+    expected = json.loads(expected.stdout.splitlines()[-1])
+    for step, weights in enumerate([model, other, model, other]):
+        version = weights.sync(client, step)
+        rollouts = sampled(client, version, requests, greedy)
+        assert_right(rollouts.values(), weights, greedy)
+    assert [rollouts[r.sample_id].response_ids.tolist() for r in requests] == expected
+
+
+def spoiled_updates(model, other):
+    """Weights of `other`, each spoiled in another way."""
+    whole = update_messages(other.arrays(), specs=other.specs(), step=5)
+    flipped = update_messages(other.arrays(), specs=other.specs(), step=5)
+    flip(flipped)
+    fewer = update_messages(other.arrays()[:-1], specs=other.specs()[:-1], step=5)
+    wrong = [
+        dataclasses.replace(other.specs()[0], shape=other.specs()[0].shape[::-1]),
+        *other.specs()[1:],
+    ]
+    return {
+        "SHA-256": flipped,
+        "the stream ended": whole[: len(whole) // 2],
+        "missing": fewer,
+        "do not match the replica's model": update_messages(other.arrays(), specs=wrong, step=5),
+    }
+
+
+def test_broken_update_leaves_the_old_weights(client, model, other):
+    version = model.sync(client, 4)
+    requests = requests_of(random_prompts(model, [5, 150]))
+    with grpc.insecure_channel(client.replica.address()) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        options = {"metadata": token_metadata(TOKEN), "timeout": 30}
+        for reason, messages in spoiled_updates(model, other).items():
+            assert reason in refusal(stub.UpdateWeights, iter(messages), **options)[1]
+            assert_right(sampled(client, version, requests).values(), model)
+
+    def dying():
+        yield from other.arrays()[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.sync_weights(other.specs(), dying, step=5)
+    assert_right(sampled(client, version, requests).values(), model)
+
+
+def test_failed_load_brings_the_previous_weights_back(client, model, other):
+    version = model.sync(client, 6)
+    requests = requests_of(random_prompts(model, [5, 150]))
+    (client.directory / "fail_loads").write_text("once")
+    messages = update_messages(other.arrays(), specs=other.specs(), step=7)
+    with grpc.insecure_channel(client.replica.address()) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        options = {"metadata": token_metadata(TOKEN), "timeout": 30}
+        _, reason = refusal(stub.UpdateWeights, iter(messages), **options)
+    assert "a load that a test breaks" in reason
+    assert (client.directory / "fail_loads").read_text() == ""
+    assert_right(sampled(client, version, requests).values(), model)
+    version = other.sync(client, 8)
+    assert_right(sampled(client, version, requests).values(), other)
+
+
+BAD_REQUESTS = {
+    "empty prompt": ({"prompt": []}, "prompts[0] is empty"),
+    "long prompt": ({"prompt": [1] * 201}, "201 tokens; the replica takes 200"),
+    "id beyond the vocabulary": ({"prompt": [10**6]}, "token id 1000000"),
+    "long response": ({"sampling": SamplingParams(65)}, "max_tokens=65 must be in"),
+    "other layer": ({"layers": (1,)}, "hidden_states.layers has 1; the replica has [-1, 2]"),
+    "no samples": ({"num_samples": 0}, "samples is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request_is_one_line_and_the_server_goes_on(client, model, name):
+    spoiled, reason = BAD_REQUESTS[name]
+    version = model.sync(client, 0)
+    good = requests_of(random_prompts(model, [5]))
+    requests = requests_of([np.array(spoiled.get("prompt", [1]), np.int32)])
+    message = codec.encode_request(
+        requests[: spoiled.get("num_samples", 1)],
+        spoiled.get("sampling", SAMPLING),
+        HiddenStateParams(spoiled.get("layers", (-1,)), "float32"),
+        version,
+    )
+    with grpc.insecure_channel(client.replica.address()) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        options = {"metadata": token_metadata(TOKEN), "timeout": 30}
+        _, found = refusal(stub.Generate, message, **options)
+    assert reason in found and "\n" not in found
+    assert_right(sampled(client, version, good).values(), model)

@@ -4,16 +4,20 @@ import contextlib
 import os
 import pathlib
 import subprocess
+import threading
 
 from semrl_jax.rollout.client import RolloutClient
 
 ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(os.environ.get("SEMRL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 TOKEN = "a-token-for-tests-of-vllm"
+START_S = 150.0
+LAUNCHER = "launch.rollout"
+OBSERVED_LAUNCHER = "tests.rollout.engines.vllm_observed"
 
 
-def environment():
-    """This one, without what tests set for JAX and with a quiet vLLM."""
+def environment(**variables):
+    """This one, without what tests set for JAX."""
     assert PYTHON.exists(), (
         f"{PYTHON} is missing: run third_party/vllm_patch/make_env.sh, or set SEMRL_VLLM_PYTHON."
     )
@@ -21,44 +25,102 @@ def environment():
         **os.environ, "XLA_FLAGS": "", "SEMRL_ROLLOUT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "ERROR",
         # The engine lives in its worker: a process less to start.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **variables,
     }  # fmt: skip
 
 
-def start_replica(model_path, *flags):
-    """`launch.rollout --engine=vllm` on a free port; both outputs are text pipes."""
-    return subprocess.Popen(
-        [
-            str(PYTHON), "-m", "launch.rollout", "--engine=vllm", "--port=0",
-            "--config=configs/quickstart.py", f"--config.model.path={model_path}",
-            "--config.rollout.vllm_enforce_eager=True", "--config.rollout.vllm_kv_cache_gib=0.25",
-            *flags,
-        ],
-        cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+class ReplicaProcess:
+    """`launch.rollout --engine=vllm` on a free port; what it writes is read as it comes.
 
+    Attributes:
+      lines: of both outputs, so far.
+      pid: of the replica's main process.
+    """
 
-def address_of(process):
-    """Where it listens; fails with what it wrote where it ends first."""
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if "listens on" in line:
-            return line.split()[-1]
-    raise AssertionError(f"no replica: {seen} {process.stderr.read()}")
+    def __init__(self, model_path, *flags, launcher=LAUNCHER, variables=None):
+        self.lines = []
+        self._listening = threading.Event()
+        self.process = subprocess.Popen(
+            [
+                str(PYTHON), "-m", launcher, "--engine=vllm", "--port=0",
+                "--config=configs/quickstart.py", f"--config.model.path={model_path}",
+                "--config.rollout.vllm_enforce_eager=True", *flags,
+            ],
+            cwd=ROOT, env=environment(**(variables or {})), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.pid = self.process.pid
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if "listens on" in line:
+                self._listening.set()
+        self._listening.set()
+
+    def address(self):
+        """Where it listens; fails with what it wrote where it ends first."""
+        assert self._listening.wait(START_S), self.lines
+        found = [line.split()[-1] for line in self.lines if "listens on" in line]
+        assert found, self.lines
+        return found[0]
+
+    def client(self):
+        """A client whose calls fail in a minute where the engine hangs."""
+        return RolloutClient(
+            (self.address(),), TOKEN, run_id="run", attempt_id="attempt", connect_timeout_s=10.0,
+            sync_timeout_s=60.0, generate_timeout_s=60.0, stall_timeout_s=30.0,
+            control_timeout_s=30.0,
+        )  # fmt: skip
+
+    def wait(self, timeout_s):
+        """The exit code, once everything it wrote has been read."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def descendants(self):
+        """Process ids of its children and theirs."""
+        found, unseen = [], [self.pid]
+        while unseen:
+            tasks = pathlib.Path(f"/proc/{unseen.pop()}/task")
+            for task in tasks.glob("*/children"):
+                with contextlib.suppress(OSError):
+                    children = [int(child) for child in task.read_text().split()]
+                    found += children
+                    unseen += children
+        return found
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
 
 
 @contextlib.contextmanager
-def serving(model_path, *flags):
-    """A client of a replica that is ended with the block."""
-    process = start_replica(model_path, *flags)
+def running(model_path, *flags, **settings):
+    """A replica that is gone after the block."""
+    replica = ReplicaProcess(model_path, *flags, **settings)
     try:
-        with RolloutClient(
-            (address_of(process),), TOKEN, run_id="run", attempt_id="attempt"
-        ) as client:
-            client.process = process
-            yield client
-        process.terminate()
-        assert process.wait(timeout=30) == 0
+        yield replica
     finally:
-        process.kill()
-        process.communicate()
+        replica.kill()
+
+
+@contextlib.contextmanager
+def serving(model_path, *flags, **settings):
+    """A client of a replica that must end in order after the block."""
+    with running(model_path, *flags, **settings) as replica, replica.client() as client:
+        client.replica = replica
+        yield client
+        replica.process.terminate()
+        assert replica.wait(30) == 0, replica.lines
+
+
+def is_alive(pid):
+    """Whether there is such a process that has not ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

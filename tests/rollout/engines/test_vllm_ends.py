@@ -1,0 +1,109 @@
+"""How a vLLM replica of the production kind (worker processes, bfloat16) starts and ends."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from semrl_jax.types import HiddenStateParams
+from tests.rollout.engines.test_vllm import SAMPLING as FLOAT32_SAMPLING
+from tests.rollout.engines.test_vllm import Model, random_prompts, requests_of, sampled
+from tests.rollout.engines.vllm_replica import is_alive, running
+
+pytestmark = pytest.mark.slow
+
+STATES = HiddenStateParams((-1,), "bfloat16")
+SAMPLING = dataclasses.replace(FLOAT32_SAMPLING, max_tokens=256)
+FLAGS = (
+    "--config.rollout.weight_dtype=bfloat16", "--config.rollout.max_prompt_tokens=100",
+    "--config.rollout.max_response_tokens=256", "--config.rollout.vllm_max_num_seqs=16",
+    "--config.rollout.vllm_kv_cache_gib=0.25",
+)  # fmt: skip
+# Worker processes behind queues in /dev/shm, as on a machine of several devices.
+WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("models"), tied=False)
+
+
+@pytest.fixture
+def traces(monkeypatch, tmp_path):
+    """Names of what a replica has left in shared memory and among temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = set(os.listdir("/dev/shm"))
+    return lambda: (
+        {*os.listdir("/dev/shm")} - before | {path.name for path in tmp_path.glob("semrl-*")}
+    )
+
+
+def assert_gone(pids, within_s):
+    """All of these processes end by themselves."""
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, traces):
+    """States to 2e-2 of their length beside transformers in bfloat16: a few roundings apart."""
+    with running(model.path, *FLAGS, variables=WORKERS) as replica, replica.client() as client:
+        version = model.sync(client, 0, "bfloat16")
+        requests = requests_of(random_prompts(model, [1, 17, 100]), 2)
+        rollouts = sampled(client, version, requests, states=STATES)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        for rollout in rollouts.values():
+            states, _ = model.states_and_logits(rollout, reference)
+            found = rollout.hidden_states[:, 0].astype(np.float32)
+            error = np.linalg.norm(found - states, axis=1) / np.linalg.norm(states, axis=1)
+            assert error.max() < 2e-2, error
+
+        pids = [replica.pid, *replica.descendants()]
+        assert len(pids) >= 3  # the engine's process and its worker
+        many = client.generate(
+            requests_of(random_prompts(model, [50] * 200), 4), SAMPLING, STATES, version=version
+        )
+        next(many)
+        replica.process.send_signal(signal.SIGINT)
+        assert replica.wait(30) == 0, replica.lines
+        assert_gone(pids, 1.0)
+        assert not traces()
+        assert not [line for line in replica.lines if "Traceback" in line or "leaked" in line]
+        with pytest.raises(RuntimeError):
+            list(many)
+
+
+def test_no_process_outlives_a_replica_that_is_killed(model, traces):
+    with running(model.path, *FLAGS, variables=WORKERS) as replica:
+        replica.address()
+        pids = replica.descendants()
+        assert len(pids) >= 2
+        replica.kill()
+        assert_gone(pids, 10.0)
+        # One small directory stays, which no one is left to remove; no memory.
+        assert {name.partition("-vllm-")[0] for name in traces()} == {"semrl"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, traces, number):
+    """The engine's process has no one to talk to yet, and would wait for ever."""
+    with running(model.path, *FLAGS, variables=WORKERS) as replica:
+        deadline = time.monotonic() + 60
+        while len(pids := replica.descendants()) < 2:
+            assert time.monotonic() < deadline and replica.process.poll() is None, replica.lines
+            time.sleep(0.1)
+        time.sleep(2.0)
+        replica.process.send_signal(number)
+        code = replica.wait(30)
+        assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL), replica.lines
+        assert_gone(pids, 10.0)
+        if number == signal.SIGTERM:
+            assert not traces()

@@ -1,0 +1,69 @@
+"""What the vLLM engine refuses before it starts vLLM; none of it needs vLLM."""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings, check_queue_space
+from tests.launch.conftest import run
+
+PLUGIN = pathlib.Path(__file__).parents[3] / "third_party" / "vllm_patch"
+MODEL = VllmModel(
+    directory="/nowhere", specs=(), model_hash="m", tokenizer_hash="t", vocab_size=11,
+    hidden_size=128, num_layers=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    import semrl_vllm
+
+    monkeypatch.setattr(semrl_vllm, "vllm_version", lambda: "0.32.0")
+
+
+def test_without_the_plugin(monkeypatch):
+    monkeypatch.setitem(sys.modules, "semrl_vllm", None)
+    with pytest.raises(UserError, match=r"semrl_vllm.*third_party/vllm_patch/make_env\.sh"):
+        VllmEngine(MODEL, VllmSettings())
+
+
+def test_another_vllm(plugin, monkeypatch):
+    import semrl_vllm
+
+    def refuse():
+        raise semrl_vllm.VersionError("vllm 9.9 is not among them")
+
+    monkeypatch.setattr(semrl_vllm, "vllm_version", refuse)
+    with pytest.raises(UserError, match=r"vllm 9\.9"):
+        VllmEngine(MODEL, VllmSettings())
+
+
+def test_states_that_do_not_fit_into_memory(plugin):
+    """10**7 responses and an eighth more, 1025 rows of 256 bytes and a tag of 8 each: 2835 GiB."""
+    settings = dataclasses.replace(VllmSettings(), max_num_seqs=10**7)
+    with pytest.raises(
+        UserError, match=r"vllm_max_num_seqs=10000000 .* 1024 tokens need 2835\.2 GiB"
+    ):
+        VllmEngine(MODEL, settings, max_response_tokens=1024)
+    VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+
+
+def test_queues_that_do_not_fit_into_shared_memory(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_queue_space(free // 2, str(tmp_path))
+    with pytest.raises(UserError, match=rf"need {2**20} MiB of {tmp_path}.*--shm-size"):
+        check_queue_space(max(2**40, 2 * free) if free > 2**40 else 2**40, str(tmp_path))
+
+
+def test_launcher_in_the_trainers_environment(monkeypatch):
+    """It says which environment is needed, and how it is made."""
+    monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", "a-token-for-tests")
+    result = run("launch.rollout", "--config=configs/quickstart.py", "--engine=vllm", "--port=0")
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert "semrl_vllm" in line and "third_party/vllm_patch/make_env.sh" in line

@@ -1,0 +1,62 @@
+"""A vLLM replica whose worker says what was preempted, and breaks off loads of weights on demand.
+
+Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` have the id of every request that was
+preempted, or begun behind a cached prefix. While `fail_loads` has lines, a load of weights breaks
+off in the middle and takes one of them away.
+"""
+
+import os
+import pathlib
+
+from semrl_vllm.extension import RolloutExtension
+
+from launch import cli, rollout
+
+DIRECTORY = pathlib.Path(os.environ["SEMRL_TEST_DIRECTORY"])
+
+
+class ObservedExtension(RolloutExtension):
+    """The plugin's, under observation."""
+
+    def semrl_install(self, path, shape):
+        answer = super().semrl_install(path, shape)
+        runner = self.model_runner
+        execute_model, reload_weights = runner.execute_model, runner.reload_weights
+
+        def observed_execute_model(scheduled, *args, **options):
+            write("preempted", scheduled.preempted_req_ids or ())
+            write(
+                "cached", (r.req_id for r in scheduled.scheduled_new_reqs if r.num_computed_tokens)
+            )
+            return execute_model(scheduled, *args, **options)
+
+        def observed_reload_weights(weights_iterator):
+            orders = DIRECTORY / "fail_loads"
+            lines = orders.read_text().splitlines() if orders.exists() else []
+            if lines:
+                orders.write_text("\n".join(lines[1:]))
+                weights_iterator = _half_of(list(weights_iterator))
+            return reload_weights(weights_iterator=weights_iterator)
+
+        runner.execute_model = observed_execute_model
+        runner.reload_weights = observed_reload_weights
+        return answer
+
+
+def write(name, request_ids):
+    with open(DIRECTORY / name, "a") as file:
+        file.writelines(f"{request_id}\n" for request_id in request_ids)
+
+
+def _half_of(pieces):
+    yield from pieces[: len(pieces) // 2]
+    raise RuntimeError("a load that a test breaks")
+
+
+if __name__ == "__mp_main__":
+    rollout.end_with_parent()
+if __name__ == "__main__":
+    from semrl_jax.rollout.engines import vllm
+
+    vllm.EXTENSION = "tests.rollout.engines.vllm_observed.ObservedExtension"
+    cli.run(rollout.main, __doc__)
