@@ -92,6 +92,8 @@ def test_states_may_come_beside_metrics(world, sampling):
     for rollout in rollouts:
         of_states = expected_metrics(rollout.hidden_states[:, 1])
         assert rollout.metrics == pytest.approx(of_states, rel=1e-5, abs=1e-5)
+        mean = rollout.hidden_states[:, 1].mean(axis=0)
+        np.testing.assert_allclose(rollout.mean_state, mean, rtol=1e-6)
     assert client.counters["state_bytes"] == sum(r.hidden_states.nbytes for r in rollouts)
 
 
