@@ -375,6 +375,7 @@ def test_metric_options_round_trip(stride, window, method, growth, dtype, thread
         (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
         (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),
         (lambda m: setattr(m, "window_growth", 0.5), "window_growth=0.5 must be finite and"),
+        (lambda m: setattr(m, "window_growth", np.inf), "window_growth=inf must be finite"),
         (lambda m: setattr(m, "window_growth", np.nan), "window_growth=nan must be finite"),
         (lambda m: setattr(m, "dtype", "int8"), "metrics.dtype='int8' must be one of"),
         (lambda m: setattr(m, "num_threads", 0), "metrics.num_threads=0 must be at least 1"),
