@@ -308,7 +308,8 @@ class VllmEngine(Engine):
         async with self._slot() if states else contextlib.nullcontext() as slot:
             tag = next(self._tags)
             if self._num_aborts > num_aborts:
-                return _Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", [], None)
+                rows = self._pool.read(slot, tag, 0) if states else None
+                return _Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", [], rows)
             request_id = str(tag)
             self._running.add(request_id)
             try:

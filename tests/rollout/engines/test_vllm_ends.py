@@ -51,20 +51,31 @@ def assert_gone(pids, within_s):
         time.sleep(0.1)
 
 
+def distances(found, expected):
+    """Of rows, as shares of their length."""
+    return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+
+
 def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, traces):
-    """States to 2e-2 of their length beside transformers in bfloat16: a few roundings apart."""
+    """States are as near to those of a float32 pass as those of transformers in bfloat16."""
     with running(model.path, *FLAGS, variables=WORKERS) as replica, replica.client() as client:
         version = model.sync(client, 0, "bfloat16")
         requests = requests_of(random_prompts(model, [1, 17, 100]), 2)
         rollouts = sampled(client, version, requests, states=STATES)
-        reference = transformers.AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=torch.bfloat16, attn_implementation="eager"
-        ).eval()
+        rounded, exact = (
+            transformers.AutoModelForCausalLM.from_pretrained(
+                model.path, dtype=torch.bfloat16, attn_implementation="eager"
+            ).eval()
+            for _ in range(2)
+        )
+        exact = exact.float()  # the same weights, rounded once
+        ours, theirs = [], []
         for rollout in rollouts.values():
-            states, _ = model.states_and_logits(rollout, reference)
-            found = rollout.hidden_states[:, 0].astype(np.float32)
-            error = np.linalg.norm(found - states, axis=1) / np.linalg.norm(states, axis=1)
-            assert error.max() < 2e-2, error
+            states, _ = model.states_and_logits(rollout, exact)
+            ours.append(distances(rollout.hidden_states[:, 0].astype(np.float32), states))
+            theirs.append(distances(model.states_and_logits(rollout, rounded)[0], states))
+        ours, theirs = np.concatenate(ours), np.concatenate(theirs)
+        assert ours.mean() < 1.5 * theirs.mean() and ours.max() < 2 * theirs.max(), (ours, theirs)
 
         pids = [replica.pid, *replica.descendants()]
         assert len(pids) >= 3  # the engine's process and its worker
