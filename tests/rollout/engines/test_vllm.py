@@ -251,14 +251,16 @@ def test_a_request_alone_is_repeated_and_greedy_is_the_likeliest_token(client, m
 
 def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     version = model.sync(client, 0)
-    requests = requests_of(random_prompts(model, [10, 150, 200]), 64)
+    # Lengths differ, so that the responses running side by side are not equally far.
+    lengths = np.random.default_rng(0).integers(1, 200, 64)
+    requests = requests_of(random_prompts(model, lengths), 3)
     aborts = []
     aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
     rollouts = []
     for rollout in client.generate(requests, SAMPLING, STATES, version=version):
-        if not rollouts:
-            aborting.start()
         rollouts.append(rollout)
+        if len(rollouts) == 20:
+            aborting.start()
     aborting.join()
     assert len(rollouts) == len(requests)
     aborted = [r for r in rollouts if r.finish_reason == "aborted"]
