@@ -1,8 +1,8 @@
 """A vLLM replica whose worker says what was preempted, and breaks off loads of weights on demand.
 
 Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` have the id of every request that was
-preempted, or begun behind a cached prefix. While `fail_loads` has lines, a load of weights breaks
-off in the middle and takes one of them away.
+preempted, or begun behind a cached prefix. Each line of `fail_loads`, a name from FAILURES, spoils
+one load of weights.
 """
 
 import os
@@ -32,10 +32,10 @@ class ObservedExtension(RolloutExtension):
 
         def observed_reload_weights(weights_iterator):
             orders = DIRECTORY / "fail_loads"
-            lines = orders.read_text().splitlines() if orders.exists() else []
-            if lines:
-                orders.write_text("\n".join(lines[1:]))
-                weights_iterator = _half_of(list(weights_iterator))
+            kinds = orders.read_text().splitlines() if orders.exists() else []
+            if kinds:
+                orders.write_text("\n".join(kinds[1:]))
+                weights_iterator = FAILURES[kinds[0]](list(weights_iterator))
             return reload_weights(weights_iterator=weights_iterator)
 
         runner.execute_model = observed_execute_model
@@ -48,9 +48,19 @@ def write(name, request_ids):
         file.writelines(f"{request_id}\n" for request_id in request_ids)
 
 
-def _half_of(pieces):
+def _broken_off(pieces):
     yield from pieces[: len(pieces) // 2]
     raise RuntimeError("a load that a test breaks")
+
+
+def _cut(pieces):
+    """A tensor in the middle is too short: vLLM keeps it until its layer is whole, then raises."""
+    middle = len(pieces) // 2
+    for index, (name, tensor) in enumerate(pieces):
+        yield name, tensor[: len(tensor) // 2] if index == middle else tensor
+
+
+FAILURES = {"broken off": _broken_off, "cut": _cut}
 
 
 if __name__ == "__mp_main__":
