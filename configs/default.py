@@ -64,6 +64,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
     config.rollout.stop_token_ids = ()  # beside the end-of-sequence token
+    # What a replica does with responses that new weights meet: wait for them, abort them, or keep
+    # them (vLLM alone): their further tokens come from the new weights.
+    config.rollout.in_flight = "wait"
     config.rollout.weight_dtype = ""  # on the wire; empty: model.compute_dtype
     config.rollout.max_staleness = 0  # steps the sampling weights may lag; only 0 is built
     config.rollout.connect_timeout_s = 300.0  # for all replicas to answer

@@ -139,6 +139,7 @@ def main() -> int:
             port=PORT.value,
             tls_certificate=TLS_CERTIFICATE.value,
             tls_key=TLS_KEY.value,
+            in_flight=config.rollout.in_flight,
         )
     except EngineDeadError as error:
         print(f"python -m launch.rollout: {error}")

@@ -19,18 +19,19 @@ class EmbeddedReplica:
     Args:
       engine: does the work; closed with the replica.
       token: None makes a random one.
+      settings: others of `serve`.
 
     Attributes:
       address: host:port.
       token: what the client must show.
     """
 
-    def __init__(self, engine: Engine, *, token: str | None = None, replica_id: str = ""):
+    def __init__(self, engine: Engine, *, token: str | None = None, **settings: str):
         self.token = new_token() if token is None else token
         self._loop = _acquire_loop()
         try:
             self._server: RolloutServer | None = self._run(
-                serve(engine, token=self.token, replica_id=replica_id)
+                serve(engine, token=self.token, **settings)
             )
         except BaseException:
             _release_loop()

@@ -71,6 +71,7 @@ async def serve(
     tls_certificate: str = "",
     tls_key: str = "",
     replica_id: str = "",
+    in_flight: str = "wait",
     max_calls: int = 64,
 ) -> RolloutServer:
     """Starts a server around an engine on the running event loop.
@@ -82,6 +83,7 @@ async def serve(
       port: 0 takes a free one.
       tls_certificate, tls_key: PEM files, both or neither.
       replica_id: "" makes one of the host's name, the port and a random part.
+      in_flight: what a weight update does with running calls; see `RolloutService`.
       max_calls: calls served at once; more are refused.
 
     Raises:
@@ -91,8 +93,10 @@ async def serve(
     credentials = _credentials(host, tls_certificate, tls_key)
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     _check_port(host, port)
+    service = RolloutService(
+        engine, replica_id=replica_id or _replica_id(port), in_flight=in_flight
+    )
     await engine.start()
-    service = RolloutService(engine, replica_id=replica_id or _replica_id(port))
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(
         interceptors=(interceptor,), options=_OPTIONS, maximum_concurrent_rpcs=max_calls

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 import numpy as np
 
+from semrl_jax.errors import UserError
 from semrl_jax.rollout import codec
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.proto import rollout_pb2 as pb
@@ -68,22 +69,33 @@ def _checked(method):
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     """Serves one engine; lives on one event loop.
 
-    A Generate call runs only on exactly the weights it names, and no weights change while one
-    runs: a commit closes the gate, waits for the running calls, and opens it again. The first
+    A Generate call begins only on exactly the weights it names. A commit closes the gate, deals
+    with the running calls as `in_flight` says, and opens it again. The first
     committed update decides which run the replica belongs to. It measures what the engine samples
     where a call asks for metrics, whatever the engine is.
 
     Args:
       engine: does the work; the service closes nothing.
       replica_id: unique name of this process.
+      in_flight: what a commit does with running calls: "wait" until they have ended, "abort" them,
+        or "keep" them, whose further tokens then come from the new weights.
+
+    Raises:
+      UserError: if the engine cannot keep them.
 
     Attributes:
       dead: set once the engine has died.
     """
 
-    def __init__(self, engine: Engine, *, replica_id: str):
+    def __init__(self, engine: Engine, *, replica_id: str, in_flight: str = "wait"):
+        if in_flight == "keep" and not engine.keeps_in_flight:
+            raise UserError(
+                f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
+                "engine, whose responses have one set of weights; use 'wait' or 'abort'."
+            )
         self.dead = asyncio.Event()
         self._engine = engine
+        self._in_flight = in_flight
         self._replica_id = replica_id
         self._limits = engine.describe()
         if -1 in self._limits.layers and importlib.util.find_spec("jax"):
@@ -128,7 +140,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             version = await self._receive_weights(request_iterator)
             self._gate.clear()
-            await _all_set(self._running)
+            if self._in_flight == "abort" and self._running:
+                await self._engine.abort()
+            if self._in_flight != "keep":
+                await _all_set(self._running)
         except BaseException:
             self._engine.abort_weight_update()
             self._end_update()

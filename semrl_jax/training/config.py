@@ -74,6 +74,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "hidden_states.source": ("rollout", "policy", "none"),
         "hidden_states.dtype": ("bfloat16", "float32"),
         "rollout.engine": ENGINES,
+        "rollout.in_flight": ("wait", "abort", "keep"),
         "rollout.weight_dtype": ("", "float32", "bfloat16"),
         "algorithms.importance.level": ("none", *IMPORTANCE_LEVELS),
         "algorithms.aggregation": ("token_mean", "response_mean"),

@@ -53,7 +53,8 @@ def open_client(
             if rollout.engine == "vllm":
                 replica = vllm_child(config, workdir.path / f"replica{place[0]}", reporter.line)
             else:
-                replica = EmbeddedReplica(jax_engine(config, policy, tokenizer, device_lock))
+                engine = jax_engine(config, policy, tokenizer, device_lock)
+                replica = EmbeddedReplica(engine, in_flight=rollout.in_flight)
             stack.enter_context(replica)
             addresses, token = (replica.address,), replica.token
         client = stack.enter_context(
@@ -200,6 +201,7 @@ def vllm_engine(
             gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
             kv_cache_gib=rollout.vllm_kv_cache_gib,
             enforce_eager=rollout.vllm_enforce_eager,
+            in_flight=rollout.in_flight,
         ),
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,

@@ -109,9 +109,10 @@ def world():
     """Starts replicas and clients, and closes them all at the end."""
     with contextlib.ExitStack() as stack:
 
-        def replica(script=None, **settings):
+        def replica(script=None, in_flight="wait", **settings):
             engine = FakeEngine(script=script or FakeScript(), **settings)
-            embedded = EmbeddedReplica(engine, token=TOKEN)
+            engine.keeps_in_flight = in_flight == "keep"
+            embedded = EmbeddedReplica(engine, token=TOKEN, in_flight=in_flight)
             stack.callback(embedded.close, 0.0)
             embedded.engine = engine
             return embedded

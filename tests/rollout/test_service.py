@@ -12,9 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from semrl_jax.errors import UserError
 from semrl_jax.rollout import codec
 from semrl_jax.rollout.auth import token_metadata
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeScript
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.rollout.server import SERVICE_NAME
@@ -400,6 +402,36 @@ def test_commit_waits_for_running_calls_and_new_ones_for_the_commit(world):
     with pytest.raises(grpc.RpcError) as caught:
         next(late)
     assert caught.value.code() == CODES.FAILED_PRECONDITION
+
+
+def test_commit_may_abort_running_calls(world):
+    replica = world.replica(FakeScript(delay_s=0.2), in_flight="abort")
+    stub, options = world.stub(replica)
+    old = sync(stub, options)
+    running = stub.Generate(generate_message(old), **options)
+    next(running)
+    began = time.monotonic()
+    assert sync(stub, options, step=1).step == 1
+    assert time.monotonic() - began < 1.0  # seven responses would take longer
+    assert {r.response.finish_reason for r in running} == {"aborted"}
+
+
+def test_commit_may_keep_running_calls(world):
+    replica = world.replica(FakeScript(delay_s=0.2), in_flight="keep")
+    stub, options = world.stub(replica)
+    old = sync(stub, options)
+    running = stub.Generate(generate_message(old), **options)
+    next(running)
+    began = time.monotonic()
+    assert sync(stub, options, step=1).step == 1
+    assert time.monotonic() - began < 1.0
+    rest = list(running)
+    assert len(rest) == 7 and "aborted" not in {r.response.finish_reason for r in rest}
+
+
+def test_an_engine_that_cannot_keep_calls_is_not_served_so():
+    with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
+        EmbeddedReplica(FakeEngine(), in_flight="keep")
 
 
 def test_commit_gives_up_with_the_callers_deadline(world):

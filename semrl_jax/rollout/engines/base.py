@@ -26,8 +26,14 @@ class Engine(abc.ABC):
     """One model that samples. The service checks requests; an engine may rely on them.
 
     The service calls the coroutines from one event loop. It serialises weight updates against
-    generation: `commit_weight_update` runs while no `generate` does.
+    generation: `commit_weight_update` runs while no `generate` does, unless the engine says that it
+    keeps responses over one.
+
+    Attributes:
+      keeps_in_flight: running responses may go on over a commit, each token under one version.
     """
+
+    keeps_in_flight = False
 
     async def start(self) -> None:
         """Called once, on the event loop, before anything but `describe`."""

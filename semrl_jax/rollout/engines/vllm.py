@@ -120,6 +120,7 @@ class VllmEngine(Engine):
         self.start_s: dict[str, float] = {}
         self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
+        self.keeps_in_flight = settings.in_flight == "keep"
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         # One beside each running response: the next begins while the rows of the last are read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
@@ -219,7 +220,7 @@ class VllmEngine(Engine):
     async def commit_weight_update(self, version: WeightVersion) -> None:
         staged, self._staged = self._staged, None
         label = str(len(self._versions) + 1)
-        mode = "keep" if self._settings.in_flight == "keep" else "abort"
+        mode = "keep" if self.keeps_in_flight else "abort"
         with _engine_errors():
             # Clears the prefix cache, which belongs to the weights that go.
             await self._llm.pause_generation(mode=mode, clear_cache=True)
