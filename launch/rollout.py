@@ -75,6 +75,9 @@ def prepare_environment(model_path: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
     # A fork of a process with JAX in it can hang, and would not end with its parent (see below).
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # vLLM leaves its queues to Python's resource tracker, which removes them and complains.
+    warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not model_path or os.path.isdir(model_path):

@@ -39,6 +39,7 @@ from semrl_jax.types import (
 
 EXTENSION = "semrl_vllm.extension.RolloutExtension"
 CHECK_TOKENS = 8
+CPU_CACHE_GIB = 4.0
 # Rows of the self-check differ by the rounding of another batch shape; a row of the neighbouring
 # token differs by as much as it is long.
 CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -55,7 +56,8 @@ class VllmSettings:
       tensor_parallel_size: devices of the replica.
       gpu_memory_utilization: share of the device's memory (of the machine's without one) for
         weights and cache.
-      kv_cache_gib: for the cache, whatever that share leaves; 0 takes what it leaves.
+      kv_cache_gib: for the cache, whatever that share leaves; 0 takes what it leaves, on a CPU 4:
+        there vLLM would take nearly all memory of the machine, or refuse to.
       enforce_eager: no compilation and no CUDA graphs: starts in half the time.
       in_flight: what a weight update does with running responses: "wait" for them, "abort" them, or
         "keep" them, which go on with the new weights and a recomputed cache.
@@ -249,9 +251,11 @@ class VllmEngine(Engine):
 
     def _start_vllm(self) -> Any:
         from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings = self._settings
+        kv_cache_gib = settings.kv_cache_gib or (CPU_CACHE_GIB if current_platform.is_cpu() else 0)
         _, max_prompt_tokens, max_response_tokens = self._limits
         try:
             config = AsyncEngineArgs(
@@ -264,15 +268,18 @@ class VllmEngine(Engine):
                 max_num_batched_tokens=settings.max_num_batched_tokens or None,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) or None,
+                kv_cache_memory_bytes=int(kv_cache_gib * 2**30) or None,
                 enforce_eager=settings.enforce_eager,
                 # The distribution sampled from: after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=EXTENSION,
             ).create_engine_config()
+            _check_head_size(config.model_config.get_head_size())
             if config.parallel_config.distributed_executor_backend == "mp":
                 check_queue_space(_queue_bytes(settings.tensor_parallel_size))
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except UserError:
+            raise
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
                 f"vLLM {self._version_of_vllm} cannot serve this model: {_reason(error)}"
@@ -512,6 +519,22 @@ def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_to
             "rollout.max_response_tokens."
         )
     return shape
+
+
+def _check_head_size(head_size: int) -> None:
+    """vLLM's attention on CPU takes others without a word, and computes something else."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in sizes:
+        raise UserError(
+            f"the model's heads are {head_size} wide, and vLLM's attention on CPU takes "
+            f"{', '.join(map(str, sizes))}; sample with --engine=jax, or on a GPU."
+        )
 
 
 def _queue_bytes(num_workers: int) -> int:

@@ -6,14 +6,22 @@ import re
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from semrl_jax import data, models
 from semrl_jax.types import HiddenStateParams
 from tests.rollout.engines.test_vllm import SAMPLING as FLOAT32_SAMPLING
-from tests.rollout.engines.test_vllm import Model, random_prompts, requests_of, sampled
+from tests.rollout.engines.test_vllm import (
+    Model,
+    architecture,
+    random_prompts,
+    requests_of,
+    sampled,
+)
 from tests.rollout.engines.vllm_replica import is_alive, running
 
 pytestmark = pytest.mark.slow
@@ -123,3 +131,19 @@ def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporar
         assert_gone(pids, 10.0)
         if number == signal.SIGTERM:
             assert not temporary()
+
+
+def test_heads_that_vllm_would_serve_wrong_are_refused(tmp_path):
+    """On CPU: without the check, states of heads 48 wide were off by 1.4 times their length."""
+    policy = models.Policy(
+        dataclasses.replace(architecture(data.character_tokenizer(), False), head_dim=48)
+    )
+    models.save_directory(
+        tmp_path / "model",
+        policy.init(jax.random.key(0)),
+        policy.config,
+        data.character_tokenizer(),
+    )
+    with running(tmp_path / "model", *FLAGS) as replica:
+        assert replica.wait(90) == 2
+        assert "heads are 48 wide" in replica.lines[-1] and "--engine=jax" in replica.lines[-1]
