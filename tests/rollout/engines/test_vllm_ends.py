@@ -101,8 +101,7 @@ def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary):
         assert_gone(pids, 1.0)
         assert not [path for path in shared if path.exists()] and not temporary()
         assert not [line for line in replica.lines if "Traceback" in line or "leaked" in line]
-        with pytest.raises(RuntimeError):
-            list(many)
+        many.close()
 
 
 def test_no_process_outlives_a_replica_that_is_killed(model):
