@@ -274,7 +274,8 @@ class VllmEngine(Engine):
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=EXTENSION,
             ).create_engine_config()
-            _check_head_size(config.model_config.get_head_size())
+            model = config.model_config
+            _check_heads(model.hf_config, model.get_head_size())
             if config.parallel_config.distributed_executor_backend == "mp":
                 check_queue_space(_queue_bytes(settings.tensor_parallel_size))
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
@@ -521,8 +522,17 @@ def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_to
     return shape
 
 
-def _check_head_size(head_size: int) -> None:
-    """vLLM's attention on CPU takes others without a word, and computes something else."""
+def _check_heads(hf_config: Any, head_size: int) -> None:
+    """Refuses heads that vLLM would serve without a word, and wrong.
+
+    Its Qwen2 does not read head_dim: weights of another shape are then left out of every update.
+    """
+    wanted = hf_config.hidden_size // hf_config.num_attention_heads
+    if hf_config.model_type == "qwen2" and head_size != wanted:
+        raise UserError(
+            f"the model's heads are {head_size} wide, and vLLM's Qwen2 has heads of hidden size "
+            f"/ number of heads, here {wanted}; sample with --engine=jax."
+        )
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
