@@ -84,7 +84,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.vllm_max_num_batched_tokens = 0  # of one step; 0: vLLM's own choice
     config.rollout.vllm_tensor_parallelism = 1  # devices of a replica
     config.rollout.vllm_gpu_memory_utilization = 0.9  # of a GPU (or the machine): weights, cache
-    config.rollout.vllm_kv_cache_gib = 0.0  # for the cache; 0: what that share leaves
+    config.rollout.vllm_kv_cache_gib = 0.0  # for the cache; 0: what it leaves, on CPU 4
     config.rollout.vllm_enforce_eager = False  # nothing compiled: starts in half the time
 
     config.hidden_states = ml_collections.ConfigDict()

@@ -212,6 +212,7 @@ class RolloutClient:
         version: WeightVersion,
         metrics: MetricParams | None = None,
         resync: Callable[[], WeightVersion] | None = None,
+        allow_updates: bool = False,
     ) -> Iterator[Rollout]:
         """Yields every requested response exactly once, as they arrive.
 
@@ -223,6 +224,8 @@ class RolloutClient:
           requests: sample ids must be unique.
           sampling, hidden_states: for all of them.
           version: from `sync_weights`; a response sampled with other weights is refused.
+          allow_updates: take tokens of other versions, too: replicas that keep responses over a
+            weight update (rollout.in_flight) say in `versions` which those are.
           metrics: what the replicas measure of the final hidden states, which need not travel then;
             fills `metrics` and `mean_state` of the rollouts. None: nothing.
           resync: called where no replica serves `version` any more, as after a restart; it should
@@ -243,6 +246,7 @@ class RolloutClient:
             progress_every_s=self._progress_every_s,
             progress=self._progress,
             resync=resync,
+            allow_updates=allow_updates,
         )
         return dispatch(job, requests, self._replicas, self._counters)
 

@@ -271,10 +271,19 @@ class RolloutDecoder:
       call: what was asked.
       vocab_size: of the replica's model.
       replica_id: noted in the rollouts.
+      allow_updates: tokens of other weights than those asked for are taken, too.
     """
 
-    def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
+    def __init__(
+        self,
+        call: GenerateCall,
+        *,
+        vocab_size: int,
+        replica_id: str = "",
+        allow_updates: bool = False,
+    ):
         self._call = call
+        self._allow_updates = allow_updates
         self._requests = {request.sample_id: request for request in call.requests}
         self._vocab_size = vocab_size
         self._replica_id = replica_id
@@ -345,7 +354,7 @@ class RolloutDecoder:
             rollout_raw_logprobs=raw_logprobs,
             finish_reason=message.finish_reason,
             versions=tuple(
-                VersionSpan(self._call.version, s.start, s.end) for s in message.versions
+                VersionSpan(decode_version(s.version), s.start, s.end) for s in message.versions
             ),
             replica_id=self._replica_id,
             hidden_states=states,
@@ -386,7 +395,7 @@ class RolloutDecoder:
     def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
         end = 0
         for span in spans:
-            if span.version != self._version:
+            if span.version != self._version and not self._allow_updates:
                 raise ValueError(
                     f"{name} was sampled with weights {decode_version(span.version)}, "
                     f"not with {self._call.version}."

@@ -41,6 +41,7 @@ class Job:
     progress_every_s: float
     progress: Callable[[str], None]
     resync: Callable[[], WeightVersion] | None
+    allow_updates: bool
 
 
 def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
@@ -150,7 +151,14 @@ class _Dispatcher:
             self._job.metrics,
         )
         timeout_s = self._deadline - time.monotonic()
-        self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
+        self._streams[replica] = _Stream(
+            replica,
+            call,
+            timeout_s,
+            self._events,
+            self._closed,
+            allow_updates=self._job.allow_updates,
+        )
 
     def _use_idle_replicas(self) -> None:
         """Gives each idle replica its share of the backlog."""
@@ -252,7 +260,7 @@ class _Dispatcher:
 class _Stream:
     """One Generate call, read in a thread of its own."""
 
-    def __init__(self, replica, call, timeout_s, events, closed):
+    def __init__(self, replica, call, timeout_s, events, closed, *, allow_updates):
         self.replica: Replica = replica
         self.call: GenerateCall = call
         self._events: queue.Queue = events
@@ -262,6 +270,7 @@ class _Stream:
             call,
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
+            allow_updates=allow_updates,
         )
         self._messages = replica.generate(codec.encode_request(*call), timeout_s)
         self._thread = threading.Thread(

@@ -273,6 +273,17 @@ def test_chunks_that_do_not_fill_the_states_are_refused():
         decode(call, rollout, drop=(0,))
 
 
+def test_tokens_of_other_weights_are_taken_where_updates_are_allowed():
+    later = dataclasses.replace(VERSION, step=VERSION.step + 1)
+    spans = (VersionSpan(VERSION, 0, 2), VersionSpan(later, 2, 3))
+    rollout = make_rollout(3, None, response_ids=np.zeros(3, np.int32), versions=spans)
+    call = make_call(3, HiddenStateParams(()))
+    (message,) = codec.encode_rollout(rollout)
+    with pytest.raises(ValueError, match=r"was sampled with weights .*, not with"):
+        RolloutDecoder(call, vocab_size=101).feed(message)
+    assert RolloutDecoder(call, vocab_size=101, allow_updates=True).feed(message).versions == spans
+
+
 def test_response_inside_another_is_refused():
     states = np.zeros((600, 1, 3584), ml_dtypes.bfloat16)
     rollout = make_rollout(600, states, response_ids=np.zeros(600, np.int32))

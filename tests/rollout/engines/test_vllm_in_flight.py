@@ -1,0 +1,58 @@
+"""New weights that meet running responses: aborted, or kept and gone on with."""
+
+import concurrent.futures
+import time
+
+import numpy as np
+import pytest
+
+from semrl_jax.types import SamplingParams
+from tests.rollout.engines.test_vllm import STATES, Model, random_prompts, requests_of
+from tests.rollout.engines.vllm_replica import serving
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_running_responses_meet_new_weights(tmp_path, in_flight):
+    """Every state is that of a forward pass under the weights that its token names."""
+    models = [Model(tmp_path, tied=True, seed=seed) for seed in (0, 1)]
+    flags = (
+        f"--config.rollout.in_flight={in_flight}", "--config.rollout.vllm_max_num_seqs=8",
+        "--config.rollout.vllm_kv_cache_gib=0.1",
+        "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=300",
+    )  # fmt: skip
+    prompts = random_prompts(models[0], [1, 5, 17, 33, 48, 64])
+    with serving(models[0].path, *flags) as client:
+        old = models[0].sync(client, 0)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            call = pool.submit(
+                lambda: list(
+                    client.generate(
+                        requests_of(prompts), SAMPLING, STATES, version=old, allow_updates=True
+                    )
+                )
+            )
+            time.sleep(0.7)  # 300 tokens take 2 s and more
+            new = models[1].sync(client, 1)
+            rollouts = call.result(timeout=60)
+    of_version = {old: models[0], new: models[1]}
+    assert len(rollouts) == len(prompts)
+    for rollout in rollouts:
+        length = len(rollout.response_ids)
+        versions = [span.version for span in rollout.versions]
+        if in_flight == "keep":
+            assert versions == [old, new] and rollout.finish_reason == "length"
+        else:
+            assert versions == [old] and rollout.finish_reason == "aborted"
+        ends = [span.end for span in rollout.versions]
+        assert [span.start for span in rollout.versions] == [0, *ends[:-1]] and ends[-1] == length
+        assert 0 < ends[0] < 300
+        for span in rollout.versions:
+            states, _ = of_version[span.version].states_and_logits(rollout)
+            own = slice(span.start, span.end)
+            found = rollout.hidden_states[own, 0].astype(np.float32)
+            error = np.linalg.norm(found - states[own], axis=1)
+            assert (error / np.linalg.norm(states[own], axis=1)).max() < 1e-5
