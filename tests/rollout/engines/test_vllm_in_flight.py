@@ -10,7 +10,8 @@ from semrl_jax.types import SamplingParams
 from tests.rollout.engines.test_vllm import STATES, Model, random_prompts, requests_of
 from tests.rollout.engines.vllm_replica import serving
 
-pytestmark = pytest.mark.slow
+# One worker: the replicas would only wait for each other.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
 
