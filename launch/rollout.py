@@ -26,6 +26,7 @@ from semrl_jax.errors import UserError
 
 ENGINES = ("jax", "vllm")
 PROGRESS_EVERY_S = 10.0
+MAX_SOCKET_DIRECTORY = 64  # of vLLM's sockets, whose paths may have 107 characters
 PARENT_EVERY_S = 0.5  # a look at who the parent is
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
@@ -80,6 +81,8 @@ def prepare_environment(model_path: str) -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if len(tempfile.gettempdir()) > MAX_SOCKET_DIRECTORY:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
     if not model_path or os.path.isdir(model_path):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

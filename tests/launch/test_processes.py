@@ -15,9 +15,6 @@ from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
 
-# One worker, one run to compare with.
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):

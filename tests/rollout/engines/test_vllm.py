@@ -30,8 +30,7 @@ from tests.rollout.engines.vllm_replica import (
 )
 from tests.rollout.test_service import flip, refusal, update_messages
 
-# One worker: the replicas would only wait for each other.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=64, temperature=0.8)
 STATES = HiddenStateParams((-1,), "float32")

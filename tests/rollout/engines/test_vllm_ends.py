@@ -24,8 +24,7 @@ from tests.rollout.engines.test_vllm import (
 )
 from tests.rollout.engines.vllm_replica import is_alive, running
 
-# One worker: the replicas would only wait for each other.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 
 STATES = HiddenStateParams((-1,), "bfloat16")
 SAMPLING = dataclasses.replace(FLOAT32_SAMPLING, max_tokens=256)

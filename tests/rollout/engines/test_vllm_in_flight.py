@@ -10,8 +10,7 @@ from semrl_jax.types import SamplingParams
 from tests.rollout.engines.test_vllm import STATES, Model, random_prompts, requests_of
 from tests.rollout.engines.vllm_replica import serving
 
-# One worker: the replicas would only wait for each other.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
 
