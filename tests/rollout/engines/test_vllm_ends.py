@@ -24,8 +24,6 @@ from tests.rollout.engines.test_vllm import (
 )
 from tests.rollout.engines.vllm_replica import is_alive, running
 
-pytestmark = pytest.mark.slow
-
 STATES = HiddenStateParams((-1,), "bfloat16")
 SAMPLING = dataclasses.replace(FLOAT32_SAMPLING, max_tokens=256)
 FLAGS = (
@@ -68,6 +66,7 @@ def distances(found, expected):
     return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
 
+@pytest.mark.slow
 def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary):
     """States are as near to those of a float32 pass as those of transformers in bfloat16."""
     with running(model.path, *FLAGS, variables=WORKERS) as replica, replica.client() as client:
@@ -104,6 +103,7 @@ def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary):
         many.close()
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_replica_that_is_killed(model):
     with running(model.path, *FLAGS, variables=WORKERS) as replica:
         replica.address()
@@ -115,6 +115,7 @@ def test_no_process_outlives_a_replica_that_is_killed(model):
         assert not [path for path in shared if path.exists()]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporary, number):
     """The engine's process has no one to talk to yet, and would wait for ever."""
@@ -132,6 +133,7 @@ def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporar
             assert not temporary()
 
 
+@pytest.mark.soak
 def test_heads_that_vllm_would_serve_wrong_are_refused(tmp_path):
     """Hidden size 128 and four heads: without the check, states were off by 1.4 their length."""
     policy = models.Policy(

@@ -10,12 +10,16 @@ from semrl_jax.types import SamplingParams
 from tests.rollout.engines.test_vllm import STATES, Model, random_prompts, requests_of
 from tests.rollout.engines.vllm_replica import serving
 
-pytestmark = pytest.mark.slow
-
 SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+@pytest.mark.parametrize(
+    "in_flight",
+    [
+        pytest.param("keep", marks=pytest.mark.slow),
+        pytest.param("abort", marks=pytest.mark.soak),
+    ],
+)
 def test_running_responses_meet_new_weights(tmp_path, in_flight):
     """Every state is that of a forward pass under the weights that its token names."""
     models = [Model(tmp_path, tied=True, seed=seed) for seed in (0, 1)]
