@@ -1,5 +1,6 @@
 """Tests run on CPU with 8 devices, rank promotion is an error, array annotations are checked."""
 
+import gc
 import os
 import pathlib
 
@@ -30,7 +31,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("semrl", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("semrl")
 
+# Every compiled program maps memory, of which Linux gives a process 65,530 pieces
+# (vm.max_map_count); one more ends in a segmentation fault of the compiler.
+MAX_MAPS = 25_000
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forgets compiled programs once there are many."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
