@@ -54,6 +54,7 @@ class ChildReplica:
         self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
         self._directory, self._log, self._progress = directory, pathlib.Path(log), progress
         self._closing = threading.Event()
+        self._lock = threading.Lock()  # nothing is started once `close` has begun
         self._process = self._start()
         try:
             self._await_listening(start_timeout_s)
@@ -65,7 +66,8 @@ class ChildReplica:
 
     def close(self) -> None:
         """Asks the child to end, and waits for it."""
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         self._end()
         self._watcher.join()
 
@@ -122,12 +124,14 @@ class ChildReplica:
     def _watch(self) -> None:
         while True:
             code = self._process.wait()
-            if self._closing.wait(1.0):
-                return
-            self._progress(
-                f"the rollout replica ended with code {code}; started again ({self._log})"
-            )
-            self._process = self._start()
+            self._closing.wait(1.0)
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                self._progress(
+                    f"the rollout replica ended with code {code}; started again ({self._log})"
+                )
+                self._process = self._start()
 
 
 def _free_port() -> int:

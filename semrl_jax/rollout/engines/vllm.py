@@ -174,11 +174,12 @@ class VllmEngine(Engine):
         with self._timed("engine"):
             self._llm = self._start_vllm()
         with self._timed("self-check"):
-            await self._tap(RowPool(self._pool_shape))
+            self._pool = RowPool(self._pool_shape)
+            await self._tap()
+            await self._check_alignment()
 
-    async def _tap(self, pool: Any) -> None:
+    async def _tap(self) -> None:
         """Hands the workers their end of the pool."""
-        self._pool = pool
         shape = dataclasses.asdict(self._pool_shape)
         (worker, *_) = await self._llm.collective_rpc(
             "semrl_install", args=(self._pool.path, shape)
@@ -186,7 +187,6 @@ class VllmEngine(Engine):
         expected = {"width": self._model.hidden_size, "dtype": self._settings.dtype}
         if any(worker[name] != value for name, value in expected.items()):
             raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
-        await self._check_alignment()
 
     async def generate(
         self,

@@ -67,14 +67,15 @@ class RolloutExtension:
 
         def tapped_sample_tokens(*args, **options):
             state = runner.execute_model_state  # gone once tokens are sampled
-            rows = self._semrl_rows(state) if state is not None else None
+            taps = self.semrl_pool is not None and state is not None
+            rows = self._semrl_rows(state) if taps else None
             with _undrawn_generators(runner):
                 output = sample_tokens(*args, **options)
             return self.semrl_pool.store(rows, output) if rows is not None else output
 
-        if self.semrl_pool is not None:
-            runner.execute_model = tapped_execute_model
-            runner.sample_tokens = tapped_sample_tokens
+        # On every rank: all of them sample, and need their generators kept.
+        runner.execute_model = tapped_execute_model
+        runner.sample_tokens = tapped_sample_tokens
         return {
             "width": runner.model_config.get_hidden_size(),
             "dtype": str(runner.model_config.dtype).removeprefix("torch."),
