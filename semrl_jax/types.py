@@ -100,10 +100,13 @@ class HiddenStateParams:
       layers: Hugging Face indices: -1 (or the number of layers) is the final layer after the final
         norm, i the input of layer i; empty sends none.
       dtype: "bfloat16" or "float32" on the wire.
+      kinds: "decode", the states that the response's tokens were sampled from, "prefill", those at
+        the prompt's tokens, or both.
     """
 
     layers: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    kinds: tuple[str, ...] = ("decode",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +165,9 @@ class Rollout:
       replica_id: which replica sampled it.
       hidden_states: [T, L, D] bfloat16 or float32; row t is the state whose logits produced
         response token t. None if not asked for.
+      prompt_states: [P, L, D] of the same dtype; row p is the state at prompt token p, so that the
+        last one gave response token 0. None if not asked for; no rows in a response that was
+        aborted before its first token.
       layers: the layer index of each of the L planes.
       metrics: metric name to scalar, where the replica computed them.
       mean_state: float32 mean of the rows of layer -1, where the replica measured them.
@@ -183,6 +189,7 @@ class Rollout:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     generate_s: float = 0.0
     mean_state: Float[np.ndarray, " D"] | None = None
+    prompt_states: Float[np.ndarray, "_ L D"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +210,7 @@ class ReplicaDescription:
       max_prompts: sequences a call may carry.
       max_prompt_tokens, max_response_tokens: per sequence.
       version: the weights it serves, None before the first update.
+      layers_reason: why there are no other layers, and the way out; "" where all can be sent.
     """
 
     protocol_major: int
@@ -221,6 +229,7 @@ class ReplicaDescription:
     max_prompt_tokens: int
     max_response_tokens: int
     version: WeightVersion | None
+    layers_reason: str = ""
 
 
 def config_hash(description: Mapping[str, Any]) -> str:

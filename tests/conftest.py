@@ -35,7 +35,18 @@ hypothesis.settings.load_profile("semrl")
 # (vm.max_map_count); one more ends in a segmentation fault of the compiler.
 MAX_MAPS = 25_000
 
+# The fast suite compiles far more than it computes: without optimisation and with the older
+# emitters it takes half as long. The programs are the same to rounding, which these tests allow
+# for. The slow suites, and the processes that tests start, compile as users do.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_configure(config):
+    """Read when the first program is compiled, so it is not too late."""
+    if "not slow" in config.option.markexpr:
+        os.environ["XLA_FLAGS"] += f" {FAST_COMPILATION}"
 
 
 @pytest.fixture(autouse=True, scope="module")

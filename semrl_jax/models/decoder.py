@@ -206,28 +206,46 @@ class Decoder(nnx.Module):
         token_ids: Int[Array, "B P"],
         positions: Int[Array, "B P"],
         segment_ids: Int[Array, "B P"],
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+        layers: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache, Float[Array, "B P K D"]]:
         """Runs left-padded prompts; the last column is every row's last prompt token.
 
+        Args:
+          layers: whose states of all columns are wanted; Hugging Face indices.
+
         Returns:
-          Final state of the last column, the input of each layer there, and the prompts' cache.
+          Final state of the last column, the input of each layer there, the prompts' cache, and
+          the states of the K layers.
         """
         attend = self_attention(positions, segment_ids, mesh=self.mesh)
         graph, stacked = nnx.split(self.layers)
 
-        def layer_step(x, scanned):
-            state, window = scanned
+        num_layers, wanted = self.config.num_layers, np.array(layers, np.int32)
+
+        def layer_step(carry, scanned):
+            x, wanted_states = carry
+            index, (state, window) = scanned
             layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions)
             attended = attend(query, key, value, window)
-            return layer.residual(x, attended), (x[:, -1], key, value)
+            is_input = (wanted == index)[None, None, :, None]
+            wanted_states = jnp.where(is_input, x[:, :, None], wanted_states)
+            return (layer.residual(x, attended), wanted_states), (x[:, -1], key, value)
 
-        x, (inputs, keys, values) = jax.lax.scan(
-            layer_step, self._embedded(token_ids), (stacked, self._windows)
+        x = self._embedded(token_ids)
+        batch, num_columns, width = x.shape
+        (x, wanted_states), (inputs, keys, values) = jax.lax.scan(
+            layer_step,
+            (x, jnp.zeros((batch, num_columns, len(layers), width), x.dtype)),
+            (jnp.arange(num_layers), (stacked, self._windows)),
         )
+        is_final = np.isin(wanted, (-1, num_layers))
+        if is_final.any():
+            final = self.final_norm(x)[:, :, None]
+            wanted_states = jnp.where(is_final[None, None, :, None], final, wanted_states)
         keys, values = (constrain(x, "cache", self.mesh) for x in (keys, values))
         cache = KVCache(keys, values, jnp.where(segment_ids != 0, positions, -1))
-        return self.final_norm(x[:, -1:])[:, 0], inputs, cache
+        return self.final_norm(x[:, -1:])[:, 0], inputs, cache, wanted_states
 
     def decode(
         self,

@@ -77,9 +77,10 @@ class Policy:
         token_ids: Int[Array, "B P"],
         positions: Int[Array, "B P"],
         segment_ids: Int[Array, "B P"],
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+        layers: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache, Float[Array, "B P K D"]]:
         """See `Decoder.prefill`."""
-        return self._bind(params).prefill(token_ids, positions, segment_ids)
+        return self._bind(params).prefill(token_ids, positions, segment_ids, layers)
 
     def decode(
         self,

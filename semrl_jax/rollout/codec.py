@@ -27,7 +27,7 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1  # 1.1: a replica may measure
+PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
 
 CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -36,6 +36,8 @@ MAX_HIDDEN_WIDTH = 65_536
 MAX_NAME_LENGTH = 256
 MAX_END_TOKENS = 1024  # eos or stop token ids
 
+# Fields of a rollout and of its message, by kind, in the order of their chunks.
+STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 # What `semrl_jax.metrics` has, which this cannot import: it loads JAX. Tested to be the same.
 METRIC_KINDS = (
@@ -138,10 +140,13 @@ def encode_request(
     metrics: MetricParams | None = None,
 ) -> pb.GenerateRequest:
     """A prompt that several samples share travels once."""
+    states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
+    if hidden_states.kinds == ("decode",):
+        states.ClearField("kinds")  # what 1.0 and 1.1 know
     message = pb.GenerateRequest(
         version=encode_version(version),
         sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
-        hidden_states=pb.HiddenStateParams(**dataclasses.asdict(hidden_states)),
+        hidden_states=states,
         metrics=pb.MetricParams(**dataclasses.asdict(metrics)) if metrics else None,
     )
     index_of: dict[bytes, int] = {}
@@ -245,23 +250,25 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     response.generate_s = rollout.generate_s
     if rollout.mean_state is not None:
         response.mean_state = rollout.mean_state.astype("<f4", copy=False).tobytes()
-    states = rollout.hidden_states
-    if states is None:
-        yield message
-        return
-    response.hidden_states.dtype = states.dtype.name
-    response.hidden_states.shape.extend(states.shape)
-    data = as_bytes(states)
-    if len(data) <= CHUNK_BYTES:
-        response.hidden_states.data = data.tobytes()
-        yield message
-        return
+    in_chunks = []
+    for field in STATE_FIELDS.values():
+        states = getattr(rollout, field)
+        if states is None:
+            continue
+        array, data = getattr(response, field), as_bytes(states)
+        array.dtype = states.dtype.name
+        array.shape.extend(states.shape)
+        if len(data) <= CHUNK_BYTES:
+            array.data = data.tobytes()
+        else:
+            in_chunks.append(data)
     yield message
-    for start in range(0, len(data), CHUNK_BYTES):
-        message = pb.GenerateResponse()
-        message.state_chunk.sample_id = rollout.sample_id
-        message.state_chunk.data = data[start : start + CHUNK_BYTES].tobytes()
-        yield message
+    for data in in_chunks:
+        for start in range(0, len(data), CHUNK_BYTES):
+            message = pb.GenerateResponse()
+            message.state_chunk.sample_id = rollout.sample_id
+            message.state_chunk.data = data[start : start + CHUNK_BYTES].tobytes()
+            yield message
 
 
 class RolloutDecoder:
@@ -289,7 +296,7 @@ class RolloutDecoder:
         self._replica_id = replica_id
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
-        self._filled = 0
+        self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its states, from the next byte on
         self.num_state_bytes = 0
         self.num_token_bytes = 0
         self.num_metric_bytes = 0
@@ -313,8 +320,8 @@ class RolloutDecoder:
         """Raises ValueError where the stream ended inside a response."""
         if self._open is not None:
             raise ValueError(
-                f"sample {self._open.sample_id!r} ended after {self._filled} of "
-                f"{self._open.hidden_states.nbytes} bytes of hidden states."
+                f"sample {self._open.sample_id!r} ended {sum(map(len, self._unfilled))} bytes "
+                "before the end of its hidden states."
             )
 
     def _feed_response(self, message: pb.Response) -> Rollout | None:
@@ -342,7 +349,13 @@ class RolloutDecoder:
                 f"{name}: raw_logprobs", message.raw_logprobs, num_tokens
             )
         self._check_versions(name, message.versions, num_tokens)
-        states = self._decode_states(name, message, num_tokens)
+        counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
+        if message.finish_reason == "aborted" and num_tokens == 0:
+            counts["prefill"] = 0  # the engine may have been in the middle of it
+        states = {
+            field: self._decode_states(name, message, kind, counts[kind])
+            for kind, field in STATE_FIELDS.items()
+        }
         mean_state = self._decode_mean_state(name, message)
         rollout = Rollout(
             sample_id=request.sample_id,
@@ -357,7 +370,7 @@ class RolloutDecoder:
                 VersionSpan(decode_version(s.version), s.start, s.end) for s in message.versions
             ),
             replica_id=self._replica_id,
-            hidden_states=states,
+            **states,
             layers=tuple(message.layers),
             metrics=dict(sorted(message.metrics.items())),  # a map has no order
             generate_s=message.generate_s,
@@ -366,30 +379,34 @@ class RolloutDecoder:
         self.num_token_bytes += 4 * num_tokens * (2 if raw_logprobs is None else 3)
         if mean_state is not None:
             self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
-        if states is not None and states.nbytes > 0 and not message.hidden_states.data:
-            self._open, self._filled = rollout, 0
+        for field, array in states.items():
+            if array is not None and array.nbytes > 0:
+                self.num_state_bytes += array.nbytes
+                if not getattr(message, field).data:
+                    self._unfilled.append(as_bytes(array))
+        if self._unfilled:
+            self._open = rollout
             return None
-        self.num_state_bytes += 0 if states is None else states.nbytes
         return rollout
 
     def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
         rollout = self._open
         if rollout is None or rollout.sample_id != message.sample_id:
             raise ValueError(f"a state chunk of sample {message.sample_id!r} came out of turn.")
-        data = message.data
-        buffer = as_bytes(rollout.hidden_states)
-        end = self._filled + len(data)
-        if not 0 < len(data) <= CHUNK_BYTES or end > len(buffer):
+        data, rest = message.data, self._unfilled[0]
+        if not 0 < len(data) <= min(CHUNK_BYTES, len(rest)):
             raise ValueError(
-                f"sample {message.sample_id!r}: a chunk of {len(data)} bytes at {self._filled} of "
-                f"{len(buffer)}; chunks have 1 to {CHUNK_BYTES} bytes and end with the states."
+                f"sample {message.sample_id!r}: a chunk of {len(data)} bytes, {len(rest)} bytes "
+                f"before the end of its states; a chunk has 1 to {CHUNK_BYTES} bytes of them."
             )
-        buffer[self._filled : end] = np.frombuffer(data, np.uint8)
-        self._filled = end
-        if end < len(buffer):
+        rest[: len(data)] = np.frombuffer(data, np.uint8)
+        self._unfilled[0] = rest[len(data) :]
+        if len(self._unfilled[0]):
+            return None
+        self._unfilled.pop(0)
+        if self._unfilled:
             return None
         self._open = None
-        self.num_state_bytes += end
         return rollout
 
     def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
@@ -407,21 +424,25 @@ class RolloutDecoder:
             raise ValueError(f"{name}: version spans cover {end} of {num_tokens} tokens.")
 
     def _decode_states(
-        self, name: str, message: pb.Response, num_tokens: int
+        self, name: str, message: pb.Response, kind: str, num_tokens: int
     ) -> Float[np.ndarray, "T L D"] | None:
         """The states themselves where inlined, an array to fill where chunks follow."""
-        asked = self._call.hidden_states
-        if message.HasField("hidden_states") != bool(asked.layers):
-            sent = "sent" if message.HasField("hidden_states") else "missing"
-            raise ValueError(f"{name}: hidden states are {sent}; layers={list(asked.layers)}.")
-        if not asked.layers:
+        asked, field = self._call.hidden_states, STATE_FIELDS[kind]
+        is_asked = bool(asked.layers) and kind in asked.kinds
+        if message.HasField(field) != is_asked:
+            sent = "sent" if message.HasField(field) else "missing"
+            raise ValueError(
+                f"{name}: {field} are {sent}; layers={list(asked.layers)}, "
+                f"kinds={list(asked.kinds)}."
+            )
+        if not is_asked:
             return None
-        array = message.hidden_states
+        array = getattr(message, field)
         shape = tuple(array.shape)
         width = shape[-1] if shape else 0
         if shape != (num_tokens, len(asked.layers), width) or not 0 < width <= MAX_HIDDEN_WIDTH:
             raise ValueError(
-                f"{name}: hidden states of shape {list(shape)} for {num_tokens} tokens and "
+                f"{name}: {field} of shape {list(shape)} for {num_tokens} tokens and "
                 f"{len(asked.layers)} layers."
             )
         if tuple(message.layers) != asked.layers or array.dtype != asked.dtype:
@@ -501,8 +522,9 @@ def _decode_hidden_state_params(
         return HiddenStateParams()
     for layer in layers:
         if layer not in limits.layers:
+            reason = f": {limits.layers_reason}" if limits.layers_reason else ""
             raise ValueError(
-                f"hidden_states.layers has {layer}; the replica has {list(limits.layers)}."
+                f"hidden_states.layers has {layer}; the replica has {list(limits.layers)}{reason}."
             )
     if len(set(layers)) < len(layers):
         raise ValueError(f"hidden_states.layers={list(layers)} names a layer twice.")
@@ -510,7 +532,15 @@ def _decode_hidden_state_params(
         raise ValueError(
             f"hidden_states.dtype={message.dtype!r} must be one of {', '.join(STATE_DTYPES)}."
         )
-    return HiddenStateParams(layers, message.dtype)
+    kinds = tuple(message.kinds) or ("decode",)
+    for kind in kinds:
+        if kind not in limits.state_kinds:
+            raise ValueError(
+                f"hidden_states.kinds has {kind!r}; the replica has {list(limits.state_kinds)}."
+            )
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"hidden_states.kinds={list(kinds)} names a kind twice.")
+    return HiddenStateParams(layers, message.dtype, kinds)
 
 
 def _decode_metric_params(

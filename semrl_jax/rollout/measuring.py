@@ -235,7 +235,7 @@ async def measure_each(
       rollouts: with hidden states of layer -1, in any order; closed at the end, whatever that is.
       params: what to measure; `dtype` is the states' own.
       max_tokens: response limit, as in `Measurer`.
-      keep_states: leave the hidden states in the rollouts.
+      keep_states: leave `hidden_states` in the rollouts.
     """
     options = {
         name: getattr(params, name)
@@ -270,8 +270,8 @@ async def measure_each(
                 rollout = pending.pop(future)
                 num_held -= rollout.hidden_states.nbytes
                 metrics, mean_state = future.result()
-                kept = {} if keep_states else {"hidden_states": None, "layers": ()}
-                yield dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state, **kept)
+                rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
+                yield rollout if keep_states else _without_states(rollout)
     finally:
         if arriving is not None:
             arriving.cancel()
@@ -285,6 +285,11 @@ async def measure_each(
 async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
     """The next one, None after the last."""
     return await anext(rollouts, None)
+
+
+def _without_states(rollout: Rollout) -> Rollout:
+    layers = rollout.layers if rollout.prompt_states is not None else ()
+    return dataclasses.replace(rollout, hidden_states=None, layers=layers)
 
 
 def _cancel(group: list[_Waiting]) -> None:

@@ -184,10 +184,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _answers(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
         """What the engine samples; measured here, where the call wants metrics."""
-        sends_states = bool(call.hidden_states.layers)
         states = call.hidden_states
-        if call.metrics is not None and not sends_states:
+        kept = states.kinds if states.layers else ()
+        if call.metrics is not None and not kept:
             states = HiddenStateParams((-1,), call.metrics.dtype)
+        elif call.metrics is not None and "decode" not in kept:
+            states = dataclasses.replace(states, kinds=("decode", *kept))
         # In the engine's process: it is idle or has JAX anyway, and states stay where they are.
         # Loaded when first asked for, which takes seconds: in a thread.
         measuring = None
@@ -202,7 +204,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             rollouts,
             call.metrics,
             max_tokens=call.sampling.max_tokens,
-            keep_states=sends_states,
+            keep_states="decode" in kept,
         )
 
     def _description(self) -> ReplicaDescription:

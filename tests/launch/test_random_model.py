@@ -1,5 +1,6 @@
 """A small model made from a user's own text, as a command."""
 
+import functools
 import json
 
 import jax
@@ -29,7 +30,9 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
     assert config.vocab_size == len(tokenizer) <= 270
     params = models.load_params(output, config)
     expected = models.Policy(config).init(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(expected))
+    # To rounding: the two processes compile with other options.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(close, params, jax.device_get(expected))
     again = run("launch.random_model", f"--text={text}", f"--output={output}")
     assert_one_line(again, "is there already; name a new directory")
 

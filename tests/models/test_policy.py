@@ -104,7 +104,7 @@ def test_prefill_and_decode_equal_the_full_pass(pair):
         segments[row, -length:] = 1
     new = random.integers(2, 97, (3, num_new)).astype(np.int32)
     positions = np.maximum(np.cumsum(segments, axis=1) - 1, 0)
-    state, inputs, cache = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
+    state, inputs, cache, _ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
     cache = models.KVCache(
         *(jnp.pad(a, ((0, 0), (0, 0), (0, num_new), (0, 0), (0, 0))) for a in cache[:2]),
         jnp.pad(cache.positions, ((0, 0), (0, num_new)), constant_values=-1),

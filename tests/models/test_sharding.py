@@ -129,7 +129,7 @@ def cached_tokens(policy, params):
     segments = np.ones_like(ids)
     segments[1, :3] = 0
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
-    first, _, cache = jax.jit(policy.prefill)(params, ids, positions, segments)
+    first, _, cache, _ = jax.jit(policy.prefill)(params, ids, positions, segments)
     wide = ((0, 0), (0, 0), (0, 2), (0, 0), (0, 0))
     cache = models.KVCache(
         jnp.pad(cache.keys, wide),

@@ -64,13 +64,13 @@ def assert_complete(rollouts, requests, sampling, states=None, *, version, hidde
         assert actual.finish_reason == expected.finish_reason
         assert actual.versions == expected.versions
         assert actual.layers == expected.layers
-        if expected.hidden_states is None:
-            assert actual.hidden_states is None
-        else:
-            assert actual.hidden_states.dtype == expected.hidden_states.dtype
-            np.testing.assert_array_equal(
-                actual.hidden_states.astype(np.float32), expected.hidden_states.astype(np.float32)
-            )
+        for field in ("hidden_states", "prompt_states"):
+            found, known = getattr(actual, field), getattr(expected, field)
+            if known is None:
+                assert found is None
+            else:
+                assert found.dtype == known.dtype
+                np.testing.assert_array_equal(found.astype(np.float32), known.astype(np.float32))
 
 
 def wait_until(condition, timeout_s=5.0):

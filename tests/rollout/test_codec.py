@@ -96,19 +96,23 @@ def assert_same(actual, expected):
     sample_id=names,
     reason=st.sampled_from(FINISH_REASONS),
     metrics=st.dictionaries(names, float32s, max_size=3),
+    kinds=st.sampled_from([("decode",), ("prefill",), ("decode", "prefill")]),
 )
 def test_rollout_round_trip(
-    num_tokens, num_layers, width, dtype, seed, raw, sample_id, reason, metrics
+    num_tokens, num_layers, width, dtype, seed, raw, sample_id, reason, metrics, kinds
 ):
     rng = np.random.default_rng(seed)
-    states = None
-    if num_layers:
-        bits = rng.integers(0, 256, (num_tokens, num_layers, width * 4), np.uint8)
-        states = bits.view(codec.STATE_DTYPES[dtype])  # any bits at all, NaN included
+
+    def states(kind, count):
+        if num_layers == 0 or kind not in kinds:
+            return None
+        bits = rng.integers(0, 256, (count, num_layers, width * 4), np.uint8)
+        return bits.view(codec.STATE_DTYPES[dtype])  # any bits at all, NaN included
+
     layers = tuple(range(num_layers))
     request = SampleRequest(sample_id, seed, 3, np.array([4, 5], np.int32), 2**64 - 1)
     sampling = SamplingParams(max_tokens=40)
-    call = GenerateCall((request,), sampling, HiddenStateParams(layers, dtype), VERSION)
+    call = GenerateCall((request,), sampling, HiddenStateParams(layers, dtype, kinds), VERSION)
     logprobs = -rng.random(num_tokens, np.float32)
     rollout = make_rollout(
         num_tokens,
@@ -122,7 +126,8 @@ def test_rollout_round_trip(
         finish_reason=reason,
         metrics=metrics,
         layers=layers,
-        hidden_states=states,
+        hidden_states=states("decode", num_tokens),
+        prompt_states=states("prefill", 2),
         generate_s=1.5,
     )
     (decoded,) = decode(call, rollout)
@@ -137,14 +142,18 @@ def test_rollout_round_trip(
     seed=st.integers(0, 2**64 - 1),
     group_id=st.integers(-(2**63), 2**63 - 1),
     layers=st.lists(st.sampled_from(LIMITS.layers), unique=True),
+    kinds=st.permutations(["decode", "prefill"]),
     step=st.integers(0, 2**63 - 1),
 )
-def test_request_round_trip(lengths, temperature, top_p, top_k, seed, group_id, layers, step):
+def test_request_round_trip(
+    lengths, temperature, top_p, top_k, seed, group_id, layers, kinds, step
+):
     version = dataclasses.replace(VERSION, step=step)
     sampling = SamplingParams(
         8, temperature, top_p, top_k, eos_token_ids=(100,), stop_token_ids=(0, 7)
     )
-    states = HiddenStateParams(tuple(layers), "float32") if layers else HiddenStateParams()
+    kinds = tuple(kinds[: 1 + seed % 2])
+    states = HiddenStateParams(tuple(layers), "float32", kinds) if layers else HiddenStateParams()
     requests = [
         SampleRequest(str(i), group_id, i, np.arange(length, dtype=np.int32), seed)
         for i, length in enumerate(lengths)
@@ -181,12 +190,38 @@ def test_large_states_travel_in_chunks(num_tokens):
     assert_same(decoded, rollout)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_large_states_of_prompts_follow_those_of_the_response(num_tokens):
+    rng = np.random.default_rng(0)
+
+    def states(count):
+        return rng.integers(0, 2**16, (count, 1, 3584), np.uint16).view(ml_dtypes.bfloat16)
+
+    prompt_ids = np.arange(200, dtype=np.int32) % 101
+    rollout = make_rollout(
+        num_tokens,
+        states(num_tokens),
+        response_ids=np.zeros(num_tokens, np.int32),
+        prompt_ids=prompt_ids,
+        prompt_states=states(200),
+    )
+    call = make_call(1000, HiddenStateParams((0,), kinds=("prefill", "decode")))
+    requests = [dataclasses.replace(r, prompt_ids=prompt_ids) for r in call.requests]
+    (decoded,) = decode(call._replace(requests=tuple(requests)), rollout)
+    assert_same(decoded, rollout)
+
+
 def test_states_of_an_aborted_response_may_be_empty():
     rollout = make_rollout(
         0, np.zeros((0, 1, 4), ml_dtypes.bfloat16), finish_reason="aborted", versions=()
     )
     (decoded,) = decode(make_call(8, HiddenStateParams((0,))), rollout)
     assert decoded.hidden_states.shape == (0, 1, 4)
+    # Its prompt may be half read.
+    rollout = dataclasses.replace(rollout, prompt_states=rollout.hidden_states)
+    states = HiddenStateParams((0,), kinds=("decode", "prefill"))
+    (decoded,) = decode(make_call(8, states), rollout)
+    assert decoded.prompt_states.shape == (0, 1, 4)
 
 
 def set_field(path, value):
@@ -227,7 +262,7 @@ STATES = np.zeros((3, 1, 4), ml_dtypes.bfloat16)
         (lambda m: setattr(m.response.versions[0], "end", 2), "cover 2 of 3"),
         (lambda m: setattr(m.response.versions[0], "start", 1), r"\[1, 3\)"),
         (lambda m: setattr(m.response.versions[0].version, "step", 4), "attempt/4.*attempt/3"),
-        (lambda m: m.response.ClearField("hidden_states"), "hidden states are missing"),
+        (lambda m: m.response.ClearField("hidden_states"), "hidden_states are missing"),
         (set_field("hidden_states.shape", [3, 4]), r"shape \[3, 4\]"),
         (set_field("hidden_states.shape", [2, 1, 4]), "for 3 tokens"),
         (set_field("hidden_states.shape", [3, 1, 5]), "24 bytes of states"),
@@ -247,8 +282,14 @@ def test_inconsistent_response_is_refused(change, match):
 
 
 def test_states_not_asked_for_are_refused():
-    with pytest.raises(ValueError, match="hidden states are sent"):
+    with pytest.raises(ValueError, match="hidden_states are sent"):
         decode(make_call(), make_rollout(3, STATES))
+    both = make_call(8, HiddenStateParams((0,), kinds=("decode", "prefill")))
+    with pytest.raises(ValueError, match=r"prompt_states are missing; .*'prefill'"):
+        decode(both, make_rollout(3, STATES))
+    prompt_states = STATES[:1]  # of two tokens
+    with pytest.raises(ValueError, match=r"prompt_states of shape .* for 2 tokens"):
+        decode(both, make_rollout(3, STATES, prompt_states=prompt_states))
 
 
 def test_chunks_that_do_not_fill_the_states_are_refused():
@@ -263,11 +304,11 @@ def test_chunks_that_do_not_fill_the_states_are_refused():
 
         return change
 
-    with pytest.raises(ValueError, match="ended after 4194304 of 4300800"):
+    with pytest.raises(ValueError, match="ended 106496 bytes before"):
         decode(call, rollout, drop=(5,))
-    with pytest.raises(ValueError, match="chunks have 1 to"):
+    with pytest.raises(ValueError, match="1048576 bytes, 106496 bytes before the end"):
         decode(call, rollout, resize(codec.CHUNK_BYTES))
-    with pytest.raises(ValueError, match="chunks have 1 to"):
+    with pytest.raises(ValueError, match="a chunk of 0 bytes"):
         decode(call, rollout, resize(0))
     with pytest.raises(ValueError, match="out of turn"):
         decode(call, rollout, drop=(0,))
@@ -290,7 +331,7 @@ def test_response_inside_another_is_refused():
     call = make_call(600, HiddenStateParams((0,)), num_samples=2)
     decoder = RolloutDecoder(call, vocab_size=101)
     assert decoder.feed(next(codec.encode_rollout(rollout))) is None
-    with pytest.raises(ValueError, match="'s0' ended after 0 of 4300800"):
+    with pytest.raises(ValueError, match="'s0' ended 4300800 bytes before"):
         decoder.feed(next(codec.encode_rollout(dataclasses.replace(rollout, sample_id="s1"))))
 
 
@@ -338,7 +379,14 @@ BAD_REQUESTS = [
     (lambda m: m.hidden_states.layers.append(9), ValueError, r"has 9; the replica has \[-1, 0"),
     (lambda m: m.hidden_states.layers.append(0), ValueError, "names a layer twice"),
     (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
+    (lambda m: m.hidden_states.kinds.append("later"), ValueError, "kinds has 'later'; the replica"),
+    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "a kind twice"),
 ]
+
+
+def test_layer_that_the_engine_has_not_is_refused_with_its_reason():
+    with pytest.raises(ValueError, match=r"has 9; the replica has \[.*\]: a reason\.$"):
+        change_request(lambda m: m.hidden_states.layers.append(9), layers_reason="a reason")
 
 
 @pytest.mark.parametrize(("change", "error", "match"), BAD_REQUESTS)

@@ -97,6 +97,21 @@ def test_states_may_come_beside_metrics(world, sampling):
     assert client.counters["state_bytes"] == sum(r.hidden_states.nbytes for r in rollouts)
 
 
+def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
+    """What is measured is always the response."""
+    client = world.client(world.replica())
+    version, requests = sync(client), make_requests()
+    states = HiddenStateParams((-1,), "float32", ("prefill",))
+    params = dataclasses.replace(PARAMS, dtype="float32")
+    rollouts = list(client.generate(requests, sampling, states, version=version, metrics=params))
+    assert_complete(rollouts, requests, sampling, states, version=version)
+    by_id = {request.sample_id: request for request in requests}
+    for rollout in rollouts:
+        assert rollout.hidden_states is None
+        of_response = expected_metrics(states_of(rollout, by_id[rollout.sample_id], sampling))
+        assert rollout.metrics == pytest.approx(of_response, rel=1e-5, abs=1e-5)
+
+
 def test_options_reach_the_measuring(world, sampling, monkeypatch):
     seen = {}
 

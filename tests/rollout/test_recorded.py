@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 or 1.1 are read for ever after.
+"""Messages recorded when the protocol was at version 1.0 to 1.2 are read for ever after.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -98,6 +98,17 @@ MEASURED = dataclasses.replace(
     metrics={"effective_rank": 1.5, "effective_rank_valid": 1.0},
     mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
 )
+ALL_STATES = HiddenStateParams((-1, 24), "bfloat16", ("prefill", "decode"))  # 1.2
+WHOLE = dataclasses.replace(
+    SMALL, prompt_states=np.arange(18).reshape(3, 2, 3).astype(ml_dtypes.bfloat16)
+)
+FINAL_ONLY = dataclasses.replace(
+    DESCRIPTION,
+    protocol_minor=2,
+    layers=(-1, 24),
+    state_kinds=("decode", "prefill"),
+    layers_reason="the others stay inside",
+)
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -139,6 +150,18 @@ def messages_of_1_1():
             REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS
         ),
         "generate_response_measured": measured,
+    }
+
+
+def messages_of_1_2():
+    """What version 1.1 did not have."""
+    (whole,) = codec.encode_rollout(WHOLE)
+    return {
+        "describe_response_final_only": codec.encode_description(FINAL_ONLY),
+        "generate_request_all_states": codec.encode_request(
+            REQUESTS, SAMPLING, ALL_STATES, VERSION
+        ),
+        "generate_response_all_states": whole,
     }
 
 
@@ -195,6 +218,17 @@ def test_measured_responses():
     assert_same(decoder.feed(reply), MEASURED)
 
 
+def test_responses_with_states_of_their_prompts():
+    description = recorded("describe_response_final_only", pb.DescribeResponse, "1.2")
+    assert codec.decode_description(description) == FINAL_ONLY
+    request = recorded("generate_request_all_states", pb.GenerateRequest, "1.2")
+    call = codec.decode_request(request, FINAL_ONLY)
+    assert call.hidden_states == ALL_STATES
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    reply = recorded("generate_response_all_states", pb.GenerateResponse, "1.2")
+    assert_same(decoder.feed(reply), WHOLE)
+
+
 def test_weight_update():
     begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
@@ -222,7 +256,8 @@ def test_replies_carry_the_version(name):
 
 
 def test_what_is_written_today_equals_the_record():  # as messages: fields may change their order
-    for version, known in (("1.0", messages()), ("1.1", messages_of_1_1())):
+    written = {"1.0": messages(), "1.1": messages_of_1_1(), "1.2": messages_of_1_2()}
+    for version, known in written.items():
         for name, message in known.items():
             assert recorded(name, type(message), version) == message, name
 
@@ -230,5 +265,5 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    for name, message in (messages() | messages_of_1_1()).items():
+    for name, message in (messages() | messages_of_1_1() | messages_of_1_2()).items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

@@ -31,6 +31,7 @@ def test_rows_written_at_one_end_are_read_at_the_other():
     np.testing.assert_array_equal(read, np.repeat(np.arange(4.0)[:, None], 4, axis=1))
     write(writer, 2, 0, 10, 99)  # the next request in the slot
     assert read[0, 0] == 0  # is in nobody's way: a copy was read
+    np.testing.assert_array_equal(reader.read(2, 9, 2, first=3).view(np.float32)[:, 0], [3, 4])
     writer.close()
     reader.close()
 
@@ -42,7 +43,7 @@ def test_row_that_is_not_the_requests_is_an_error(tags):
         if tag:
             write(writer, 1, index, tag, 0)
     wrong = next(index for index, tag in enumerate(tags) if tag != 7)
-    with pytest.raises(RuntimeError, match=rf"output token {wrong} was not written \(and 1 of 3"):
+    with pytest.raises(RuntimeError, match=rf"state {wrong} was not written \(1 of 3"):
         reader.read(1, 7, 3)
     assert len(reader.read(1, 7, wrong)) == wrong
 

@@ -64,6 +64,11 @@ class Chunk(NamedTuple):
     hidden_states: Float[Array, "B C L D"]
 
 
+def _layers_of(kind: str, params: HiddenStateParams) -> tuple[int, ...]:
+    """Layers whose states of this kind are asked for."""
+    return params.layers if kind in params.kinds else ()
+
+
 def power_of_two(value: int, minimum: int = MIN_BATCH) -> int:
     """The smallest power of two that is at least `value` and `minimum`."""
     return max(minimum, 1 << max(value - 1, 0).bit_length())
@@ -117,7 +122,7 @@ def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
     return _laid_out(slots, policy.mesh)
 
 
-@functools.partial(jax.jit, static_argnames="policy", donate_argnames="slots")
+@functools.partial(jax.jit, static_argnames=("policy", "prompt_states"), donate_argnames="slots")
 def admit(
     params: Params,
     slots: Slots,
@@ -127,10 +132,17 @@ def admit(
     rows: Int[Array, " R"],
     *,
     policy: Policy,
-) -> Slots:
-    """Prefills left-padded prompts into slots `rows`; rows beyond the batch are padding."""
+    prompt_states: HiddenStateParams,
+) -> tuple[Slots, Float[Array, "R P K D"]]:
+    """Prefills left-padded prompts into slots `rows`; rows beyond the batch are padding.
+
+    Returns:
+      The slots, and the prompts' states in the K layers that `prompt_states` has.
+    """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
-    final_states, layer_inputs, prompt = policy.prefill(params, token_ids, positions, segment_ids)
+    final_states, layer_inputs, prompt, all_states = policy.prefill(
+        params, token_ids, positions, segment_ids, prompt_states.layers
+    )
     num_prompt_columns = token_ids.shape[1]
 
     def put(target, value):
@@ -158,7 +170,7 @@ def admit(
         keys=put(slots.keys, keys),
         active=put(slots.active, True),
     )
-    return _laid_out(admitted, policy.mesh)
+    return _laid_out(admitted, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
 
 
 @functools.partial(
@@ -182,16 +194,14 @@ def decode_chunk(
     `sampling.max_tokens` is not read: the limit is the argument, so that it needs no new program.
     """
     batch = slots.active.shape[0]
-    num_layers = policy.config.num_layers
+    num_layers, layers = policy.config.num_layers, _layers_of("decode", hidden_states)
     state_dtype = jnp.dtype(hidden_states.dtype)
     ends = jnp.array(sampling.eos_token_ids + sampling.stop_token_ids, jnp.int32)
     chunk = Chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
         jnp.zeros((batch, num_tokens), jnp.float32),
-        jnp.zeros(
-            (batch, num_tokens, len(hidden_states.layers), policy.config.hidden_size), state_dtype
-        ),
+        jnp.zeros((batch, num_tokens, len(layers), policy.config.hidden_size), state_dtype),
     )
 
     def step(carry):
@@ -200,7 +210,7 @@ def decode_chunk(
         tokens, logprobs, raw_logprobs = _sampled(logits, slots, sampling, policy.mesh)
         states = [
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
-            for layer in hidden_states.layers
+            for layer in layers
         ]
         chunk = Chunk(
             chunk.token_ids.at[:, index].set(tokens),
@@ -308,6 +318,7 @@ class _Response:
 
     request: SampleRequest
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    prompt_states: np.ndarray | None = None  # [P, K, D], where asked for
 
 
 class DecodingCall:
@@ -329,6 +340,9 @@ class DecodingCall:
         self._params = params
         self._sampling = sampling
         self._hidden_states = hidden_states
+        # Calls that want none share one program, whatever else they want.
+        wants_prompts = "prefill" in hidden_states.kinds
+        self._prompt_states = hidden_states if wants_prompts else HiddenStateParams()
         self._version = version
         self._chunk = min(chunk, sampling.max_tokens)
         self._started = time.monotonic()
@@ -395,9 +409,20 @@ class DecodingCall:
             self._owners[slot] = _Response(request)
         # A padding row attends to one token, so that its softmax has something to sum.
         segment_ids[wanted:, -1] = 1
-        self._slots = admit(
-            self._params, self._slots, token_ids, segment_ids, keys, rows, policy=self._policy
+        self._slots, prompt_states = admit(
+            self._params,
+            self._slots,
+            token_ids,
+            segment_ids,
+            keys,
+            rows,
+            policy=self._policy,
+            prompt_states=self._prompt_states,
         )
+        if prompt_states.size:
+            for slot, states in zip(rows[:wanted], jax.device_get(prompt_states)):
+                owner = self._owners[slot]
+                owner.prompt_states = states[-len(owner.request.prompt_ids) :].copy()
 
     def _fit(self) -> None:
         """Widens the cache where the next chunk needs it; halves the batch where slots idle."""
@@ -453,18 +478,23 @@ class DecodingCall:
         return "stop" if last_token in self._sampling.stop_token_ids else "length"
 
     def _finish(self, response: _Response, reason: FinishReason) -> Rollout:
-        layers = self._hidden_states.layers
-        width = self._policy.config.hidden_size
+        def no_states(kind):
+            shape = 0, len(_layers_of(kind, self._hidden_states)), self._policy.config.hidden_size
+            return np.zeros(shape, jnp.dtype(self._hidden_states.dtype))
+
         empty = (
             np.zeros(0, np.int32),
             np.zeros(0, np.float32),
             np.zeros(0, np.float32),
-            np.zeros((0, len(layers), width), jnp.dtype(self._hidden_states.dtype)),
+            no_states("decode"),
         )
         token_ids, logprobs, raw_logprobs, states = (
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
-        request = response.request
+        prompt_states = response.prompt_states
+        if prompt_states is None or not len(token_ids):  # aborted before its first token
+            prompt_states = no_states("prefill")
+        request, asked = response.request, self._hidden_states
         return Rollout(
             sample_id=request.sample_id,
             group_id=request.group_id,
@@ -475,8 +505,9 @@ class DecodingCall:
             rollout_raw_logprobs=raw_logprobs,
             finish_reason=reason,
             versions=(VersionSpan(self._version, 0, len(token_ids)),) if len(token_ids) else (),
-            hidden_states=states if layers else None,
-            layers=layers,
+            hidden_states=states if _layers_of("decode", asked) else None,
+            prompt_states=prompt_states if _layers_of("prefill", asked) else None,
+            layers=asked.layers,
             generate_s=time.monotonic() - self._started,
         )
 

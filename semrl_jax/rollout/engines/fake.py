@@ -105,7 +105,7 @@ class FakeEngine(Engine):
             tokenizer_hash=tokenizer_hash,
             vocab_size=vocab_size,
             layers=layers,
-            state_kinds=("decode",),
+            state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
             metric_kinds=(),
             max_prompts=max_prompts,
@@ -207,8 +207,8 @@ def fake_rollout(
 
     Token t is (sum of the prompt + seed + t) mod vocabulary. There are 1 + seed mod max_tokens of
     them, fewer where an end or stop token comes first. Log-probabilities are -(t + 1) / 8 and, raw,
-    -(t + 1) / 4. The hidden state of token id x in layer l is (x + 3 l + d) mod 128 at d: every
-    value is exact in bfloat16.
+    -(t + 1) / 4. The hidden state of token id x in layer l is (x + 3 l + d) mod 128 at d, of a
+    prompt's, too: every value is exact in bfloat16.
     """
     num_tokens = 1 + request.seed % sampling.max_tokens
     first = (int(request.prompt_ids.sum()) + request.seed) % vocab_size
@@ -229,13 +229,18 @@ def fake_rollout(
         rollout_raw_logprobs=-steps / 4,
         finish_reason=reason,
         versions=(VersionSpan(version, 0, len(ids)),),
-        hidden_states=_fake_states(ids, hidden_states, hidden_size),
+        hidden_states=_fake_states("decode", ids, hidden_states, hidden_size),
+        prompt_states=_fake_states("prefill", request.prompt_ids, hidden_states, hidden_size),
         layers=hidden_states.layers,
     )
 
 
-def _fake_states(ids: Int[np.ndarray, " T"], params: HiddenStateParams, hidden_size: int):
-    return _state_table(params, hidden_size)[ids % 128] if params.layers else None
+def _fake_states(
+    kind: str, ids: Int[np.ndarray, " T"], params: HiddenStateParams, hidden_size: int
+):
+    if not params.layers or kind not in params.kinds:
+        return None
+    return _state_table(params, hidden_size)[ids % 128]
 
 
 @functools.lru_cache
@@ -248,7 +253,7 @@ def _state_table(params: HiddenStateParams, hidden_size: int) -> np.ndarray:
 
 def _aborted(rollout: Rollout) -> Rollout:
     """The response as if it had been cut before its first token."""
-    states = rollout.hidden_states
+    states, prompt_states = rollout.hidden_states, rollout.prompt_states
     return dataclasses.replace(
         rollout,
         response_ids=rollout.response_ids[:0],
@@ -257,4 +262,5 @@ def _aborted(rollout: Rollout) -> Rollout:
         finish_reason="aborted",
         versions=(),
         hidden_states=None if states is None else states[:0],
+        prompt_states=None if prompt_states is None else prompt_states[:0],
     )

@@ -96,7 +96,7 @@ class JaxEngine(Engine):
             tokenizer_hash=self._tokenizer_hash,
             vocab_size=self._policy.config.vocab_size,
             layers=(*range(num_layers + 1), -1),
-            state_kinds=("decode",),
+            state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
             metric_kinds=(),
             max_prompts=max_prompts,

@@ -126,7 +126,10 @@ class VllmEngine(Engine):
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         # One beside each running response: the next begins while the rows of the last are read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
-        self._pool_shape = _pool_shape(model, settings, num_slots, max_response_tokens)
+        # Of a response, one past its end, then of its prompt.
+        num_rows = max_response_tokens + 1 + max_prompt_tokens
+        self._prompt_row = max_response_tokens + 1
+        self._pool_shape = _pool_shape(model, settings, num_slots, num_rows)
         self._free_slots: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for slot in reversed(range(num_slots)):
             self._free_slots.put_nowait(slot)
@@ -151,13 +154,14 @@ class VllmEngine(Engine):
             tokenizer_hash=self._model.tokenizer_hash,
             vocab_size=self._model.vocab_size,
             layers=(-1, self._model.num_layers),
-            state_kinds=("decode",),
+            state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling",),
             metric_kinds=(),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
             version=None,
+            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
         )
 
     async def start(self) -> None:
@@ -196,12 +200,13 @@ class VllmEngine(Engine):
         version: WeightVersion,
     ) -> AsyncIterator[Rollout]:
         started, num_aborts = time.monotonic(), self._num_aborts
+        kinds = hidden_states.kinds if hidden_states.layers else ()
 
         async def sample(request: SampleRequest) -> Rollout:
             found = await self._sample(
-                request.prompt_ids, request.seed, sampling, bool(hidden_states.layers), num_aborts
+                request.prompt_ids, request.seed, sampling, kinds, num_aborts
             )
-            return self._rollout(request, found, sampling, hidden_states, version, started)
+            return self._rollout(request, found, hidden_states, started)
 
         tasks = [asyncio.create_task(sample(request)) for request in requests]
         try:
@@ -293,16 +298,19 @@ class VllmEngine(Engine):
         self.start_s[part] = time.monotonic() - started
 
     async def _check_alignment(self) -> None:
-        """One generation beside prefills of what it generated: the same states, token for token."""
+        """One generation beside prefills of its prefixes: the same states, token for token."""
         random = np.random.default_rng(0)
         prompt = random.integers(0, self._model.vocab_size, 5, np.int32)
         sampling = SamplingParams(max_tokens=CHECK_TOKENS)
-        found = await self._sample(prompt, 0, sampling, True, 0)
-        ids, rows = found.token_ids, self._as_states(found.rows, "float32")
-        one = SamplingParams(max_tokens=1)
-        prefixes = [np.concatenate([prompt, ids[:t]]) for t in range(len(ids))]
-        again = await asyncio.gather(*(self._sample(p, 0, one, True, 0) for p in prefixes))
-        expected = np.concatenate([self._as_states(item.rows, "float32") for item in again])
+        found = await self._sample(prompt, 0, sampling, ("decode", "prefill"), 0)
+        # The state at the prompt's last token is in both.
+        rows = np.concatenate([found.rows["prefill"][:-1], found.rows["decode"]])
+        one, tokens = SamplingParams(max_tokens=1), np.concatenate([prompt, found.token_ids])
+        again = await asyncio.gather(
+            *(self._sample(tokens[:end], 0, one, ("decode",), 0) for end in range(1, len(tokens)))
+        )
+        rows = self._as_states(rows, "float32")
+        expected = self._as_states(np.concatenate([s.rows["decode"] for s in again]), "float32")
         difference = np.linalg.norm(rows - expected, axis=1) / np.linalg.norm(expected, axis=1)
         if not difference.max() < CHECK_TOLERANCE[self._settings.dtype]:
             raise EngineDeadError(
@@ -311,34 +319,57 @@ class VllmEngine(Engine):
             )
 
     async def _sample(
-        self, prompt: np.ndarray, seed: int, sampling: SamplingParams, states: bool, num_aborts: int
+        self,
+        prompt: np.ndarray,
+        seed: int,
+        sampling: SamplingParams,
+        kinds: Sequence[str],
+        num_aborts: int,
     ) -> _Sample:
-        """One request, from a free slot to its end."""
-        async with self._slot() if states else contextlib.nullcontext() as slot:
+        """One request, from a free slot to its end; `kinds` of states are read."""
+        async with self._slot() if kinds else contextlib.nullcontext() as slot:
             tag = next(self._tags)
             if self._num_aborts > num_aborts:
-                rows = self._pool.read(slot, tag, 0) if states else None
+                rows = self._rows(kinds, slot, tag, 0, 0)
                 return _Sample(np.zeros(0, np.int32), np.zeros(0, np.float32), "aborted", [], rows)
             request_id = str(tag)
             self._running.add(request_id)
             try:
                 with _engine_errors():
-                    output = await self._last_output(request_id, prompt, seed, sampling, slot, tag)
+                    output = await self._last_output(
+                        request_id, prompt, seed, sampling, kinds, slot, tag
+                    )
             finally:
                 self._running.discard(request_id)
             ids = np.array(output.token_ids, np.int32)
-            rows = self._pool.read(slot, tag, len(ids)) if states else None
+            rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
         logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
         assert len(logprobs) == len(ids), "one log-probability a token was asked for"
         return _Sample(
             ids, logprobs, _finish_reason(output, sampling), output.weight_versions or [], rows
         )
 
-    async def _last_output(self, request_id, prompt, seed, sampling, slot, tag) -> Any:
+    def _rows(
+        self, kinds: Sequence[str], slot: int | None, tag: int, prompt_len: int, num_tokens: int
+    ) -> dict[str, UInt8[np.ndarray, "_ bytes"]]:
+        """What the pool has of a request that has ended, by kind."""
+        rows = {}
+        if "decode" in kinds:
+            rows["decode"] = self._pool.read(slot, tag, num_tokens)
+        if "prefill" in kinds:
+            # It may have been aborted in the middle of its prompt.
+            count = prompt_len if num_tokens else 0
+            rows["prefill"] = self._pool.read(slot, tag, count, first=self._prompt_row)
+        return rows
+
+    async def _last_output(self, request_id, prompt, seed, sampling, kinds, slot, tag) -> Any:
         import vllm
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        extra = None if slot is None else {"semrl_slot": slot, "semrl_tag": tag}
+        if "prefill" in kinds:
+            extra["semrl_prompt_row"] = self._prompt_row
         params = vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -351,7 +382,9 @@ class VllmEngine(Engine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=None if slot is None else {"semrl_slot": slot, "semrl_tag": tag},
+            extra_args=extra,
+            # What is read from the cache is not computed, and has no states.
+            skip_reading_prefix_cache="prefill" in kinds,
         )
         outputs = self._llm.generate(tokens_input(prompt.tolist()), params, request_id)
         (output,) = [found async for found in outputs]
@@ -369,18 +402,14 @@ class VllmEngine(Engine):
         self,
         request: SampleRequest,
         found: _Sample,
-        sampling: SamplingParams,
         hidden_states: HiddenStateParams,
-        version: WeightVersion,
         started: float,
     ) -> Rollout:
         spans = [VersionSpan(self._versions[s.version], s.start, s.end) for s in found.spans]
-        if not spans and len(found.token_ids):  # vLLM has none for what was aborted
-            spans = [VersionSpan(version, 0, len(found.token_ids))]
-        planes = None
-        if found.rows is not None:
-            plane = self._as_states(found.rows, hidden_states.dtype)
-            planes = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
+        planes = {}
+        for kind, rows in found.rows.items():
+            plane = self._as_states(rows, hidden_states.dtype)
+            planes[kind] = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
         return Rollout(
             sample_id=request.sample_id,
             group_id=request.group_id,
@@ -391,8 +420,9 @@ class VllmEngine(Engine):
             rollout_raw_logprobs=None,
             finish_reason=found.finish_reason,
             versions=tuple(spans),
-            hidden_states=planes,
-            layers=hidden_states.layers if planes is not None else (),
+            hidden_states=planes.get("decode"),
+            prompt_states=planes.get("prefill"),
+            layers=hidden_states.layers,
             generate_s=time.monotonic() - started,
         )
 
@@ -428,7 +458,7 @@ class _Sample:
     logprobs: np.ndarray
     finish_reason: FinishReason
     spans: Sequence[Any]  # vLLM's WeightVersionSpan
-    rows: np.ndarray | None  # uint8 [T, bytes]
+    rows: dict[str, np.ndarray]  # uint8 [T, bytes] by kind of state
 
 
 class _Staging:
@@ -502,12 +532,12 @@ def checked_version() -> str:
         raise UserError(str(error)) from None
 
 
-def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_tokens: int) -> Any:
+def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, num_rows: int) -> Any:
     from semrl_vllm.pool import PoolShape
 
     shape = PoolShape(
         num_slots=num_slots,
-        num_rows=max_tokens + 1,
+        num_rows=num_rows,
         width=model.hidden_size,
         item_bytes=np.dtype(settings.dtype).itemsize,
     )
@@ -515,9 +545,9 @@ def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, max_to
     if shape.num_bytes > available:
         raise UserError(
             f"hidden states of rollout.vllm_max_num_seqs={settings.max_num_seqs} responses of "
-            f"{max_tokens} tokens need {shape.num_bytes / 2**30:.1f} GiB of shared memory, and "
-            f"{available / 2**30:.1f} GiB are available; lower rollout.vllm_max_num_seqs or "
-            "rollout.max_response_tokens."
+            f"{num_rows - 1} tokens, prompts included, need {shape.num_bytes / 2**30:.1f} GiB of "
+            f"shared memory, and {available / 2**30:.1f} GiB are available; lower "
+            "rollout.vllm_max_num_seqs or rollout.max_response_tokens."
         )
     return shape
 

@@ -33,7 +33,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version")
+    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class DescribeResponse(_message.Message):
     MAX_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_REASON_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     replica_id: str
@@ -66,7 +67,8 @@ class DescribeResponse(_message.Message):
     max_prompt_tokens: int
     max_response_tokens: int
     version: WeightVersion
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ...) -> None: ...
+    layers_reason: str
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "eos_token_ids", "stop_token_ids")
@@ -85,12 +87,14 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HiddenStateParams(_message.Message):
-    __slots__ = ("layers", "dtype")
+    __slots__ = ("layers", "dtype", "kinds")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+    kinds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MetricParams(_message.Message):
     __slots__ = ("names", "stride", "window", "method", "window_growth", "dtype", "num_threads")
@@ -157,7 +161,7 @@ class Array(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s", "mean_state")
+    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s", "mean_state", "prompt_states")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +182,7 @@ class Response(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     GENERATE_S_FIELD_NUMBER: _ClassVar[int]
     MEAN_STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_STATES_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     group_id: int
     sample_index: int
@@ -191,7 +196,8 @@ class Response(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     generate_s: float
     mean_state: bytes
-    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ..., mean_state: _Optional[bytes] = ...) -> None: ...
+    prompt_states: Array
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ..., mean_state: _Optional[bytes] = ..., prompt_states: _Optional[_Union[Array, _Mapping]] = ...) -> None: ...
 
 class StateChunk(_message.Message):
     __slots__ = ("sample_id", "data")

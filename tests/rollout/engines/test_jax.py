@@ -19,7 +19,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
+from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
 CONFIG = models.DecoderConfig(
@@ -104,6 +104,40 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
             np.testing.assert_allclose(
                 rollout.hidden_states[:, plane], final_states, rtol=1e-4, atol=1e-4
             )
+
+
+def test_states_of_prompts_are_those_of_their_prefixes(policy, params):
+    """Row p is what a response to the first p + 1 tokens begins with, in every layer."""
+    both = HiddenStateParams((0, 1, -1), "float32", ("decode", "prefill"))
+    one = SamplingParams(1)
+    with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled
+        rollouts = list(client.generate(make_requests(), one, both, version=version))
+        longest = max(rollouts, key=lambda rollout: len(rollout.prompt_ids))
+        prompts = [longest.prompt_ids[: end + 1] for end in range(len(longest.prompt_ids))]
+        requests = [SampleRequest(str(i), i, 0, ids, 0) for i, ids in enumerate(prompts)]
+        of_prefix = {
+            rollout.group_id: rollout.hidden_states[0]
+            for rollout in client.generate(
+                requests, one, HiddenStateParams((0, 1, -1), "float32"), version=version
+            )
+        }
+        alone = HiddenStateParams((-1,), "bfloat16", ("prefill",))
+        rounded = list(client.generate(make_requests(), one, alone, version=version))
+    table = np.asarray(params["embed"]["embedding"])
+    by_id = {rollout.sample_id: rollout for rollout in rollouts}
+    assert len(of_prefix) > 10
+    for rollout in rollouts:
+        assert rollout.prompt_states.shape == (len(rollout.prompt_ids), 3, 64)
+        np.testing.assert_array_equal(rollout.prompt_states[:, 0], table[rollout.prompt_ids])
+        np.testing.assert_allclose(
+            rollout.prompt_states[-1], rollout.hidden_states[0], rtol=1e-5, atol=1e-5
+        )
+    for row, expected in of_prefix.items():
+        np.testing.assert_allclose(longest.prompt_states[row], expected, rtol=1e-4, atol=1e-4)
+    for rollout in rounded:
+        assert rollout.hidden_states is None and rollout.layers == (-1,)
+        exact = by_id[rollout.sample_id].prompt_states[:, 2:]
+        np.testing.assert_array_equal(rollout.prompt_states, exact.astype(jnp.bfloat16))
 
 
 def test_bfloat16_states_are_the_float32_ones_rounded(policy, params):

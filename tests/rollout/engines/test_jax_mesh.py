@@ -238,6 +238,7 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
     admit = decoding.admit.lower(
         params, slots, np.ones((8, 16), np.int32), np.ones((8, 16), np.int32),
         np.zeros((8, 2), np.uint32), np.arange(8, dtype=np.int32), policy=policy,
+        prompt_states=HiddenStateParams(),
     ).compile()  # fmt: skip
     assert admit.memory_analysis().alias_size_in_bytes == own
     reshape = decoding.reshape_slots.lower(

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLING = SamplingParams(max_tokens=64, temperature=0.8)
 STATES = HiddenStateParams((-1,), "float32")
+BOTH = dataclasses.replace(STATES, kinds=("decode", "prefill"))
 
 
 def architecture(tokenizer, tied):
@@ -73,10 +74,15 @@ class Model:
     def states_and_logits(self, rollout, reference=None):
         """What a forward pass over prompt and response computes for each response token."""
         reference = reference or self.reference
-        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-        found = reference.model(torch.tensor(ids[None]).long()).last_hidden_state[0]
-        states = found[len(rollout.prompt_ids) - 1 : -1]
+        states = self.all_states(rollout, reference)[len(rollout.prompt_ids) - 1 : -1]
         return states.float().numpy(), reference.lm_head(states).double().numpy()
+
+    @torch.no_grad()
+    def all_states(self, rollout, reference=None):
+        """Of the prompt's tokens, then of the response's."""
+        ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        model = (reference or self.reference).model
+        return model(torch.tensor(ids[None]).long()).last_hidden_state[0]
 
 
 def processed_logprobs(logits, sampling):
@@ -119,13 +125,24 @@ def assert_right(rollouts, model, sampling=SAMPLING, tolerance=1e-5):
     assert rollouts
     for rollout in rollouts:
         states, logits = model.states_and_logits(rollout)
-        found = rollout.hidden_states[:, 0].astype(np.float32)
-        assert found.shape == states.shape
-        error = np.linalg.norm(found - states, axis=1) / np.linalg.norm(states, axis=1)
-        assert error.max() < tolerance, (rollout.sample_id, error)
+        assert_near(rollout.hidden_states, states, tolerance)
+        if rollout.prompt_states is not None:
+            assert_prompt_right(rollout, model, tolerance)
         logprobs = processed_logprobs(logits, sampling)
         chosen = logprobs[np.arange(len(logits)), rollout.response_ids]
         np.testing.assert_allclose(rollout.rollout_logprobs, chosen, atol=10 * tolerance)
+
+
+def assert_near(found, states, tolerance):
+    found = found[:, 0].astype(np.float32)
+    assert found.shape == states.shape
+    error = np.linalg.norm(found - states, axis=1) / np.linalg.norm(states, axis=1)
+    assert error.max() < tolerance, error
+
+
+def assert_prompt_right(rollout, model, tolerance=1e-5):
+    states = model.all_states(rollout)[: len(rollout.prompt_ids)].numpy()
+    assert_near(rollout.prompt_states, states, tolerance)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -164,7 +181,7 @@ def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
     version = model.sync(client, 0)
     requests = requests_of(random_prompts(model, [1, 7, 30, 64, 65, 100, 130, 200]), 4)
     before = len(observed(client, "preempted"))
-    long = sampled(client, version, requests)
+    long = sampled(client, version, requests, states=BOTH)
     assert len(observed(client, "preempted")) > before
     assert {r.finish_reason for r in long.values()} == {"length"}
     assert_right(long.values(), model)
@@ -197,6 +214,14 @@ def test_cached_prefixes_change_nothing(client, model):
         before = len(observed(client, "cached"))
         assert_right(sampled(client, version, requests).values(), model)
         assert len(observed(client, "cached")) > before
+    # What comes from the cache has no states: prompts whose states are asked for are run.
+    before = len(observed(client, "cached"))
+    for kinds in (("decode", "prefill"), ("prefill",)):
+        states = dataclasses.replace(STATES, kinds=kinds)
+        for rollout in sampled(client, version, requests, states=states).values():
+            assert_prompt_right(rollout, model)
+            assert (rollout.hidden_states is None) == ("decode" not in kinds)
+    assert len(observed(client, "cached")) == before
 
 
 PROCESSED = [
@@ -257,7 +282,7 @@ def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     aborts = []
     aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
     rollouts = []
-    for rollout in client.generate(requests, SAMPLING, STATES, version=version):
+    for rollout in client.generate(requests, SAMPLING, BOTH, version=version):
         rollouts.append(rollout)
         if len(rollouts) == 20:
             aborting.start()
@@ -326,7 +351,7 @@ def test_broken_update_leaves_the_old_weights(client, model, other):
     assert_right(sampled(client, version, requests).values(), model)
 
 
-@pytest.mark.parametrize("kind", ["broken off", "cut"])
+@pytest.mark.parametrize("kind", ["broken off", "cut", "lost"])
 def test_failed_load_brings_the_previous_weights_back(client, model, other, kind):
     version = model.sync(client, 6)
     requests = requests_of(random_prompts(model, [5, 150]))
@@ -348,7 +373,11 @@ BAD_REQUESTS = {
     "long prompt": ({"prompt": [1] * 201}, "201 tokens; the replica takes 200"),
     "id beyond the vocabulary": ({"prompt": [10**6]}, "token id 1000000"),
     "long response": ({"sampling": SamplingParams(65)}, "max_tokens=65 must be in"),
-    "other layer": ({"layers": (1,)}, "hidden_states.layers has 1; the replica has [-1, 2]"),
+    "other layer": (
+        {"layers": (1,)},
+        "hidden_states.layers has 1; the replica has [-1, 2]: vLLM's compiled model gives out no "
+        "inner ones; the JAX engine does.",
+    ),
     "no samples": ({"num_samples": 0}, "samples is empty"),
 }
 

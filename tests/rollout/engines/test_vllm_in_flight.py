@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 
 from semrl_jax.types import SamplingParams
-from tests.rollout.engines.test_vllm import STATES, Model, random_prompts, requests_of
+from tests.rollout.engines.test_vllm import (
+    BOTH,
+    Model,
+    assert_prompt_right,
+    random_prompts,
+    requests_of,
+)
 from tests.rollout.engines.vllm_replica import serving
 
 SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
+LONG = SamplingParams(max_tokens=440, temperature=0.8)
 
 
 @pytest.mark.parametrize(
@@ -26,22 +33,36 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
     flags = (
         f"--config.rollout.in_flight={in_flight}", "--config.rollout.vllm_max_num_seqs=8",
         "--config.rollout.vllm_kv_cache_gib=0.1",
-        "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=300",
+        "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=440",
     )  # fmt: skip
     prompts = random_prompts(models[0], [1, 5, 17, 33, 48, 64])
     with serving(models[0].path, *flags) as client:
         old = models[0].sync(client, 0)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            call = pool.submit(
-                lambda: list(
-                    client.generate(
-                        requests_of(prompts), SAMPLING, STATES, version=old, allow_updates=True
-                    )
+
+            def generate(version, sampling, group_size=1):
+                requests = requests_of(prompts, group_size)
+                return list(
+                    client.generate(requests, sampling, BOTH, version=version, allow_updates=True)
                 )
-            )
+
+            call = pool.submit(generate, old, SAMPLING)
             time.sleep(0.7)  # 300 tokens take 2 s and more
             new = models[1].sync(client, 1)
             rollouts = call.result(timeout=60)
+            # Kept over an update, then aborted: of 60, eight at a time, some are.
+            call = pool.submit(generate, new, LONG, 10)
+            time.sleep(0.5)
+            again = models[0].sync(client, 2)
+            time.sleep(0.1)
+            client.abort()
+            aborted = [r for r in call.result(timeout=60) if r.finish_reason == "aborted"]
+    begun = [rollout for rollout in aborted if len(rollout.response_ids)]
+    assert begun
+    for rollout in begun:
+        versions = [span.version for span in rollout.versions]
+        assert versions in ([[new, again], [again]] if in_flight == "keep" else [[new]])
+        assert rollout.versions[-1].end == len(rollout.response_ids) < 440
     of_version = {old: models[0], new: models[1]}
     assert len(rollouts) == len(prompts)
     for rollout in rollouts:
@@ -54,6 +75,7 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
         ends = [span.end for span in rollout.versions]
         assert [span.start for span in rollout.versions] == [0, *ends[:-1]] and ends[-1] == length
         assert 0 < ends[0] < 300
+        assert_prompt_right(rollout, of_version[versions[0]])
         for span in rollout.versions:
             states, _ = of_version[span.version].states_and_logits(rollout)
             own = slice(span.start, span.end)

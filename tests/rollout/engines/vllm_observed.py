@@ -35,7 +35,7 @@ class ObservedExtension(RolloutExtension):
             kinds = orders.read_text().splitlines() if orders.exists() else []
             if kinds:
                 orders.write_text("\n".join(kinds[1:]))
-                weights_iterator = FAILURES[kinds[0]](list(weights_iterator))
+                weights_iterator = FAILURES[kinds[0]](weights_iterator)
             return reload_weights(weights_iterator=weights_iterator)
 
         runner.execute_model = observed_execute_model
@@ -48,19 +48,30 @@ def write(name, request_ids):
         file.writelines(f"{request_id}\n" for request_id in request_ids)
 
 
+SPOILED = "layers.1.self_attn.k_proj.weight"  # a third of what vLLM holds in one piece
+
+
 def _broken_off(pieces):
-    yield from pieces[: len(pieces) // 2]
-    raise RuntimeError("a load that a test breaks")
+    for name, tensor in pieces:
+        if name.endswith(SPOILED):
+            raise RuntimeError("a load that a test breaks")
+        yield name, tensor
 
 
 def _cut(pieces):
-    """A tensor in the middle is too short: vLLM keeps it until its layer is whole, then raises."""
-    middle = len(pieces) // 2
-    for index, (name, tensor) in enumerate(pieces):
-        yield name, tensor[: len(tensor) // 2] if index == middle else tensor
+    """A tensor is too short: vLLM keeps it until its layer is whole, then raises."""
+    for name, tensor in pieces:
+        yield name, tensor[: len(tensor) // 2] if name.endswith(SPOILED) else tensor
 
 
-FAILURES = {"broken off": _broken_off, "cut": _cut}
+def _lost(pieces):
+    """vLLM takes that, and would serve with what it had."""
+    for name, tensor in pieces:
+        if not name.endswith(SPOILED):
+            yield name, tensor
+
+
+FAILURES = {"broken off": _broken_off, "cut": _cut, "lost": _lost}
 
 
 if __name__ == "__mp_main__":

@@ -12,6 +12,7 @@ caching, preemption and asynchronous scheduling change which rows are computed w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
 from collections.abc import Iterator
@@ -22,19 +23,28 @@ import torch
 from semrl_vllm.pool import PoolShape, RowPool
 
 
-class _Request(NamedTuple):
+@dataclasses.dataclass
+class _Request:
     slot: int
     tag: int
     prompt_len: int
+    prompt_row: int | None  # of the slot, for the prompt's first token; None: not asked for
+    has_tokens: bool = False
+
+
+class _Place(NamedTuple):
+    """Where a state belongs."""
+
+    slot: int
+    row: int
+    tag: int
 
 
 class _Rows(NamedTuple):
-    """States of one step and where they belong."""
+    """States of one step."""
 
     states: torch.Tensor  # [N, D]
-    slots: list[int]
-    indices: list[int]  # output token
-    tags: list[int]
+    places: list[_Place]
 
 
 class RolloutExtension:
@@ -59,9 +69,13 @@ class RolloutExtension:
                 self.semrl_requests.pop(request_id, None)
             for new in scheduled.scheduled_new_reqs:
                 extra = (new.sampling_params and new.sampling_params.extra_args) or {}
-                if "semrl_slot" in extra:
+                # The second model runner calls a request new that comes back after a preemption.
+                if "semrl_slot" in extra and new.req_id not in self.semrl_requests:
                     self.semrl_requests[new.req_id] = _Request(
-                        extra["semrl_slot"], extra["semrl_tag"], len(new.prompt_token_ids)
+                        extra["semrl_slot"],
+                        extra["semrl_tag"],
+                        len(new.prompt_token_ids),
+                        extra.get("semrl_prompt_row"),
                     )
             return execute_model(scheduled, *args, **options)
 
@@ -83,7 +97,12 @@ class RolloutExtension:
         }
 
     def _semrl_rows(self, state: Any) -> _Rows | None:
-        """The rows of this step that belong to requests with a slot; discarded ones left out."""
+        """The rows of this step that belong to requests with a slot; discarded ones left out.
+
+        A request's step is some of its tokens one behind the other; the last one's state gives the
+        next token. After a preemption, or once its cache is cleared, its prompt is run again: those
+        states are left out, they may be of later weights than its first token.
+        """
         runner = self.model_runner
         if hasattr(state, "input_batch"):  # the second model runner
             batch = state.input_batch
@@ -91,33 +110,36 @@ class RolloutExtension:
             count = len(request_ids)
             lengths = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count]
             kept = lengths >= batch.prefill_len_np[:count]
-
-            def rows_of(places):
-                return state.hidden_states[batch.logits_indices[places]]
-
+            bounds = batch.query_start_loc_np[: count + 1]
         else:
             request_ids = runner.input_batch.req_ids
             count = len(request_ids)
             lengths = runner.optimistic_seq_lens_cpu[:count].numpy()
             kept = ~runner.discard_request_mask.np[:count]
-
-            def rows_of(places):
-                return state.sample_hidden_states[places]
-
-        found = [
-            (place, self.semrl_requests[request_id])
-            for place, request_id in enumerate(request_ids)
-            if kept[place] and request_id in self.semrl_requests
-        ]
-        if not found:
+            bounds = runner.query_start_loc.np[: count + 1]
+        tokens: list[int] = []  # of the step's
+        places: list[_Place] = []
+        for request_id, length, is_kept, start, end in zip(
+            request_ids, lengths.tolist(), kept.tolist(), bounds[:-1].tolist(), bounds[1:].tolist()
+        ):
+            request = self.semrl_requests.get(request_id)
+            if request is None:
+                continue
+            if request.prompt_row is not None and not request.has_tokens:
+                first = length - (end - start)  # position of the step's first token
+                positions = range(first, min(length, request.prompt_len))
+                tokens.extend(range(start, start + len(positions)))
+                places.extend(
+                    _Place(request.slot, request.prompt_row + position, request.tag)
+                    for position in positions
+                )
+            if is_kept:
+                tokens.append(end - 1)
+                places.append(_Place(request.slot, length - request.prompt_len, request.tag))
+                request.has_tokens = True
+        if not places:
             return None
-        places = torch.tensor([place for place, _ in found], device=self.device)
-        return _Rows(
-            rows_of(places),
-            [request.slot for _, request in found],
-            [int(lengths[place]) - request.prompt_len for place, request in found],
-            [request.tag for _, request in found],
-        )
+        return _Rows(state.hidden_states[torch.tensor(tokens, device=self.device)], places)
 
     def semrl_load_weights(self, path: str, tensors: list[list]) -> None:
         """Replaces all weights in place.
@@ -126,6 +148,7 @@ class RolloutExtension:
           path: of a file with the tensors one behind the other.
           tensors: [Hugging Face name, dtype, shape, first byte] of each.
         """
+        runner = self.model_runner
         with open(path, "rb") as file:
             # Private: torch wants memory it may write to.
             memory = mmap.mmap(
@@ -141,13 +164,18 @@ class RolloutExtension:
                     memory, dtype=getattr(torch, dtype), count=count, offset=offset
                 )
                 yield name, tensor.view(shape)
+            # Asked for one more, vLLM has seen to all of them, and not yet given up on the rest.
+            if left := _left_out(runner.model, runner.model_config.hf_config.tie_word_embeddings):
+                raise ValueError(
+                    f"vLLM left {len(left)} layers without their weights, the first is {left[0]}."
+                )
 
         try:
             self.reload_weights(weights_iterator=pieces())
         except BaseException:
-            _restore_layers(self.model_runner.model)
+            _restore_layers(runner.model)
             raise
-        _repack_tied_head(self.model_runner.model)
+        _repack_tied_head(runner.model)
 
 
 @contextlib.contextmanager
@@ -204,9 +232,9 @@ class _Writer:
         return output
 
     def _write(self, states: torch.Tensor, rows: _Rows) -> None:
-        slots, indices = torch.tensor(rows.slots), torch.tensor(rows.indices)
+        slots, indices, tags = torch.tensor(rows.places).T
         self._rows[slots, indices] = states
-        self._tags[slots, indices] = torch.tensor(rows.tags)
+        self._tags[slots, indices] = tags
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
@@ -216,6 +244,32 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
         packed = hasattr(module, "cpu_linear") and weight is not None
         if packed and weight.dim() == 2 and weight.numel():
             module.quant_method.process_weights_after_loading(module)
+
+
+def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
+    """Layers that a reload which is about to end has not filled.
+
+    vLLM would serve on with what they had. What no checkpoint need have is left alone: buffers,
+    rows that pad a vocabulary, an output matrix that is the embedding's, an attention's scales.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    left = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        wanted = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        is_padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+        is_tied = isinstance(layer, ParallelLMHead) and has_tied_head
+        if info.load_numel < wanted and not (is_padded or is_tied):
+            left.append(f"{name} ({type(layer).__name__})")
+    return left
 
 
 def _restore_layers(model: torch.nn.Module) -> None:

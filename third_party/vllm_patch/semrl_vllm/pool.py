@@ -1,9 +1,10 @@
 """Hidden states of running requests in memory that two processes share.
 
 A pool has slots of rows. The process that asks gives each request a slot and a tag of its own; the
-vLLM worker writes row t, beside the tag, once the state that gives output token t is computed; when
-the request has ended the asking process reads its rows and checks every tag. So a row that is
-missing, late or another request's is an error and never a wrong number.
+vLLM worker writes row t, beside the tag, once the state that gives output token t is computed, and
+where they are asked for the states at the prompt's tokens into rows behind those; when the request
+has ended the asking process reads its rows and checks every tag. So a row that is missing, late or
+another request's is an error and never a wrong number.
 
 The memory is an anonymous file (memfd): it has no name under /dev/shm, whose size limits (64 MB in
 Docker) do not apply, and it is gone with the processes, however they end. Pages take memory when
@@ -27,7 +28,8 @@ class PoolShape:
 
     Attributes:
       num_slots: requests at once.
-      num_rows: output tokens a request at most, and one: vLLM may compute one state past the end.
+      num_rows: of a request: its output tokens at most, and one, because vLLM may compute a state
+        past the end; then those of its prompt.
       width: entries of a row.
       item_bytes: of an entry.
     """
@@ -75,19 +77,20 @@ class RowPool:
             *counts, shape.width * shape.item_bytes
         )
 
-    def read(self, slot: int, tag: int, count: int) -> np.ndarray:
-        """A copy of rows [0, count) of a slot, uint8 [count, width * item_bytes].
+    def read(self, slot: int, tag: int, count: int, first: int = 0) -> np.ndarray:
+        """A copy of rows [first, first + count) of a slot, uint8 [count, width * item_bytes].
 
         Raises:
           RuntimeError: if one of them is not of the request with this tag.
         """
-        wrong = np.flatnonzero(self.tags[slot, :count] != tag)
+        rows = slice(first, first + count)
+        wrong = np.flatnonzero(self.tags[slot, rows] != tag)
         if len(wrong):
             raise RuntimeError(
-                f"the hidden state of output token {wrong[0]} was not written (and {len(wrong)} of "
-                f"{count} in all): the tap on the worker does not fit this version of vLLM."
+                f"hidden state {wrong[0]} was not written ({len(wrong)} of {count} in all): the "
+                "tap on the worker does not fit this version of vLLM."
             )
-        return self.rows[slot, :count].copy()
+        return self.rows[slot, rows].copy()
 
     def close(self) -> None:
         """Lets go of the memory; the arrays must not be used any more."""
