@@ -126,10 +126,10 @@ class VllmEngine(Engine):
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         # One beside each running response: the next begins while the rows of the last are read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
-        # Of a response, one past its end, then of its prompt.
-        num_rows = max_response_tokens + 1 + max_prompt_tokens
         self._prompt_row = max_response_tokens + 1
-        self._pool_shape = _pool_shape(model, settings, num_slots, num_rows)
+        self._pool_shape = _pool_shape(
+            model, settings, num_slots, max_prompt_tokens, max_response_tokens
+        )
         self._free_slots: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for slot in reversed(range(num_slots)):
             self._free_slots.put_nowait(slot)
@@ -532,21 +532,32 @@ def checked_version() -> str:
         raise UserError(str(error)) from None
 
 
-def _pool_shape(model: VllmModel, settings: VllmSettings, num_slots: int, num_rows: int) -> Any:
+def _pool_shape(
+    model: VllmModel,
+    settings: VllmSettings,
+    num_slots: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> Any:
+    """Rows of a response, one past its end, then of its prompt.
+
+    Those of prompts take memory when they are asked for, which is rare: they are not counted.
+    """
     from semrl_vllm.pool import PoolShape
 
     shape = PoolShape(
         num_slots=num_slots,
-        num_rows=num_rows,
+        num_rows=max_response_tokens + 1 + max_prompt_tokens,
         width=model.hidden_size,
         item_bytes=np.dtype(settings.dtype).itemsize,
     )
+    of_responses = dataclasses.replace(shape, num_rows=max_response_tokens + 1).num_bytes
     available = _available_bytes()
-    if shape.num_bytes > available:
+    if of_responses > available:
         raise UserError(
             f"hidden states of rollout.vllm_max_num_seqs={settings.max_num_seqs} responses of "
-            f"{num_rows - 1} tokens, prompts included, need {shape.num_bytes / 2**30:.1f} GiB of "
-            f"shared memory, and {available / 2**30:.1f} GiB are available; lower "
+            f"{max_response_tokens} tokens need {of_responses / 2**30:.1f} GiB of shared "
+            f"memory, and {available / 2**30:.1f} GiB are available; lower "
             "rollout.vllm_max_num_seqs or rollout.max_response_tokens."
         )
     return shape

@@ -18,8 +18,9 @@ import transformers
 from semrl_jax import data, models
 from semrl_jax.rollout import codec
 from semrl_jax.rollout.auth import token_metadata
+from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.rollout.proto import rollout_pb2_grpc
-from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
     PYTHON,
@@ -48,13 +49,15 @@ def architecture(tokenizer, tied):
 class Model:
     """A random model: on disk, as parameters of the policy, and as transformers reads it."""
 
-    def __init__(self, directory, tied, seed=0):
+    def __init__(self, directory, tied, seed=0, scale=2.0):
         self.tokenizer = data.character_tokenizer()
         self.policy = models.Policy(architecture(self.tokenizer, tied))
         self.params = self.policy.init(jax.random.key(seed))
         # Far from uniform, so that what is sampled depends on all of the prompt.
-        self.params = jax.tree.map(lambda leaf: leaf * (2.0 if leaf.ndim > 2 else 1.0), self.params)
-        self.path = directory / f"model-{tied}-{seed}"
+        self.params = jax.tree.map(
+            lambda leaf: leaf * (scale if leaf.ndim > 2 else 1.0), self.params
+        )
+        self.path = directory / f"model-{tied}-{seed}-{scale}"
         models.save_directory(self.path, self.params, self.policy.config, self.tokenizer)
         self.reference = transformers.AutoModelForCausalLM.from_pretrained(
             self.path, dtype=torch.float32, attn_implementation="eager"
@@ -272,6 +275,30 @@ def test_a_request_alone_is_repeated_and_greedy_is_the_likeliest_token(client, m
     for rollout in sampled(client, version, requests_of([prompt]), greedy).values():
         _, logits = model.states_and_logits(rollout)
         np.testing.assert_array_equal(rollout.response_ids, logits.argmax(-1))
+
+
+def test_metrics_are_those_of_the_states(client, model):
+    """What a replica measures is what the trainer would, with the states and in place of them."""
+    version = model.sync(client, 0)
+    requests = requests_of(random_prompts(model, [3, 90]), 2)
+    options = {"names": ("effective_rank", "curvature"), "stride": 8, "window": "exact"}
+    params = MetricParams(**options, dtype="float32")
+    found = client.generate(requests, SAMPLING, STATES, version=version, metrics=params)
+    by_id = {rollout.sample_id: rollout for rollout in found}
+    assert by_id.keys() == {request.sample_id for request in requests}
+    with Measurer(max_tokens=64, num_threads=1, **options) as measurer:
+        for rollout in by_id.values():
+            future = measurer.submit(rollout.hidden_states[:, 0])
+            measurer.flush()
+            expected = future.result()
+            assert expected.metrics["effective_rank_acceleration_valid"] == 1.0
+            assert rollout.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
+            np.testing.assert_allclose(rollout.mean_state, expected.mean_state, rtol=1e-5)
+    before = client.counters["state_bytes"]
+    for rollout in client.generate(requests, SAMPLING, version=version, metrics=params):
+        assert rollout.hidden_states is None
+        assert rollout.metrics.keys() == by_id[rollout.sample_id].metrics.keys()
+    assert client.counters["state_bytes"] == before
 
 
 def test_aborted_responses_are_right_as_far_as_they_go(client, model):

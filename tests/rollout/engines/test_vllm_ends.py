@@ -66,27 +66,40 @@ def distances(found, expected):
     return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
 
+def bfloat16_errors(model, rollouts):
+    """Of the engine's states and of transformers' own, against float32 and the rounded weights."""
+    rounded, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        for _ in range(2)
+    )
+    exact = exact.float()
+    ours, theirs = [], []
+    for rollout in rollouts:
+        states, _ = model.states_and_logits(rollout, exact)
+        ours.append(distances(rollout.hidden_states[:, 0].astype(np.float32), states))
+        theirs.append(distances(model.states_and_logits(rollout, rounded)[0], states))
+    return np.concatenate(ours), np.concatenate(theirs)
+
+
 @pytest.mark.slow
-def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary):
-    """States are as near to those of a float32 pass as those of transformers in bfloat16."""
+def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary, tmp_path):
+    """States are as near to those of a float32 pass as those of transformers in bfloat16.
+
+    That is 2e-2 with weights as they are drawn, and more with the other tests' larger ones.
+    """
     with running(model.path, *FLAGS, variables=WORKERS) as replica, replica.client() as client:
         version = model.sync(client, 0, "bfloat16")
         requests = requests_of(random_prompts(model, [1, 17, 100]), 2)
         rollouts = sampled(client, version, requests, states=STATES)
-        rounded, exact = (
-            transformers.AutoModelForCausalLM.from_pretrained(
-                model.path, dtype=torch.bfloat16, attn_implementation="eager"
-            ).eval()
-            for _ in range(2)
-        )
-        exact = exact.float()  # the same weights, rounded once
-        ours, theirs = [], []
-        for rollout in rollouts.values():
-            states, _ = model.states_and_logits(rollout, exact)
-            ours.append(distances(rollout.hidden_states[:, 0].astype(np.float32), states))
-            theirs.append(distances(model.states_and_logits(rollout, rounded)[0], states))
-        ours, theirs = np.concatenate(ours), np.concatenate(theirs)
+        ours, theirs = bfloat16_errors(model, rollouts.values())
         assert ours.mean() < 1.5 * theirs.mean() and ours.max() < 2 * theirs.max(), (ours, theirs)
+        plain = Model(tmp_path, tied=False, scale=1.0)
+        of_plain = plain.sync(client, 1, "bfloat16")
+        rollouts = sampled(client, of_plain, requests, states=STATES)
+        assert bfloat16_errors(plain, rollouts.values())[0].max() < 2e-2
+        version = model.sync(client, 2, "bfloat16")
 
         pids = [replica.pid, *replica.descendants()]
         shared = queues(pids)

@@ -44,12 +44,12 @@ def test_another_vllm(plugin, monkeypatch):
 
 
 def test_states_that_do_not_fit_into_memory(plugin):
-    """10**7 responses and an eighth more, 1025 + 200 rows of 256 + 8 bytes each: 3388 GiB."""
+    """10**7 responses and an eighth more, 1025 rows of 256 bytes and a tag of 8 each: 2835 GiB."""
     settings = dataclasses.replace(VllmSettings(), max_num_seqs=10**7)
     with pytest.raises(
-        UserError, match=r"=10000000 .* 1224 tokens, prompts included, need 3388\.4 GiB"
+        UserError, match=r"vllm_max_num_seqs=10000000 .* 1024 tokens need 2835\.2 GiB"
     ):
-        VllmEngine(MODEL, settings, max_prompt_tokens=200, max_response_tokens=1024)
+        VllmEngine(MODEL, settings, max_response_tokens=1024)
     VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
 
 
