@@ -234,8 +234,9 @@ class RolloutClient:
         Raises:
           RuntimeError: the deadline passed, no replica serves `version`, or a replica's reply
             contradicts the request; nothing is dropped silently.
-          UserError, ValueError: a replica refuses the call for good.
+          UserError, ValueError: a replica refuses the call for good, or cannot send such states.
         """
+        self._check_kinds(hidden_states)
         job = Job(
             sampling=sampling,
             hidden_states=hidden_states,
@@ -249,6 +250,20 @@ class RolloutClient:
             allow_updates=allow_updates,
         )
         return dispatch(job, requests, self._replicas, self._counters)
+
+    def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
+        """A replica of an earlier release would not know what it was asked for."""
+        if not hidden_states.layers:
+            return
+        for replica in self._replicas:
+            known = replica.description.state_kinds if replica.description else hidden_states.kinds
+            for kind in hidden_states.kinds:
+                if kind not in known:
+                    raise UserError(
+                        f"{replica.name} sends hidden states of kinds {list(known)}, and "
+                        f"hidden_states.kinds has {kind!r}; leave it out, or start the replica "
+                        "from this release."
+                    )
 
     def pause(self) -> None:
         """Waits until every replica has ended its Generate calls; new ones are refused."""

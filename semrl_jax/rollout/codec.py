@@ -140,6 +140,8 @@ def encode_request(
     metrics: MetricParams | None = None,
 ) -> pb.GenerateRequest:
     """A prompt that several samples share travels once."""
+    if hidden_states.layers and not hidden_states.kinds:
+        raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
     states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
     if hidden_states.kinds == ("decode",):
         states.ClearField("kinds")  # what 1.0 and 1.1 know
@@ -356,6 +358,8 @@ class RolloutDecoder:
             field: self._decode_states(name, message, kind, counts[kind])
             for kind, field in STATE_FIELDS.items()
         }
+        if len({array.shape[-1] for array in states.values() if array is not None}) > 1:
+            raise ValueError(f"{name}: the states of prompt and response are not equally wide.")
         mean_state = self._decode_mean_state(name, message)
         rollout = Rollout(
             sample_id=request.sample_id,
@@ -381,8 +385,9 @@ class RolloutDecoder:
             self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
         for field, array in states.items():
             if array is not None and array.nbytes > 0:
-                self.num_state_bytes += array.nbytes
-                if not getattr(message, field).data:
+                data = getattr(message, field).data
+                self.num_state_bytes += len(data)
+                if not data:
                     self._unfilled.append(as_bytes(array))
         if self._unfilled:
             self._open = rollout
@@ -399,6 +404,7 @@ class RolloutDecoder:
                 f"sample {message.sample_id!r}: a chunk of {len(data)} bytes, {len(rest)} bytes "
                 f"before the end of its states; a chunk has 1 to {CHUNK_BYTES} bytes of them."
             )
+        self.num_state_bytes += len(data)
         rest[: len(data)] = np.frombuffer(data, np.uint8)
         self._unfilled[0] = rest[len(data) :]
         if len(self._unfilled[0]):
@@ -536,10 +542,11 @@ def _decode_hidden_state_params(
     for kind in kinds:
         if kind not in limits.state_kinds:
             raise ValueError(
-                f"hidden_states.kinds has {kind!r}; the replica has {list(limits.state_kinds)}."
+                f"hidden_states.kinds has {kind[:MAX_NAME_LENGTH]!r}; the replica has "
+                f"{list(limits.state_kinds)}."
             )
     if len(set(kinds)) < len(kinds):
-        raise ValueError(f"hidden_states.kinds={list(kinds)} names a kind twice.")
+        raise ValueError(f"hidden_states.kinds has {len(kinds)} entries, and a kind twice.")
     return HiddenStateParams(layers, message.dtype, kinds)
 
 

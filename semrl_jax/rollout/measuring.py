@@ -265,10 +265,10 @@ async def measure_each(
                 if rollout is not None:
                     plane = rollout.hidden_states[:, rollout.layers.index(-1)]
                     pending[asyncio.wrap_future(measurer.submit(plane))] = rollout
-                    num_held += rollout.hidden_states.nbytes
+                    num_held += _num_bytes(rollout)
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
-                num_held -= rollout.hidden_states.nbytes
+                num_held -= _num_bytes(rollout)
                 metrics, mean_state = future.result()
                 rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
                 yield rollout if keep_states else _without_states(rollout)
@@ -285,6 +285,12 @@ async def measure_each(
 async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
     """The next one, None after the last."""
     return await anext(rollouts, None)
+
+
+def _num_bytes(rollout: Rollout) -> int:
+    """Of its states."""
+    states = rollout.hidden_states, rollout.prompt_states
+    return sum(array.nbytes for array in states if array is not None)
 
 
 def _without_states(rollout: Rollout) -> Rollout:

@@ -53,6 +53,8 @@ def _checked(method):
             return await method(self, request, context)
         except _Refused as error:
             await context.abort(error.code, str(error))
+        except codec.LimitExceeded as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EngineDeadError as error:
             _log.error("the engine is dead: %s", error)
             self.dead.set()
@@ -117,8 +119,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context) -> None:
         try:
             call = codec.decode_request(request, self._limits)
-        except codec.LimitExceeded as error:
-            raise _Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
+        except codec.LimitExceeded:
+            raise
         except ValueError as error:
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         async with self._admitted(call.version):

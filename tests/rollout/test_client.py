@@ -61,6 +61,20 @@ def test_connect_returns_descriptions(world):
     assert client.lines == []
 
 
+def test_kinds_of_states_that_a_replica_of_an_earlier_release_does_not_know(world):
+    """It would send what it knows, and the call end in the middle."""
+    client = world.client(world.replica(), world.replica())
+    old = client._replicas[1]
+    old.description = dataclasses.replace(old.description, state_kinds=("decode",))
+    version, requests, sampling = sync(client), make_requests(), SamplingParams(16)
+    both = HiddenStateParams((-1,), "float32", ("decode", "prefill"))
+    with pytest.raises(UserError, match=rf"{old.name} .*kinds \['decode'\], .* has 'prefill'"):
+        client.generate(requests, sampling, both, version=version)
+    states = HiddenStateParams((-1,), "float32")
+    rollouts = list(client.generate(requests, sampling, states, version=version))
+    assert_complete(rollouts, requests, sampling, states, version=version)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("model_hash", "another"), ("tokenizer_hash", "another"), ("vocab_size", 102)],

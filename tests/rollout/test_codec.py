@@ -291,6 +291,16 @@ def test_states_not_asked_for_are_refused():
     with pytest.raises(ValueError, match=r"prompt_states of shape .* for 2 tokens"):
         decode(both, make_rollout(3, STATES, prompt_states=prompt_states))
 
+    def narrower(message):
+        array = message.response.prompt_states
+        array.shape[-1], array.data = 2, array.data[:8]
+
+    with pytest.raises(ValueError, match="not equally wide"):
+        decode(both, make_rollout(3, STATES, prompt_states=STATES[:2]), narrower)
+    none = HiddenStateParams((0,), kinds=())
+    with pytest.raises(ValueError, match="kinds is empty"):
+        codec.encode_request(both.requests, both.sampling, none, VERSION)
+
 
 def test_chunks_that_do_not_fill_the_states_are_refused():
     states = np.zeros((600, 1, 3584), ml_dtypes.bfloat16)

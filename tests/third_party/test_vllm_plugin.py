@@ -13,7 +13,8 @@ def pools(**shape):
     """Two ends of one pool."""
     from semrl_vllm.pool import PoolShape, RowPool
 
-    sizes = {"num_slots": 3, "num_rows": 5, "width": 4, "item_bytes": 4} | shape
+    sizes = {"num_slots": 3, "num_rows": 3, "num_prompt_rows": 2, "width": 4, "item_bytes": 4}
+    sizes |= shape
     reader = RowPool(PoolShape(**sizes))
     return reader, RowPool(reader.shape, reader.path)
 
@@ -27,11 +28,11 @@ def test_rows_written_at_one_end_are_read_at_the_other():
     reader, writer = pools()
     for index in range(5):
         write(writer, 2, index, 9, index)
-    read = reader.read(2, 9, 4).view(np.float32)
-    np.testing.assert_array_equal(read, np.repeat(np.arange(4.0)[:, None], 4, axis=1))
+    read = reader.read(2, 9, 3).view(np.float32)
+    np.testing.assert_array_equal(read, np.repeat(np.arange(3.0)[:, None], 4, axis=1))
     write(writer, 2, 0, 10, 99)  # the next request in the slot
     assert read[0, 0] == 0  # is in nobody's way: a copy was read
-    np.testing.assert_array_equal(reader.read(2, 9, 2, first=3).view(np.float32)[:, 0], [3, 4])
+    np.testing.assert_array_equal(reader.take_prompt(2, 9, 2).view(np.float32)[:, 0], [3, 4])
     writer.close()
     reader.close()
 
@@ -48,11 +49,27 @@ def test_row_that_is_not_the_requests_is_an_error(tags):
     assert len(reader.read(1, 7, wrong)) == wrong
 
 
+def test_memory_of_prompts_is_given_back_and_none_of_their_neighbours():
+    """Rows of 16 bytes, 256 a page: the 1000 for prompts have two pages to themselves."""
+    reader, writer = pools(num_slots=2, num_prompt_rows=1000)
+    writer.rows[:], writer.tags[:] = 7, 1
+
+    def num_bytes():
+        return os.stat(reader.path).st_blocks * 512
+
+    before = num_bytes()
+    taken = reader.take_prompt(0, 1, 1000)
+    assert (taken == 7).all() and taken.shape == (1000, 16)
+    assert num_bytes() == before - 2 * 4096
+    assert (reader.read(0, 1, 3) == 7).all()
+    assert (reader.read(1, 1, 3) == 7).all() and (reader.take_prompt(1, 1, 1000) == 7).all()
+
+
 def test_size_of_a_pool():
-    """Tags fill whole pages; rows follow: 2 x 3 x 5 of 8 bytes, and of 16."""
+    """Tags fill whole pages; rows follow: 6 x 5 of 8 bytes, and of 16."""
     from semrl_vllm.pool import PoolShape
 
-    shape = PoolShape(num_slots=6, num_rows=5, width=8, item_bytes=2)
+    shape = PoolShape(num_slots=6, num_rows=4, num_prompt_rows=1, width=8, item_bytes=2)
     assert shape.tag_bytes == 4096
     assert shape.num_bytes == 4096 + 30 * 16
 
@@ -61,7 +78,7 @@ def test_pool_is_gone_with_its_process():
     """It has no name, so whoever is killed leaves nothing in shared memory."""
     script = (
         "import os, signal; from semrl_vllm.pool import PoolShape, RowPool\n"
-        "pool = RowPool(PoolShape(8, 8, 8, 4)); pool.tags[:] = 1\n"
+        "pool = RowPool(PoolShape(8, 8, 8, 8, 4)); pool.tags[:] = 1\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     before = set(os.listdir("/dev/shm"))

@@ -95,6 +95,7 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     np.testing.assert_allclose(rates, [1e-2 * 1 / 5, 1e-2 * 3 / 5], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_reference_may_be_held_in_half_the_bytes(config, tmp_path):
     config.training.num_steps = 1
     config.evaluation.every_steps = 0

@@ -140,7 +140,8 @@ def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
     metrics = {}
     for source in ("rollout", "policy"):
@@ -207,6 +208,7 @@ def test_indicators_of_the_tokens_shape_without_hidden_states(config, tmp_path, 
     assert 0 < entropy < np.log(32) and entropy != pytest.approx(-np.mean(means), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
     config.hidden_states.source = "policy"
     config.training.num_steps = 1

@@ -40,6 +40,7 @@ from semrl_jax.types import (
 )
 
 MIN_BATCH = 8
+MAX_PROMPT_STATE_BYTES = 2**30  # on the device, of the prompts of one turn
 FIRST_RESPONSE_COLUMNS = 64
 
 
@@ -194,7 +195,7 @@ def decode_chunk(
     `sampling.max_tokens` is not read: the limit is the argument, so that it needs no new program.
     """
     batch = slots.active.shape[0]
-    num_layers, layers = policy.config.num_layers, _layers_of("decode", hidden_states)
+    num_layers, layers = policy.config.num_layers, hidden_states.layers
     state_dtype = jnp.dtype(hidden_states.dtype)
     ends = jnp.array(sampling.eos_token_ids + sampling.stop_token_ids, jnp.int32)
     chunk = Chunk(
@@ -341,8 +342,10 @@ class DecodingCall:
         self._sampling = sampling
         self._hidden_states = hidden_states
         # Calls that want none share one program, whatever else they want.
-        wants_prompts = "prefill" in hidden_states.kinds
-        self._prompt_states = hidden_states if wants_prompts else HiddenStateParams()
+        self._prompt_states, self._response_states = (
+            HiddenStateParams(_layers_of(kind, hidden_states), hidden_states.dtype)
+            for kind in ("prefill", "decode")
+        )
         self._version = version
         self._chunk = min(chunk, sampling.max_tokens)
         self._started = time.monotonic()
@@ -372,7 +375,7 @@ class DecodingCall:
             np.int32(self._sampling.max_tokens),
             policy=self._policy,
             sampling=self._static_sampling,
-            hidden_states=self._hidden_states,
+            hidden_states=self._response_states,
             num_prompt_columns=self._prompt_columns,
             num_tokens=self._chunk,
         )
@@ -395,6 +398,7 @@ class DecodingCall:
         wanted = min(len(self._waiting), len(free))
         if not wanted or (wanted < self._batch // 4 and wanted < len(self._waiting)):
             return
+        wanted = min(wanted, self._max_prompts_at_once())
         size = power_of_two(wanted)
         token_ids = np.zeros((size, self._prompt_columns), np.int32)
         segment_ids = np.zeros((size, self._prompt_columns), np.int32)
@@ -423,6 +427,12 @@ class DecodingCall:
             for slot, states in zip(rows[:wanted], jax.device_get(prompt_states)):
                 owner = self._owners[slot]
                 owner.prompt_states = states[-len(owner.request.prompt_ids) :].copy()
+
+    def _max_prompts_at_once(self) -> int:
+        """All of them, but for the memory of the states asked for, in float32 at worst."""
+        num_layers = len(self._prompt_states.layers)
+        num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
+        return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else self._batch
 
     def _fit(self) -> None:
         """Widens the cache where the next chunk needs it; halves the batch where slots idle."""

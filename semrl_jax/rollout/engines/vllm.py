@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from semrl_jax.errors import UserError
+from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.types import (
     FinishReason,
@@ -38,6 +39,7 @@ from semrl_jax.types import (
 )
 
 EXTENSION = "semrl_vllm.extension.RolloutExtension"
+CHECK_PROMPT_TOKENS = 5
 CHECK_TOKENS = 8
 CPU_CACHE_GIB = 4.0
 # Rows of the self-check differ by the rounding of another batch shape; a row of the neighbouring
@@ -126,7 +128,6 @@ class VllmEngine(Engine):
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         # One beside each running response: the next begins while the rows of the last are read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
-        self._prompt_row = max_response_tokens + 1
         self._pool_shape = _pool_shape(
             model, settings, num_slots, max_prompt_tokens, max_response_tokens
         )
@@ -201,6 +202,8 @@ class VllmEngine(Engine):
     ) -> AsyncIterator[Rollout]:
         started, num_aborts = time.monotonic(), self._num_aborts
         kinds = hidden_states.kinds if hidden_states.layers else ()
+        if "prefill" in kinds:
+            self._check_prompt_rows(requests)
 
         async def sample(request: SampleRequest) -> Rollout:
             found = await self._sample(
@@ -300,8 +303,10 @@ class VllmEngine(Engine):
     async def _check_alignment(self) -> None:
         """One generation beside prefills of its prefixes: the same states, token for token."""
         random = np.random.default_rng(0)
-        prompt = random.integers(0, self._model.vocab_size, 5, np.int32)
-        sampling = SamplingParams(max_tokens=CHECK_TOKENS)
+        _, max_prompt_tokens, max_response_tokens = self._limits
+        length = min(CHECK_PROMPT_TOKENS, max_prompt_tokens)
+        prompt = random.integers(0, self._model.vocab_size, length, np.int32)
+        sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, max_response_tokens))
         found = await self._sample(prompt, 0, sampling, ("decode", "prefill"), 0)
         # The state at the prompt's last token is in both.
         rows = np.concatenate([found.rows["prefill"][:-1], found.rows["decode"]])
@@ -359,17 +364,29 @@ class VllmEngine(Engine):
         if "prefill" in kinds:
             # It may have been aborted in the middle of its prompt.
             count = prompt_len if num_tokens else 0
-            rows["prefill"] = self._pool.read(slot, tag, count, first=self._prompt_row)
+            rows["prefill"] = self._pool.take_prompt(slot, tag, count)
         return rows
+
+    def _check_prompt_rows(self, requests: Sequence[SampleRequest]) -> None:
+        """Refuses a call whose prompts' states do not fit into memory; at start nobody counted."""
+        side_by_side = min(len(requests), self._pool_shape.num_slots)
+        longest = max(len(request.prompt_ids) for request in requests)
+        wanted = side_by_side * longest * self._pool_shape.row_bytes
+        available = _available_bytes()
+        if wanted > available:
+            raise LimitExceeded(
+                f"states of {side_by_side} prompts of {longest} tokens side by side need "
+                f"{wanted / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available; ask for "
+                "those of fewer samples at once."
+            )
 
     async def _last_output(self, request_id, prompt, seed, sampling, kinds, slot, tag) -> Any:
         import vllm
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        extra = None if slot is None else {"semrl_slot": slot, "semrl_tag": tag}
-        if "prefill" in kinds:
-            extra["semrl_prompt_row"] = self._prompt_row
+        wants_prompt = "prefill" in kinds
+        extra = {"semrl_slot": slot, "semrl_tag": tag, "semrl_prompt": wants_prompt}
         params = vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -382,9 +399,9 @@ class VllmEngine(Engine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=extra,
+            extra_args=extra if kinds else None,
             # What is read from the cache is not computed, and has no states.
-            skip_reading_prefix_cache="prefill" in kinds,
+            skip_reading_prefix_cache=wants_prompt,
         )
         outputs = self._llm.generate(tokens_input(prompt.tolist()), params, request_id)
         (output,) = [found async for found in outputs]
@@ -539,19 +556,17 @@ def _pool_shape(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> Any:
-    """Rows of a response, one past its end, then of its prompt.
-
-    Those of prompts take memory when they are asked for, which is rare: they are not counted.
-    """
+    """Rows of prompts take memory when they are asked for, which is rare: they are not counted."""
     from semrl_vllm.pool import PoolShape
 
     shape = PoolShape(
         num_slots=num_slots,
-        num_rows=max_response_tokens + 1 + max_prompt_tokens,
+        num_rows=max_response_tokens,
+        num_prompt_rows=max_prompt_tokens,
         width=model.hidden_size,
         item_bytes=np.dtype(settings.dtype).itemsize,
     )
-    of_responses = dataclasses.replace(shape, num_rows=max_response_tokens + 1).num_bytes
+    of_responses = dataclasses.replace(shape, num_prompt_rows=0).num_bytes
     available = _available_bytes()
     if of_responses > available:
         raise UserError(

@@ -106,8 +106,10 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
             )
 
 
-def test_states_of_prompts_are_those_of_their_prefixes(policy, params):
+@pytest.mark.parametrize("max_bytes", [decoding.MAX_PROMPT_STATE_BYTES, 1])
+def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes, monkeypatch):
     """Row p is what a response to the first p + 1 tokens begins with, in every layer."""
+    monkeypatch.setattr(decoding, "MAX_PROMPT_STATE_BYTES", max_bytes)  # 1: a prompt at a time
     both = HiddenStateParams((0, 1, -1), "float32", ("decode", "prefill"))
     one = SamplingParams(1)
     with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled

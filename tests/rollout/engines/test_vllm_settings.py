@@ -5,10 +5,13 @@ import pathlib
 import shutil
 import sys
 
+import numpy as np
 import pytest
 
 from semrl_jax.errors import UserError
+from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings, check_queue_space
+from semrl_jax.types import SampleRequest
 from tests.launch.conftest import run
 
 PLUGIN = pathlib.Path(__file__).parents[3] / "third_party" / "vllm_patch"
@@ -44,13 +47,24 @@ def test_another_vllm(plugin, monkeypatch):
 
 
 def test_states_that_do_not_fit_into_memory(plugin):
-    """10**7 responses and an eighth more, 1025 rows of 256 bytes and a tag of 8 each: 2835 GiB."""
+    """10**7 responses and an eighth more, 1024 rows of 256 bytes and a tag of 8 each: 2832 GiB."""
     settings = dataclasses.replace(VllmSettings(), max_num_seqs=10**7)
     with pytest.raises(
-        UserError, match=r"vllm_max_num_seqs=10000000 .* 1024 tokens need 2835\.2 GiB"
+        UserError, match=r"vllm_max_num_seqs=10000000 .* 1024 tokens need 2832\.4 GiB"
     ):
         VllmEngine(MODEL, settings, max_response_tokens=1024)
     VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+
+
+def test_states_of_prompts_that_do_not_fit_into_memory(plugin, monkeypatch):
+    """A replica of 9 slots has 9 prompts side by side, of at most 3 tokens of 256 bytes here."""
+    engine = VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+    requests = [SampleRequest(str(i), i, 0, np.ones(1 + i % 3, np.int32), 0) for i in range(20)]
+    monkeypatch.setattr("semrl_jax.rollout.engines.vllm._available_bytes", lambda: 9 * 3 * 256)
+    engine._check_prompt_rows(requests)
+    monkeypatch.setattr("semrl_jax.rollout.engines.vllm._available_bytes", lambda: 9 * 3 * 256 - 1)
+    with pytest.raises(LimitExceeded, match=r"states of 9 prompts of 3 tokens .* fewer samples"):
+        engine._check_prompt_rows(requests)
 
 
 def test_queues_that_do_not_fit_into_shared_memory(tmp_path):

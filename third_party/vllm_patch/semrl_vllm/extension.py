@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from semrl_vllm.pool import PoolShape, RowPool
@@ -28,23 +29,15 @@ class _Request:
     slot: int
     tag: int
     prompt_len: int
-    prompt_row: int | None  # of the slot, for the prompt's first token; None: not asked for
+    wants_prompt: bool
     has_tokens: bool = False
 
 
-class _Place(NamedTuple):
-    """Where a state belongs."""
-
-    slot: int
-    row: int
-    tag: int
-
-
 class _Rows(NamedTuple):
-    """States of one step."""
+    """States of one step, and where they belong."""
 
     states: torch.Tensor  # [N, D]
-    places: list[_Place]
+    places: torch.Tensor  # [N, 3] slot, row, tag; on the host
 
 
 class RolloutExtension:
@@ -75,7 +68,7 @@ class RolloutExtension:
                         extra["semrl_slot"],
                         extra["semrl_tag"],
                         len(new.prompt_token_ids),
-                        extra.get("semrl_prompt_row"),
+                        extra["semrl_prompt"],
                     )
             return execute_model(scheduled, *args, **options)
 
@@ -117,29 +110,35 @@ class RolloutExtension:
             lengths = runner.optimistic_seq_lens_cpu[:count].numpy()
             kept = ~runner.discard_request_mask.np[:count]
             bounds = runner.query_start_loc.np[: count + 1]
-        tokens: list[int] = []  # of the step's
-        places: list[_Place] = []
+        tokens: list[np.ndarray] = []  # of the step's
+        places: list[np.ndarray] = []
+
+        def take(request: _Request, first_token: int, first_row: int, count: int) -> None:
+            tokens.append(np.arange(first_token, first_token + count))
+            place = np.full((count, 3), request.slot)
+            place[:, 1] = np.arange(first_row, first_row + count)
+            place[:, 2] = request.tag
+            places.append(place)
+
+        num_rows = self.semrl_pool.shape.num_rows
         for request_id, length, is_kept, start, end in zip(
             request_ids, lengths.tolist(), kept.tolist(), bounds[:-1].tolist(), bounds[1:].tolist()
         ):
             request = self.semrl_requests.get(request_id)
             if request is None:
                 continue
-            if request.prompt_row is not None and not request.has_tokens:
+            if request.wants_prompt and not request.has_tokens:
                 first = length - (end - start)  # position of the step's first token
-                positions = range(first, min(length, request.prompt_len))
-                tokens.extend(range(start, start + len(positions)))
-                places.extend(
-                    _Place(request.slot, request.prompt_row + position, request.tag)
-                    for position in positions
-                )
-            if is_kept:
-                tokens.append(end - 1)
-                places.append(_Place(request.slot, length - request.prompt_len, request.tag))
+                count = min(length, request.prompt_len) - first
+                take(request, start, num_rows + first, count)
+            index = length - request.prompt_len
+            if is_kept and index < num_rows:  # vLLM may compute a state past the end
+                take(request, end - 1, index, 1)
                 request.has_tokens = True
-        if not places:
+        if not tokens:
             return None
-        return _Rows(state.hidden_states[torch.tensor(tokens, device=self.device)], places)
+        chosen = torch.from_numpy(np.concatenate(tokens)).to(self.device)
+        return _Rows(state.hidden_states[chosen], torch.from_numpy(np.concatenate(places)))
 
     def semrl_load_weights(self, path: str, tensors: list[list]) -> None:
         """Replaces all weights in place.
@@ -155,7 +154,10 @@ class RolloutExtension:
                 file.fileno(), os.fstat(file.fileno()).st_size, flags=mmap.MAP_PRIVATE
             )
 
+        checked = False
+
         def pieces():
+            nonlocal checked
             for name, dtype, shape, offset in tensors:
                 count = 1
                 for extent in shape:
@@ -165,6 +167,7 @@ class RolloutExtension:
                 )
                 yield name, tensor.view(shape)
             # Asked for one more, vLLM has seen to all of them, and not yet given up on the rest.
+            checked = True
             if left := _left_out(runner.model, runner.model_config.hf_config.tie_word_embeddings):
                 raise ValueError(
                     f"vLLM left {len(left)} layers without their weights, the first is {left[0]}."
@@ -172,6 +175,8 @@ class RolloutExtension:
 
         try:
             self.reload_weights(weights_iterator=pieces())
+            if not checked:
+                raise ValueError("vLLM did not ask for all of the weights.")
         except BaseException:
             _restore_layers(runner.model)
             raise
@@ -202,6 +207,7 @@ class _Writer:
     """The worker's end of a pool."""
 
     def __init__(self, shape: PoolShape, path: str, dtype: torch.dtype):
+        self.shape = shape
         self._pool = RowPool(shape, path)
         self._rows = torch.from_numpy(self._pool.rows).view(dtype)  # [slots, rows, D]
         self._tags = torch.from_numpy(self._pool.tags)
@@ -232,7 +238,7 @@ class _Writer:
         return output
 
     def _write(self, states: torch.Tensor, rows: _Rows) -> None:
-        slots, indices, tags = torch.tensor(rows.places).T
+        slots, indices, tags = rows.places.T
         self._rows[slots, indices] = states
         self._tags[slots, indices] = tags
 
@@ -265,9 +271,10 @@ def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
         if not info.can_load() or is_deferred_attention_layer(layer):
             continue
         wanted = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
-        is_padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+        if isinstance(layer, VocabParallelEmbedding):
+            wanted = layer.shard_indices.num_org_elements * layer.embedding_dim
         is_tied = isinstance(layer, ParallelLMHead) and has_tied_head
-        if info.load_numel < wanted and not (is_padded or is_tied):
+        if info.load_numel < wanted and not is_tied:
             left.append(f"{name} ({type(layer).__name__})")
     return left
 

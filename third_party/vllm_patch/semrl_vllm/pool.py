@@ -20,6 +20,7 @@ import os
 import numpy as np
 
 TAG_BYTES = 8
+MADV_REMOVE = 9  # of Linux; Python's mmap names it from 3.13 on, where the C library does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,25 +29,34 @@ class PoolShape:
 
     Attributes:
       num_slots: requests at once.
-      num_rows: of a request: its output tokens at most, and one, because vLLM may compute a state
-        past the end; then those of its prompt.
+      num_rows: output tokens a request at most.
+      num_prompt_rows: prompt tokens a request at most; their rows follow.
       width: entries of a row.
       item_bytes: of an entry.
     """
 
     num_slots: int
     num_rows: int
+    num_prompt_rows: int
     width: int
     item_bytes: int
 
     @property
+    def rows_a_slot(self) -> int:
+        return self.num_rows + self.num_prompt_rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.item_bytes
+
+    @property
     def tag_bytes(self) -> int:
         """Bytes of all tags, in front of the rows; whole pages."""
-        return -(-self.num_slots * self.num_rows * TAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-self.num_slots * self.rows_a_slot * TAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def num_bytes(self) -> int:
-        return self.tag_bytes + self.num_slots * self.num_rows * self.width * self.item_bytes
+        return self.tag_bytes + self.num_slots * self.rows_a_slot * self.row_bytes
 
 
 class RowPool:
@@ -71,24 +81,40 @@ class RowPool:
             os.ftruncate(self._file, shape.num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = mmap.mmap(self._file, shape.num_bytes)
-        counts = shape.num_slots, shape.num_rows
+        counts = shape.num_slots, shape.rows_a_slot
         self.tags = np.frombuffer(self._memory, np.int64, counts[0] * counts[1]).reshape(counts)
         self.rows = np.frombuffer(self._memory, np.uint8, offset=shape.tag_bytes).reshape(
-            *counts, shape.width * shape.item_bytes
+            *counts, shape.row_bytes
         )
 
-    def read(self, slot: int, tag: int, count: int, first: int = 0) -> np.ndarray:
-        """A copy of rows [first, first + count) of a slot, uint8 [count, width * item_bytes].
+    def read(self, slot: int, tag: int, count: int) -> np.ndarray:
+        """A copy of the rows of the first `count` output tokens, uint8 [count, row_bytes].
 
         Raises:
           RuntimeError: if one of them is not of the request with this tag.
         """
-        rows = slice(first, first + count)
-        wrong = np.flatnonzero(self.tags[slot, rows] != tag)
+        return self._read(slot, tag, slice(count))
+
+    def take_prompt(self, slot: int, tag: int, count: int) -> np.ndarray:
+        """As `read`, of the first `count` prompt tokens; gives their memory back, as few ask."""
+        first = self.shape.num_rows
+        found = self._read(slot, tag, slice(first, first + count))
+        start = self.shape.tag_bytes + self.shape.row_bytes * (
+            slot * self.shape.rows_a_slot + first
+        )
+        pages = -(-start // mmap.PAGESIZE), (start + found.nbytes) // mmap.PAGESIZE
+        if pages[0] < pages[1]:  # the whole ones among its own
+            begin, end = (page * mmap.PAGESIZE for page in pages)
+            self._memory.madvise(MADV_REMOVE, begin, end - begin)
+        return found
+
+    def _read(self, slot: int, tag: int, rows: slice) -> np.ndarray:
+        tags = self.tags[slot, rows]
+        wrong = np.flatnonzero(tags != tag)
         if len(wrong):
             raise RuntimeError(
-                f"hidden state {wrong[0]} was not written ({len(wrong)} of {count} in all): the "
-                "tap on the worker does not fit this version of vLLM."
+                f"hidden state {wrong[0]} was not written ({len(wrong)} of {len(tags)} in all): "
+                "the tap on the worker does not fit this version of vLLM."
             )
         return self.rows[slot, rows].copy()
 
