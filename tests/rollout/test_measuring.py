@@ -153,10 +153,20 @@ def test_what_waits_for_company_is_sent_before_a_caller_gives_up(world, sampling
     rollouts.close()
 
 
-@pytest.mark.parametrize("limit", ["MAX_HELD_BYTES", "MAX_HELD_RESPONSES"])
-def test_an_engine_that_is_faster_than_the_measuring_waits(sampling, monkeypatch, limit):
+@pytest.mark.parametrize(
+    ("limit", "value", "kinds"),
+    [
+        ("MAX_HELD_RESPONSES", 3, ("decode",)),
+        ("MAX_HELD_BYTES", 3 * 8 * 2, ("decode",)),
+        # Prompts of five tokens: six states a response.
+        ("MAX_HELD_BYTES", 3 * 6 * 8 * 2, ("decode", "prefill")),
+    ],
+)
+def test_an_engine_that_is_faster_than_the_measuring_waits(
+    sampling, monkeypatch, limit, value, kinds
+):
     """No more than the limit and one are sampled and not measured, whatever the engine could do."""
-    monkeypatch.setattr(measuring, limit, 3 if limit == "MAX_HELD_RESPONSES" else 3 * 8 * 2)
+    monkeypatch.setattr(measuring, limit, value)
     submit, ahead = measuring.Measurer.submit, []
 
     def slowly(measurer, states):
@@ -164,17 +174,17 @@ def test_an_engine_that_is_faster_than_the_measuring_waits(sampling, monkeypatch
         return submit(measurer, states)
 
     monkeypatch.setattr(measuring.Measurer, "submit", slowly)
-    requests = make_requests(20, 1)
+    prompt = np.arange(5, dtype=np.int32)
+    requests = [dataclasses.replace(r, prompt_ids=prompt) for r in make_requests(20, 1)]
     sampling = dataclasses.replace(sampling, max_tokens=1)
+    states = HiddenStateParams((-1,), kinds=kinds)
     version, sampled = WeightVersion("run", "attempt", 0, "0" * 64), 0
 
     async def engine():
         nonlocal sampled
         for request in requests:
             sampled += 1
-            yield fake_rollout(
-                request, sampling, HiddenStateParams((-1,)), version, vocab_size=101, hidden_size=8
-            )
+            yield fake_rollout(request, sampling, states, version, vocab_size=101, hidden_size=8)
 
     async def run():
         received = 0

@@ -110,10 +110,19 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
 def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes, monkeypatch):
     """Row p is what a response to the first p + 1 tokens begins with, in every layer."""
     monkeypatch.setattr(decoding, "MAX_PROMPT_STATE_BYTES", max_bytes)  # 1: a prompt at a time
+    admit, num_turns = decoding.admit, 0
+
+    def counted(*arguments, **options):
+        nonlocal num_turns
+        num_turns += 1
+        return admit(*arguments, **options)
+
+    monkeypatch.setattr(decoding, "admit", counted)
     both = HiddenStateParams((0, 1, -1), "float32", ("decode", "prefill"))
     one = SamplingParams(1)
     with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled
         rollouts = list(client.generate(make_requests(), one, both, version=version))
+        assert num_turns == (20 if max_bytes == 1 else 3)  # of eight
         longest = max(rollouts, key=lambda rollout: len(rollout.prompt_ids))
         prompts = [longest.prompt_ids[: end + 1] for end in range(len(longest.prompt_ids))]
         requests = [SampleRequest(str(i), i, 0, ids, 0) for i, ids in enumerate(prompts)]
