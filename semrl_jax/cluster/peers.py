@@ -133,9 +133,9 @@ class Peers:
         # A peer's death breaks a collective here before or after its connection.
         time.sleep(1.0)
         failure = {"failed": self.index, "reason": reason, "exit_code": exit_code}
+        self._closing.set()  # the others go at once: now that is no loss
         for link in self._links.values():
             link.send(failure)
-        self._closing.set()
 
     def close(self) -> None:
         """Leaves the others; only after a last `gather`."""
