@@ -45,7 +45,8 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 def pytest_configure(config):
     """Read when the first program is compiled, so it is not too late."""
-    if "not slow" in config.option.markexpr:
+    # XLA ends a process that has a flag it does not know: only for releases where they were tried.
+    if "not slow" in config.option.markexpr and jax.__version_info__[:2] == (0, 10):
         os.environ["XLA_FLAGS"] += f" {FAST_COMPILATION}"
 
 
