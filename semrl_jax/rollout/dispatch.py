@@ -203,7 +203,8 @@ class _Dispatcher:
                     f"{missing[0].sample_id!r}."
                 )
             return
-        assert isinstance(error, grpc.RpcError)
+        if not isinstance(error, grpc.RpcError):
+            raise error
         if fatal := fatal_error(replica, error):
             raise fatal from error
         if error.code() in _ENGINE_FAILURES:
@@ -310,7 +311,7 @@ class _Stream:
                 self._waiting_since = time.monotonic()
             decoder.finish()
             self._put(None)
-        except (grpc.RpcError, ValueError) as error:
+        except Exception as error:  # whoever waits must hear of any
             self._messages.cancel()
             self._put(error)
 

@@ -582,6 +582,21 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch, name):
         list(rollouts)
 
 
+def test_reply_that_memory_does_not_suffice_for_is_told_at_once(world, monkeypatch):
+    """Whatever the reading thread meets, the caller does not wait for a stall."""
+    client = world.client(world.replica(), stall_timeout_s=60.0)
+    version = sync(client)
+
+    def feed(decoder, message):
+        raise MemoryError("Unable to allocate 1.00 TiB")
+
+    monkeypatch.setattr(codec.RolloutDecoder, "feed", feed)
+    began = time.monotonic()
+    with pytest.raises(MemoryError, match=r"1\.00 TiB"):
+        list(client.generate(make_requests(), SamplingParams(16), version=version))
+    assert time.monotonic() - began < 10
+
+
 def test_stream_that_ends_early_names_the_missing(world, monkeypatch):
     replica = world.replica()
     client = world.client(replica)
