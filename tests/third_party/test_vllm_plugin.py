@@ -58,8 +58,8 @@ def test_memory_of_prompts_is_given_back_and_none_of_their_neighbours():
         return os.stat(reader.path).st_blocks * 512
 
     before = num_bytes()
-    taken = reader.take_prompt(0, 1, 1000)
-    assert (taken == 7).all() and taken.shape == (1000, 16)
+    taken = reader.take_prompt(0, 1, 9)  # or none, of one that was aborted
+    assert (taken == 7).all() and taken.shape == (9, 16)
     assert num_bytes() == before - 2 * 4096
     assert (reader.read(0, 1, 3) == 7).all()
     assert (reader.read(1, 1, 3) == 7).all() and (reader.take_prompt(1, 1, 1000) == 7).all()

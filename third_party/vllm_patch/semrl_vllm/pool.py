@@ -102,8 +102,11 @@ class RowPool:
         start = self.shape.tag_bytes + self.shape.row_bytes * (
             slot * self.shape.rows_a_slot + first
         )
-        pages = -(-start // mmap.PAGESIZE), (start + found.nbytes) // mmap.PAGESIZE
-        if pages[0] < pages[1]:  # the whole ones among its own
+        stop = start + self.shape.row_bytes * self.shape.num_prompt_rows
+        pages = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
+        if (
+            pages[0] < pages[1]
+        ):  # whole ones; all of the slot's: an aborted prompt has more than read
             begin, end = (page * mmap.PAGESIZE for page in pages)
             self._memory.madvise(MADV_REMOVE, begin, end - begin)
         return found
