@@ -8,6 +8,7 @@ import fcntl
 import importlib.metadata
 import json
 import pathlib
+import re
 import secrets
 import subprocess
 from typing import Any
@@ -35,7 +36,11 @@ MAY_DIFFER = (
     "logging.",
     "distributed.",
     "mesh.",
-    # How a step is split; its numbers stay the same but for rounding.
+    # On what a step is done, and how it is split; its numbers stay the same but for rounding.
+    "rollout.jax_tensor_parallelism",
+    "rollout.jax_data_parallelism",
+    "rewards.num_workers",
+    "metrics.num_threads",
     "training.micro_batch_size",
     "training.micro_batch_tokens",
     "training.pack_sequences",
@@ -129,8 +134,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
         contents = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
-        # A kill in the first write leaves its staging file.
-        if contents - {".lock", "config.writing"} and "config.json" not in contents:
+        if "config.json" not in contents and not all(map(_is_left_by_a_start, contents)):
             raise UserError(
                 f"workdir={path} is not empty and holds no run (config.json is missing); name a "
                 "new directory."
@@ -199,6 +203,14 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
             workdir.close()
         raise
     return workdir
+
+
+def _is_left_by_a_start(name: str) -> bool:
+    """Whether a start that came to nothing leaves this in a run directory.
+
+    A kill in the first write leaves its staging file, a replica that did not start what it printed.
+    """
+    return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
 
 
 def _check_shared(workdir: Workdir) -> None:
