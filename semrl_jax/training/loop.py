@@ -116,10 +116,10 @@ def run_steps(
 def join_others(
     config: ml_collections.ConfigDict, environ: Mapping[str, str]
 ) -> tuple[Peers, Reporter]:
-    """The processes of this job, all with the same config, code and packages.
+    """The processes of this job.
 
     Raises:
-      UserError: if they cannot be reached, or differ.
+      UserError: if they cannot be reached.
     """
     settings = config.distributed
     place = find_place(settings, environ)
@@ -138,7 +138,6 @@ def join_others(
         phase_timeout_s=settings.phase_timeout_s,
         progress=reporter.line,
     )
-    check_same(peers, config)
     return peers, reporter
 
 
@@ -185,6 +184,7 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
     validate(config)
     peers, reporter = join_others(config, os.environ)
     try:
+        check_same(peers, config)
         code = _train_together(config, workdir, peers, reporter)
         peers.gather("end", code)
         return code

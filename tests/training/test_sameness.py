@@ -1,0 +1,47 @@
+"""Processes that differ are told apart before they begin, and all leave in order."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from semrl_jax.cluster.peers import Peers, listen
+from semrl_jax.errors import UserError
+from semrl_jax.training import loop
+from tests.training.tiny import tiny_config
+
+KEY = b"secret of the test"
+
+
+@pytest.fixture
+def pair():
+    """Two peers of one run, each called from a thread of its own."""
+    listener = listen("127.0.0.1", KEY)
+    address = listener.address
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Peers, 0, 2, listener=listener, key=KEY)
+        second = pool.submit(Peers, 1, 2, address=address, key=KEY)
+        peers = first.result(), second.result()
+    yield peers
+    for one in peers:
+        one.close()
+
+
+def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):
+    configs = tiny_config(), tiny_config()
+    configs[1].training.learning_rate = 0.5
+    place = {id(config): (peers, None) for config, peers in zip(configs, pair)}
+    monkeypatch.setattr(loop, "join_others", lambda config, environ: place[id(config)])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(loop.train, config, str(tmp_path / "run")) for config in configs]
+        for call in calls:
+            with pytest.raises(
+                UserError, match=r"config\.training\.learning_rate=0\.01, process 1 0\.5"
+            ):
+                call.result(timeout=60)
+    deadline = time.monotonic() + 10
+    # "bye" came before the connection ends: the end of one process is no loss to the other.
+    while not all(link.left for peers in pair for link in peers._links.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (tmp_path / "run").exists()
