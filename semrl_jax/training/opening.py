@@ -30,7 +30,7 @@ from semrl_jax.training.policy_setup import (
     starting_params,
 )
 from semrl_jax.training.prompts import held_out_problems, training_prompts
-from semrl_jax.training.replicas import configured_mesh, open_client
+from semrl_jax.training.replicas import check_addresses, configured_mesh, open_client
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import make_optimizer
@@ -204,7 +204,12 @@ def open_run(
 
 
 def sampling_processes(config: ml_collections.ConfigDict, mesh: Mesh) -> tuple[int, ...]:
-    """The owners of the data shards, as many as there are replicas to sample from."""
+    """The owners of the data shards, as many as there are replicas to sample from.
+
+    Raises:
+      UserError: if a replica is named twice.
+    """
+    check_addresses(config.rollout.addresses)
     owners = owning_processes(processes_of(mesh))
     return owners[: len(config.rollout.addresses)] if config.rollout.addresses else owners
 

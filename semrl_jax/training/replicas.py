@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +82,15 @@ def open_client(
         yield client
 
 
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Raises UserError where one is named twice: each process connects to its share alone."""
+    twice = [address for address, n in collections.Counter(addresses).items() if n > 1]
+    if twice:
+        raise UserError(
+            f"rollout.addresses names {twice[0]!r} more than once; name each replica once."
+        )
+
+
 def _check_limits(replica: ReplicaDescription, config: ml_collections.ConfigDict) -> None:
     """Raises UserError where a replica would refuse what the trainer is going to ask for."""
     asked = {
@@ -152,7 +162,12 @@ def vllm_child(
         )
     directory.mkdir(exist_ok=True)
     settings = directory / "config.json"
-    write_json(settings, {"config": jsonable(config.to_dict())})
+    record = jsonable(config.to_dict())
+    # The child runs in another directory, and has the token of this process.
+    if config.model.path and os.path.isdir(config.model.path):
+        record["model"]["path"] = os.path.abspath(config.model.path)
+    record["rollout"]["token_file"] = ""
+    write_json(settings, {"config": record})
     root = pathlib.Path(configs.__file__).parents[1]
     return ChildReplica(
         [
