@@ -26,6 +26,7 @@ from jaxtyping import Float, UInt8
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -372,7 +373,7 @@ class VllmEngine(Engine):
         side_by_side = min(len(requests), self._pool_shape.num_slots)
         longest = max(len(request.prompt_ids) for request in requests)
         wanted = side_by_side * longest * self._pool_shape.row_bytes
-        available = _available_bytes()
+        available = available_bytes()
         if wanted > available:
             raise LimitExceeded(
                 f"states of {side_by_side} prompts of {longest} tokens side by side need "
@@ -567,7 +568,7 @@ def _pool_shape(
         item_bytes=np.dtype(settings.dtype).itemsize,
     )
     of_responses = dataclasses.replace(shape, num_prompt_rows=0).num_bytes
-    available = _available_bytes()
+    available = available_bytes()
     if of_responses > available:
         raise UserError(
             f"hidden states of rollout.vllm_max_num_seqs={settings.max_num_seqs} responses of "
@@ -630,10 +631,3 @@ def check_queue_space(num_bytes: int, directory: str = "/dev/shm") -> None:
             "--shm-size=1g, or --ipc=host), or, with one device, set "
             "VLLM_ENABLE_V1_MULTIPROCESSING=0: its worker then needs no queue."
         )
-
-
-def _available_bytes() -> int:
-    """Memory that can be taken without swapping, as the kernel estimates it."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024

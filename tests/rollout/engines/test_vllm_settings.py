@@ -56,13 +56,24 @@ def test_states_that_do_not_fit_into_memory(plugin):
     VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
 
 
+def test_states_that_do_not_fit_into_a_container(plugin, monkeypatch):
+    engine = VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+    needed = dataclasses.replace(engine._pool_shape, num_prompt_rows=0).num_bytes
+    left = [needed]
+    monkeypatch.setattr("semrl_jax.rollout.memory._left_in_groups", lambda root: left)
+    VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+    left[0] -= 1
+    with pytest.raises(UserError, match=r"lower rollout\.vllm_max_num_seqs"):
+        VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
+
+
 def test_states_of_prompts_that_do_not_fit_into_memory(plugin, monkeypatch):
     """A replica of 9 slots has 9 prompts side by side, of at most 3 tokens of 256 bytes here."""
     engine = VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
     requests = [SampleRequest(str(i), i, 0, np.ones(1 + i % 3, np.int32), 0) for i in range(20)]
-    monkeypatch.setattr("semrl_jax.rollout.engines.vllm._available_bytes", lambda: 9 * 3 * 256)
+    monkeypatch.setattr("semrl_jax.rollout.engines.vllm.available_bytes", lambda: 9 * 3 * 256)
     engine._check_prompt_rows(requests)
-    monkeypatch.setattr("semrl_jax.rollout.engines.vllm._available_bytes", lambda: 9 * 3 * 256 - 1)
+    monkeypatch.setattr("semrl_jax.rollout.engines.vllm.available_bytes", lambda: 9 * 3 * 256 - 1)
     with pytest.raises(LimitExceeded, match=r"states of 9 prompts of 3 tokens .* fewer samples"):
         engine._check_prompt_rows(requests)
 
