@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import secrets
 import shutil
 import threading
 import time
@@ -29,18 +30,21 @@ from semrl_jax.training.checkpoint_files import (
     save_args,
     write_manifest,
 )
+from semrl_jax.training.joint_save import JointSave
 from semrl_jax.training.state import DataPosition, TrainState
 
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
 MANIFEST_TIMEOUT_S = 600.0
+ENDED_TIMEOUT_S = 60.0  # for the others to stop writing a checkpoint that failed
 
 
 class Checkpoints:
     """Saves and restores the train state of one run.
 
-    A save that the disk refuses does not end the run: it is said in one line, what was written is
-    removed, and the next save tries again. `failure` tells in the end whether the last one failed.
+    A save that the disk refuses, be it to one of several processes, does not end the run: it is
+    said in one line, what was written is removed, and the next save tries again. `failure` tells in
+    the end whether the last one failed.
 
     Args:
       directory: made if missing; of this run alone.
@@ -75,7 +79,7 @@ class Checkpoints:
         self._keep_every = keep_every
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
-        self._checkpointer = open_checkpointer()
+        self._checkpointer = open_checkpointer(self._barrier)
         self._sound: set[int] = set()  # steps sealed, or restored, by this attempt
         self._unsound: set[int] = set()  # steps found not to match their manifest
         self._sealing: threading.Thread | None = None
@@ -85,7 +89,9 @@ class Checkpoints:
         # Pages of tracebacks for what is raised, too, and here becomes one line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
-        on_first(self._peers, "open_checkpoints", self._make_directory)
+        self._name = on_first(self._peers, "open_checkpoints", self._make_directory)
+        self._num_saves = 0
+        self._joint = JointSave(self._name, self._peers)
 
     def due(self, step: int, num_steps: int) -> bool:
         """Whether the state after `step` of `num_steps` updates is to be saved."""
@@ -102,7 +108,13 @@ class Checkpoints:
         step = int(state.step)
         if step in self._sound:
             return
-        on_first(self._peers, "checkpoint", lambda: self._make_room(step))
+        self._num_saves += 1
+        self._joint = JointSave(f"{self._name}/{self._num_saves}", self._peers)
+        # A directory that process 0 could not make would leave the others waiting for it.
+        refused = on_first(self._peers, "checkpoint", lambda: self._make_room(step))
+        if refused:
+            self._note_refusal(step, refused)
+            return
         try:
             self._checkpointer.save(
                 self._directory / str(step),
@@ -185,27 +197,20 @@ class Checkpoints:
         try:
             self._checkpointer.wait_until_finished()
             write_manifest(self._directory / str(step))
+            # Without the others' this checkpoint does not replace another.
+            self._joint.wait("sealed", MANIFEST_TIMEOUT_S)
             self._sound.add(step)
             self._unsound.discard(step)
             self._failure = ""
             if self._peers.index == 0:
-                self._await_manifests(step)
                 self._prune()
+            self._joint.arrive("ended")
         except Exception as error:  # handed to the thread that asks, by wait()
             self._failed(step, error)
 
-    def _await_manifests(self, step: int) -> None:
-        """Of the other processes: without them this checkpoint does not replace another."""
-        folder = self._directory / str(step)
-        deadline = time.monotonic() + MANIFEST_TIMEOUT_S
-        for process in range(1, self._peers.count):
-            while not (folder / f"manifest.{process}.json").exists():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"process {process} has not written its manifest of checkpoint {step} "
-                        f"within {MANIFEST_TIMEOUT_S:g} s"
-                    )
-                time.sleep(0.05)
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's, between the writing of all processes and the renaming by process 0."""
+        self._joint.wait(key, timeout_ms / 1000)
 
     def _agree_on_failure(self) -> None:
         """What one process could not write none has written."""
@@ -214,15 +219,30 @@ class Checkpoints:
             self._failure = found[0]
             self._sound.discard(self._last_step)
 
-    def _make_directory(self) -> None:
+    def _make_directory(self) -> str:
+        """Returns a name for what the processes tell each other of this attempt's saves."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
+        return f"semrl-checkpoints-{secrets.token_hex(8)}"
 
-    def _make_room(self, step: int) -> None:
+    def _make_room(self, step: int) -> str:
         """Removes leftovers, and this step's: left unsealed by a kill, or altered since; sealing
-        it now would vouch for its files."""
-        self._sweep()
-        self._remove(step)
+        it now would vouch for its files.
+
+        Returns what the disk refuses this, or a small file, with; "" if nothing.
+        """
+        probe = self._directory / f"{step}{TMP_MARK}-probe"
+        try:
+            self._sweep()
+            self._remove(step)
+            probe.mkdir()
+            (probe / "file").write_bytes(bytes(4096))
+            _delete(probe)
+        except OSError as error:
+            if disk_refusal(error) is None:
+                raise
+            return disk_refusal(error).strerror
+        return ""
 
     def _prune(self) -> None:
         """Removes what need not be kept; only called when a checkpoint has just been sealed.
@@ -253,38 +273,57 @@ class Checkpoints:
 
     def _sweep(self) -> bool:
         """Removes what a kill or a failed save left half-written; False if some of it resists."""
-        for entry in self._directory.iterdir():
-            if TMP_MARK in entry.name or entry.name.endswith(REMOVED):
-                try:
+        try:
+            for entry in self._directory.iterdir():
+                if TMP_MARK in entry.name or entry.name.endswith(REMOVED):
                     _delete(entry)
-                except OSError:
-                    return False
+        except OSError:
+            return False
         return True
 
     def _failed(self, step: int, error: Exception) -> None:
         refusal = disk_refusal(error)
+        # Noted first: what follows may fail as well.
         if refusal is None:
             self._defect = error
-            return
+        else:
+            self._note_refusal(step, refusal.strerror)
+        self._joint.fail(refusal or error)
+        if refusal is not None:
+            # The old one would tell the next save of errors of this one.
+            failed, self._checkpointer = self._checkpointer, open_checkpointer(self._barrier)
+            with contextlib.suppress(Exception):
+                failed.close()
+            if self._peers.index == 0:
+                # While another writes nothing is removed; what is left goes at the next save.
+                with contextlib.suppress(TimeoutError):
+                    self._joint.wait("ended", ENDED_TIMEOUT_S, whatever_failed=True)
+                    self._clear(step)
+        self._joint.arrive("ended")
+
+    def _note_refusal(self, step: int, reason: str) -> None:
         self.num_failed += 1
-        # The old one would tell the next save of errors of this one.
-        failed, self._checkpointer = self._checkpointer, open_checkpointer()
-        with contextlib.suppress(Exception):
-            failed.close()
-        self._remove(step)
+        self._sound.discard(step)
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(self._directory).free / 2**20:.0f} MiB free in "
+        good = f"step {max(self._sound)}" if self._sound else "none"
+        self._failure = (
+            f"the checkpoint of step {step} could not be written: {reason} "
+            f"({free}{self._directory}; last good checkpoint: {good})"
+        )
+        self._warn(f"{self._failure}; the next one tries again.")
+
+    def _clear(self, step: int) -> None:
+        """Removes what was written of a checkpoint, as far as the disk lets it."""
+        with contextlib.suppress(OSError):
+            self._remove(step)
         # Other threads of Orbax may go on writing for a moment; what they leave later goes at the
         # next save or start.
         for _ in range(20):
             if self._sweep():
                 break
             time.sleep(0.1)
-        free_mib = shutil.disk_usage(self._directory).free / 2**20
-        good = f"step {max(self._sound)}" if self._sound else "none"
-        self._failure = (
-            f"the checkpoint of step {step} could not be written: {refusal.strerror} "
-            f"({free_mib:.0f} MiB free in {self._directory}; last good checkpoint: {good})"
-        )
-        self._warn(f"{self._failure}; the next one tries again.")
 
 
 def disk_refusal(error: BaseException | None) -> OSError | None:

@@ -406,6 +406,37 @@ def test_a_save_that_the_disk_refuses_is_said_and_the_next_one_tries_again(saved
     assert names(saved) == ["2", "4"]
 
 
+def test_a_refusal_is_noted_before_what_was_written_is_removed(saved, state, monkeypatch):
+    """On a shared disk another process, or the operator, may have removed it meanwhile."""
+
+    def gone(path):
+        raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+
+    checkpoints = Checkpoints(saved, keep=2, warn=lambda line: None)
+    checkpoints.restore(state)
+    with file_size_limit(8000):
+        checkpoints.save(at_step(state, 3))
+        monkeypatch.setattr(module.shutil, "rmtree", gone)
+        assert "of step 3 could not be written: File too large" in checkpoints.failure()
+    monkeypatch.undo()
+    checkpoints.save(at_step(state, 4))
+    assert checkpoints.failure() == ""
+    checkpoints.close()
+    assert names(saved) == ["2", "4"]
+
+
+def test_no_save_is_begun_where_the_disk_takes_no_small_file(saved, state, monkeypatch):
+    """With several processes the others would wait for what process 0 could not begin."""
+    begun = []
+    checkpoints = Checkpoints(saved, keep=2, warn=lambda line: None)
+    monkeypatch.setattr(checkpoints._checkpointer, "save", lambda *_, **__: begun.append(1))
+    with file_size_limit(0):
+        checkpoints.save(at_step(state, 3))
+    assert not begun and "of step 3 could not" in checkpoints.failure()
+    checkpoints.close()
+    assert checkpoint_steps(saved) == [1, 2]
+
+
 def test_a_full_disk_is_recognised_by_its_words(saved, state, tmp_path):
     """A real one, where this machine lets us make one."""
     disk = tmp_path / "disk"

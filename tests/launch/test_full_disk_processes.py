@@ -1,0 +1,43 @@
+"""A disk that refuses a checkpoint to one process of several, or to all: the run goes on."""
+
+import pytest
+
+from semrl_jax.training.checkpoint_files import checkpoint_problem, checkpoint_steps
+from tests.launch.conftest import TINY, start
+from tests.launch.processes import finish, free_port
+
+pytestmark = pytest.mark.slow
+NUM_STEPS = 4
+
+
+def train_on_full_disk(workdir, refused):
+    """Two processes of one run; checkpoint 2 is refused to those named."""
+    port = free_port()
+    launcher = {True: ("tests.launch.full_disk", "checkpoints:2:2"), False: ("launch.train",)}
+    return finish(
+        [
+            start(
+                *launcher[index in refused], f"--config={TINY}", f"--workdir={workdir}",
+                f"--config.distributed.coordinator=127.0.0.1:{port}",
+                "--config.distributed.num_processes=2",
+                f"--config.distributed.process_id={index}",
+                f"--config.training.num_steps={NUM_STEPS}",
+                "--config.model.intermediate_size=1024",  # no file can hold one of its arrays
+                env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+            )
+            for index in range(2)
+        ]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", [(1,), (0,), (0, 1)], ids=str)
+def test_a_checkpoint_refused_to_a_process_is_said_and_the_run_goes_on(tmp_path, refused):
+    workdir = tmp_path / "run"
+    (code, out, err), (other_code, _, other_err) = train_on_full_disk(workdir, refused)
+    assert (code, other_code) == (0, 0), (out, err, other_err)
+    (line,) = [line for line in out.splitlines() if "could not be written" in line]
+    assert "checkpoint of step 2 could not be written: File too large" in line
+    assert "good checkpoint: step 1" in line
+    folder = workdir / "checkpoints"
+    assert checkpoint_steps(folder) == [3, 4] and len(list(folder.iterdir())) == 2
+    assert not any(checkpoint_problem(folder / str(step)) for step in (3, 4))
