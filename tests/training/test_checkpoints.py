@@ -409,15 +409,18 @@ def test_a_save_that_the_disk_refuses_is_said_and_the_next_one_tries_again(saved
 def test_a_refusal_is_noted_before_what_was_written_is_removed(saved, state, monkeypatch):
     """On a shared disk another process, or the operator, may have removed it meanwhile."""
 
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     def gone(path):
         raise FileNotFoundError(errno.ENOENT, "gone", str(path))
 
     checkpoints = Checkpoints(saved, keep=2, warn=lambda line: None)
     checkpoints.restore(state)
-    with file_size_limit(8000):
-        checkpoints.save(at_step(state, 3))
-        monkeypatch.setattr(module.shutil, "rmtree", gone)
-        assert "of step 3 could not be written: File too large" in checkpoints.failure()
+    monkeypatch.setattr(module, "write_manifest", full)
+    checkpoints.save(at_step(state, 3))
+    monkeypatch.setattr(module.shutil, "rmtree", gone)
+    assert "of step 3 could not be written: No space left" in checkpoints.failure()
     monkeypatch.undo()
     checkpoints.save(at_step(state, 4))
     assert checkpoints.failure() == ""
