@@ -16,4 +16,5 @@ def get_config():
     config.rollout.engine = "vllm"
     config.rollout.vllm_enforce_eager = True  # compiling takes longer than it saves here
     config.rollout.vllm_kv_cache_gib = 0.5
+    config.hidden_states.compare_every = 10  # vLLM's states beside the policy's own
     return config

@@ -82,20 +82,24 @@ class ReplicaProcess:
         return code
 
     def descendants(self):
-        """Process ids of its children and theirs."""
-        found, unseen = [], [self.pid]
-        while unseen:
-            tasks = pathlib.Path(f"/proc/{unseen.pop()}/task")
-            for task in tasks.glob("*/children"):
-                with contextlib.suppress(OSError):
-                    children = [int(child) for child in task.read_text().split()]
-                    found += children
-                    unseen += children
-        return found
+        return descendants(self.pid)
 
     def kill(self):
         self.process.kill()
         self.process.wait()
+
+
+def descendants(pid):
+    """Process ids of its children and theirs."""
+    found, unseen = [], [pid]
+    while unseen:
+        tasks = pathlib.Path(f"/proc/{unseen.pop()}/task")
+        for task in tasks.glob("*/children"):
+            with contextlib.suppress(OSError):
+                children = [int(child) for child in task.read_text().split()]
+                found += children
+                unseen += children
+    return found
 
 
 @contextlib.contextmanager

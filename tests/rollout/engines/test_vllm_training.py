@@ -1,0 +1,59 @@
+"""A trainer whose replica is vLLM: the quickstart, cut short."""
+
+import signal
+
+import pytest
+
+from tests.launch.conftest import read_until, run, start
+from tests.rollout.engines.test_vllm_ends import assert_gone, queues
+from tests.rollout.engines.vllm_replica import PYTHON, descendants, environment
+from tests.training.conftest import read_rows
+
+pytestmark = pytest.mark.slow
+FLAGS = (
+    "--config=configs/quickstart_vllm.py", f"--config.rollout.vllm_python={PYTHON}",
+    "--config.rollout.vllm_max_num_seqs=16", "--config.warm_start.num_steps=12",
+    "--config.data.prompts_per_step=4", "--config.training.prompts_per_minibatch=4",
+    "--config.rollout.group_size=4", "--config.evaluation.num_problems=8",
+    "--config.training.learning_rate=1e-2",  # weights that stay behind would be seen at once
+    "--config.training.learning_rate_warmup_steps=0", "--config.logging.plot_every_steps=0",
+)  # fmt: skip
+
+
+def test_a_run_with_a_vllm_child(tmp_path):
+    """Weights reach vLLM at every step: its log-probabilities are those of the trained policy."""
+    result = run(
+        "launch.train", *FLAGS, "--config.training.num_steps=3", f"--workdir={tmp_path / 'run'}",
+        env=environment(), timeout=400,
+    )  # fmt: skip
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    assert "done: 3 steps" in result.stdout
+    *rows, last = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["rollout/logprob_mismatch/max"] < 1e-4
+        assert row["policy/grad_norm"] > 0 and row["rollout/weight_bytes"] > 0
+        assert row["rollout/responses"] >= 16 and row["rollout/replica_failures"] == 0
+        assert row["metrics/effective_rank/mean"] > 1
+    # The config compares hidden states every 10 steps; on the wire they are bfloat16.
+    assert rows[0]["rollout/hidden_state_mismatch/max"] < 2**-8
+    assert "rollout/hidden_state_mismatch/max" not in rows[1]
+    assert "eval/arithmetic/greedy_accuracy" in last
+
+
+def test_nothing_of_vllm_outlives_a_trainer_that_is_killed(tmp_path):
+    """Not its processes, nor what they share in /dev/shm."""
+    trainer = start(
+        "launch.train", *FLAGS, "--config.training.num_steps=10000",
+        f"--workdir={tmp_path / 'run'}", env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+    )  # fmt: skip
+    try:
+        read_until(trainer, "step    2/10000")
+        pids = descendants(trainer.pid)
+        shared = queues(pids)
+        assert len(pids) >= 3 and shared  # the replica, its engine and its worker
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.communicate()
+    assert_gone(pids, 20.0)
+    assert not [path for path in shared if path.exists()]
