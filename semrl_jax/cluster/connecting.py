@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from semrl_jax.cluster.environment import split_address
-from semrl_jax.cluster.joining import is_loopback
-from semrl_jax.cluster.peers import Peers, listen
+from semrl_jax.cluster.links import is_loopback, listen
+from semrl_jax.cluster.peers import Peers
 
 KEY_BYTES = 32
 
@@ -28,6 +28,9 @@ def connect(
 
     Process 0 takes a free port beside the coordinator's; secret and port reach the others over the
     mesh. On a loopback coordinator it listens to this machine alone.
+
+    Raises:
+      UserError: if a process cannot connect to process 0 within `connect_timeout_s`.
     """
     count = jax.process_count()
     if count == 1:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ipaddress
 import math
 import os
 import re
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from semrl_jax.cluster.environment import ALONE, Place, split_address
+from semrl_jax.cluster.links import is_loopback, listening_socket
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, name_processes
 from semrl_jax.errors import UserError
 
@@ -85,6 +86,20 @@ def join(
         )
 
 
+def leave_alone(exit_code: int) -> None:
+    """Lets this process end with `exit_code` although others of the job are gone.
+
+    At its exit JAX would wait for them, for five minutes.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    atexit.register(leave)  # the last to be registered is the first to be called
+
+
 def _receive_all(
     place: Place,
     host: str,
@@ -95,7 +110,7 @@ def _receive_all(
 ) -> None:
     """Process 0: waits until every other process has called, then tells all to go on."""
     try:
-        listener = _listen(host, port)
+        listener = listening_socket(host, port)
     except OSError as error:
         # Python adds the address to the reason; that of a name that has none is text alone.
         reason = (error.strerror or str(error)).split(" (while")[0]
@@ -266,31 +281,11 @@ def _read_line(connection: socket.socket) -> str:
     raise ConnectionError("what answers there is not process 0")
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; without SO_REUSEPORT, so that a second job does not share the port."""
-    if is_loopback(host):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=4096)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
-        )
-    return socket.create_server(("", port), backlog=4096)
-
-
 def _bind_address(host: str, port: int) -> str:
-    """Where JAX's service listens, by the rule of `_listen`."""
+    """Where JAX's service listens, by the rule of `listening_socket`."""
     if not is_loopback(host):
         return f"[::]:{port}"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextlib.contextmanager

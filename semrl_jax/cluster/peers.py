@@ -8,8 +8,6 @@ gone with pages of C++ and without a name. Messages are small JSON objects; arra
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing.connection
 import os
 import socket
 import sys
@@ -18,9 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
+from semrl_jax.cluster.links import Link, Listener, call, flush, listen
+from semrl_jax.errors import UserError
+
+__all__ = ["EXIT_PEER_LOST", "PeerFailed", "Peers", "listen", "name_processes"]
+
+EXIT_MISTAKE = 2
 EXIT_PEER_LOST = 76
 BEATS_PER_TIMEOUT = 4
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class PeerFailed(RuntimeError):
@@ -43,6 +46,10 @@ class Peers:
       phase_timeout_s: how long all others wait for one in `gather`.
       progress: takes one line about a wait, on process 0.
       progress_every_s: between two of them.
+
+    Raises:
+      UserError: if the others do not connect to process 0 in time, in those that are connected and
+        in those that are not.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class Peers:
         index: int = 0,
         count: int = 1,
         *,
-        listener: multiprocessing.connection.Listener | None = None,
+        listener: Listener | None = None,
         address: tuple[str, int] | None = None,
         key: bytes = b"",
         connect_timeout_s: float = 300.0,
@@ -68,7 +75,7 @@ class Peers:
         self._results: dict[int, list] = {}
         self._phase, self._phase_began = "start", time.monotonic()
         self._closing = threading.Event()
-        self._links: dict[int, _Link] = {}  # process 0: to all others; they: to it
+        self._links: dict[int, Link] = {}  # process 0: to all others; they: to it
         self._rounds: dict[int, _Round] = {}  # of process 0
         if count == 1:
             return
@@ -76,9 +83,8 @@ class Peers:
             assert listener is not None
             self._accept(listener, connect_timeout_s)
         else:
-            connection = multiprocessing.connection.Client(address, authkey=key)
-            self._links[0] = _Link(0, f"{address[0]}:{address[1]}", connection)
-            self._links[0].send({"hello": index, "name": f"{socket.gethostname()}:{os.getpid()}"})
+            hello = {"hello": index, "name": f"{socket.gethostname()}:{os.getpid()}"}
+            self._links[0] = call(address, key, hello, connect_timeout_s)
         for link in self._links.values():
             threading.Thread(target=self._read, args=(link,), daemon=True).start()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
@@ -132,53 +138,52 @@ class Peers:
             return
         # A peer's death breaks a collective here before or after its connection.
         time.sleep(1.0)
-        failure = {"failed": self.index, "reason": reason, "exit_code": exit_code}
         self._closing.set()  # the others go at once: now that is no loss
-        for link in self._links.values():
-            link.send(failure)
+        self._send_all({"failed": self.index, "reason": reason, "exit_code": exit_code})
+        flush(self._links.values())
 
     def close(self) -> None:
         """Leaves the others; only after a last `gather`."""
         self._closing.set()
-        for link in self._links.values():
-            link.send({"bye": self.index})
+        self._send_all({"bye": self.index})
+        flush(self._links.values())
 
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
         self._beat()
+        flush(self._links.values())  # what this process does next may be its last
 
     def _beat(self) -> None:
-        for link in self._links.values():
-            link.send({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
+        self._send_all({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
 
-    def _accept(self, listener: multiprocessing.connection.Listener, timeout_s: float) -> None:
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for link in list(self._links.values()):
+            link.send(message)
+
+    def _accept(self, listener: Listener, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        accepted: list[_Link] = []
+        everyone = set(range(1, self.count))
 
-        def accept() -> None:
-            while len(accepted) < self.count - 1:
-                try:
-                    connection = listener.accept()
-                    hello = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
-                except (OSError, EOFError, multiprocessing.AuthenticationError):
-                    continue  # a stranger, or one who gave up
-                accepted.append(_Link(hello["hello"], hello["name"], connection))
+        def arrived(link: Link) -> None:
+            self._links[link.index] = link
 
-        threading.Thread(target=accept, daemon=True).start()
-        while len(accepted) < self.count - 1:
+        threading.Thread(target=listener.accept, args=(arrived,), daemon=True).start()
+        while missing := everyone - self._links.keys():
             if time.monotonic() > deadline:
-                missing = set(range(1, self.count)) - {link.index for link in accepted}
-                self._end(
-                    f"{name_processes(missing)} did not connect to process 0 within {timeout_s:g} s"
+                reason = (
+                    f"{name_processes(missing)} did not connect to process 0 at port "
+                    f"{listener.address[1]} within distributed.connect_timeout_s={timeout_s:g} s; "
+                    "the system picks that port, so open all ports between the nodes of a job."
                 )
+                self._send_all({"failed": 0, "reason": reason, "exit_code": EXIT_MISTAKE})
+                flush(self._links.values())
+                raise UserError(reason)
             time.sleep(0.05)
-        self._links = {link.index: link for link in accepted}
         listener.close()
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         try:
-            while True:
-                message = json.loads(link.connection.recv_bytes(MAX_MESSAGE_BYTES))
+            for message in link.receive():
                 link.heard = time.monotonic()
                 if "bye" in message:
                     link.left = True
@@ -238,8 +243,7 @@ class Peers:
                 return
             del self._rounds[message["round"]]
         arrived = [waiting.arrived[i] for i in range(self.count)]
-        for link in self._links.values():
-            link.send({"round": message["round"], "arrived": arrived})
+        self._send_all({"round": message["round"], "arrived": arrived})
         self._finished(message["round"], arrived)
 
     def _finished(self, number: int, arrived: list) -> None:
@@ -253,7 +257,7 @@ class Peers:
         link = self._links[index]
         return f"process {index} ({link.name}, in {link.phase!r} for {link.phase_s:.0f} s)"
 
-    def _lost(self, link: _Link, how: str) -> None:
+    def _lost(self, link: Link, how: str) -> None:
         self._end(
             f"process {link.index} ({link.name}, last in phase {link.phase!r}) is lost: {how}"
         )
@@ -262,14 +266,15 @@ class Peers:
         for link in self._links.values():
             if link.index != message["failed"]:
                 link.send(message)
+        flush(self._links.values())
         reason = f"process {message['failed']} failed: {message['reason']}"
-        print(f"{reason}; all processes stop", file=sys.stderr, flush=True)
+        print(f"{reason.rstrip('.')}; all processes stop", file=sys.stderr, flush=True)
         os._exit(message["exit_code"])
 
     def _end(self, reason: str) -> NoReturn:
         """Whatever the main thread waits for will not come: no orderly end is possible."""
-        for link in self._links.values():
-            link.send({"lost": reason})
+        self._send_all({"lost": reason})
+        flush(self._links.values())
         print(
             f"{reason}; all {self.count} processes stop, the same command goes on from the last "
             "checkpoint",
@@ -279,22 +284,6 @@ class Peers:
         os._exit(EXIT_PEER_LOST)
 
 
-class _Link:
-    """A connection to another process, and what was last heard of it."""
-
-    def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
-        self.index, self.name, self.connection = index, name, connection
-        self.heard = time.monotonic()
-        self.phase, self.phase_s = "start", 0.0
-        self.left = False  # it said that it goes
-        self._sending = threading.Lock()
-
-    def send(self, message: dict) -> None:
-        """Sends, unless the other end is gone: the reader of this connection learns of it."""
-        with self._sending, contextlib.suppress(OSError):
-            self.connection.send_bytes(json.dumps(message).encode())
-
-
 class _Round:
     """Who has come to one `gather`."""
 
@@ -302,11 +291,6 @@ class _Round:
         self.phase = phase
         self.began = self.told = time.monotonic()
         self.arrived: dict[int, dict] = {}
-
-
-def listen(host: str, key: bytes, port: int = 0) -> multiprocessing.connection.Listener:
-    """Process 0's end; its `address` is what the others connect to."""
-    return multiprocessing.connection.Listener((host, port), authkey=key)
 
 
 def name_processes(ids: Iterable[int]) -> str:

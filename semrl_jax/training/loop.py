@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import ml_collections
 
 from semrl_jax import data
-from semrl_jax.cluster import find_place, join
+from semrl_jax.cluster import find_place, join, leave_alone
 from semrl_jax.cluster.agreement import is_agreed, together
 from semrl_jax.cluster.connecting import connect
 from semrl_jax.cluster.peers import Peers
@@ -131,13 +131,17 @@ def join_others(
         heartbeat_timeout_s=3 * settings.heartbeat_timeout_s,
         announce=reporter.line,
     )
-    peers = connect(
-        place.coordinator,
-        connect_timeout_s=settings.connect_timeout_s,
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        phase_timeout_s=settings.phase_timeout_s,
-        progress=reporter.line,
-    )
+    try:
+        peers = connect(
+            place.coordinator,
+            connect_timeout_s=settings.connect_timeout_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            phase_timeout_s=settings.phase_timeout_s,
+            progress=reporter.line,
+        )
+    except UserError:
+        leave_alone(EXIT_MISTAKE)
+        raise
     return peers, reporter
 
 
@@ -192,6 +196,8 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
         if not is_agreed(error):
             code = EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
             peers.fail(str(error) or type(error).__name__, code)
+            if peers.count > 1:
+                leave_alone(code)
         raise
     finally:
         peers.close()

@@ -220,3 +220,33 @@ def test_a_process_that_dies_while_joining_ends_the_others():
 def test_processes_are_named_in_few_words():
     assert name_processes([3]) == "process 3"
     assert name_processes({7, 1, 2, 3, 5}) == "processes 1-3, 5, 7"
+
+
+LEAVER = """
+import sys, time
+from semrl_jax.cluster import Place, join, leave_alone
+address, index = sys.argv[1], int(sys.argv[2])
+join(Place(address, 2, index, "settings"), connect_timeout_s=60, heartbeat_timeout_s=60)
+if index == 0:
+    print("waits", flush=True)
+    time.sleep(600)
+leave_alone(7)
+print("leaves")
+"""
+
+
+@pytest.mark.slow
+def test_who_leaves_alone_does_not_wait_for_the_others():
+    address = free_address()
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVER, address, str(index)],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment(),
+        )
+        for index in range(2)
+    )  # fmt: skip
+    try:
+        assert finish(second, timeout=60) == (7, "leaves\n")
+    finally:
+        first.kill()
+        first.communicate()

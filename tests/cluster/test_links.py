@@ -1,0 +1,127 @@
+"""Who may connect, over IPv4 and IPv6; strangers and processes that take nothing hold nobody up."""
+
+import concurrent.futures
+import multiprocessing
+import socket
+import threading
+import time
+
+import pytest
+
+from semrl_jax.cluster import links, peers
+from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, call, flush, listen
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+
+KEY = b"secret of the test"
+
+
+class Ended(BaseException):
+    """What os._exit is in these tests."""
+
+
+def connect(listener, count, address=None, timeout_s=10.0):
+    """Peers of one run or what they raised, each made in a thread of its own."""
+
+    def make(index):
+        try:
+            return Peers(
+                index, count, listener=None if index else listener,
+                address=address or listener.address, key=KEY, connect_timeout_s=timeout_s,
+            )  # fmt: skip
+        except UserError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(make, range(count)))
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost", "node.of.a.cluster"])
+def test_both_families(host):
+    listener = listen(host, KEY)
+    reached = "::1" if host == "node.of.a.cluster" else host  # it listens on all addresses
+    first, second = connect(listener, 2, (reached, listener.address[1]))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda one: one.gather("where", one.index), (first, second)))
+    assert found == [[0, 1], [0, 1]]
+    first.close(), second.close()
+
+
+def test_strangers_that_stay_silent_hold_nobody_up():
+    listener = listen("127.0.0.1", KEY)
+    strangers = [socket.create_connection(listener.address) for _ in range(3)]
+    made = connect(listener, 2)
+    assert all(isinstance(one, Peers) for one in made)
+    for one in (*made, *strangers):
+        one.close()
+
+
+def test_who_does_not_know_the_secret_is_let_go():
+    listener, came = listen("127.0.0.1", KEY), []
+    threading.Thread(target=listener.accept, args=(came.append,), daemon=True).start()
+    with pytest.raises(UserError, match=r"cannot connect to process 0 at 127\.0\.0\.1 port"):
+        call(listener.address, b"another", {"hello": 1, "name": "host:1"}, 10.0)
+    listener.close()
+    assert not came
+
+
+def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
+    """A full backlog drops what comes, as a firewall does."""
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 1.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)
+        began = time.monotonic()
+        with pytest.raises(UserError, match="open all ports between the nodes of a job"):
+            call(silent.getsockname(), KEY, {"hello": 3, "name": "host:1"}, 1.0)
+    assert time.monotonic() - began < 8
+
+
+def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
+    """Nobody is lost there: a permanent mistake is not one to start again after."""
+    codes = []
+
+    def end(code):
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(peers.os, "_exit", end)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    listener = listen("127.0.0.1", KEY)
+
+    def make(index):
+        return Peers(
+            index, 3, listener=None if index else listener, address=listener.address, key=KEY,
+            connect_timeout_s=1.0,
+        )  # fmt: skip
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        came = pool.submit(make, 1)
+        with pytest.raises(UserError, match="process 2 did not connect to process 0 at port"):
+            pool.submit(make, 0).result()
+        came.result()
+    deadline = time.monotonic() + 5
+    while not codes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert codes == [2]
+    assert "process 0 failed: process 2 did not connect" in capsys.readouterr().err
+
+
+def test_a_process_that_takes_nothing_does_not_stop_the_sender():
+    """More than the buffers of a connection hold, to a process that reads none of it."""
+    ours, theirs = multiprocessing.Pipe()
+    link = Link(1, "stopped", ours)
+    began = time.monotonic()
+    for _ in range(3):
+        link.send({"value": "x" * 2**22})
+    assert time.monotonic() - began < 1
+    flush([link])
+    assert time.monotonic() - began < FLUSH_TIMEOUT_S + 1
+    received = []
+    reader = threading.Thread(target=lambda: received.extend(theirs.recv_bytes() for _ in range(3)))
+    reader.start()
+    reader.join(10)
+    assert len(received) == 3  # whole and in order once it reads again
+    link.send({"last": 1})
+    flush([link])
+    assert theirs.poll(0) and theirs.recv_bytes() == b'{"last": 1}'
