@@ -12,7 +12,7 @@ from semrl_jax.metrics.dynamics import (
 from semrl_jax.metrics.entropy import response_entropy
 from semrl_jax.metrics.inputs import METHODS, METRICS, WINDOWS
 from semrl_jax.metrics.rank import effective_rank, log_effective_rank, traditional_rank
-from semrl_jax.metrics.windows import PrefixDynamics
+from semrl_jax.metrics.windows import PrefixDynamics, count_windows
 
 __all__ = [
     "METHODS",
@@ -21,6 +21,7 @@ __all__ = [
     "PrefixDynamics",
     "RankDynamics",
     "RankSeries",
+    "count_windows",
     "curvature",
     "dataset_metrics",
     "effective_rank",

@@ -51,7 +51,8 @@ def hidden_state_metrics(
 ) -> dict[str, Shaped[Array, " B"]]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
-    A response gives the same numbers alone and in any batch: responses are taken one by one.
+    A response gives the same numbers alone and in any batch, up to rounding: responses are taken
+    one by one.
     Spectral metrics share one decomposition a window.
 
     Args:
@@ -127,7 +128,8 @@ def dataset_metrics(
         order, which the cumulative metrics depend on.
       stride: responses between two prefixes, at least 1.
       window: as in `rank_dynamics`.
-      row_mask: responses that count, those with at least one token; None counts all.
+      row_mask: responses that count, those with at least one token; None counts all. A row that
+        is not finite, as that of a broken response is, never counts.
       names, method: as in `hidden_state_metrics`.
 
     Returns:
@@ -143,6 +145,7 @@ def dataset_metrics(
     check_states(
         states, mask, axes="[B, D], a mean state a row", fields=("mean_states", "row_mask")
     )
+    mask = mask & jnp.all(jnp.isfinite(states), axis=-1)
     measured = hidden_state_metrics(
         states[None],
         mask[None],
@@ -210,9 +213,10 @@ def _measure(
         values |= zip(spectral, measured[0])
         series |= zip(spectral_orders, measured[1].T)
     if "curvature" in names:
-        values["curvature"] = mean_angle(*turning_angles(rows), rows.num_tokens)
+        angles = turning_angles(rows)
+        values["curvature"] = mean_angle(*angles, rows.num_tokens)
     if "curvature" in orders:
-        angles = turning_angles(windows.rows)
+        angles = angles if windows.rows is rows else turning_angles(windows.rows)
         sizes = jnp.asarray(windows.sizes, jnp.int32)
         series["curvature"] = jax.vmap(lambda size: mean_angle(*angles, size))(sizes)
     result = {}

@@ -44,7 +44,8 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 
     Entry t is of the step from row t to row t + 1, N = max(T - 1, 0).
     """
-    states, num_tokens = rows.states, rows.num_tokens
+    # No metric has a gradient, and that of the root would be NaN on a straight line.
+    states, num_tokens = jax.lax.stop_gradient(rows.states), rows.num_tokens
     num_steps = max(states.shape[0] - 1, 0)
     if num_steps == 0:
         return jnp.zeros(num_steps, jnp.float32), jnp.zeros(num_steps, bool)

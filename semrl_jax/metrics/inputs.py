@@ -52,14 +52,14 @@ def check_states(
     fields: tuple[str, str] = ("hidden_states", "response_mask"),
 ) -> None:
     """Raises ValueError for a wrong rank, dtype or shape; static, so it costs a trace only."""
-    shape, dtype = np.shape(states), jnp.result_type(states)
+    shape, dtype = _shape_and_dtype(fields[0], states)
     if len(shape) != axes[: axes.index("]")].count(",") + 1:
         raise ValueError(f"{fields[0]} has shape {shape}; it must be {axes}.")
     if shape[-1] == 0:
         raise ValueError(f"{fields[0]} has shape {shape}; its width D must be at least 1.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{fields[0]} has dtype {dtype}; it must be real floating point.")
-    mask_shape, mask_dtype = np.shape(mask), jnp.result_type(mask)
+    mask_shape, mask_dtype = _shape_and_dtype(fields[1], mask)
     if mask_shape != shape[:-1]:
         raise ValueError(
             f"{fields[1]} has shape {mask_shape}; it must be {shape[:-1]}, the leading axes of "
@@ -70,6 +70,14 @@ def check_states(
             f"{fields[1]} has dtype {mask_dtype}; it must be bool, True on rows that count "
             f"(integer masks: {fields[1]} != 0)."
         )
+
+
+def _shape_and_dtype(field: str, value: Any) -> tuple[tuple[int, ...], np.dtype]:
+    if not isinstance(value, AnyArray):
+        raise ValueError(
+            f"{field} is of type {type(value).__name__}; it must be a NumPy or JAX array."
+        )
+    return np.shape(value), jnp.result_type(value)
 
 
 def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:

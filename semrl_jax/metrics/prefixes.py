@@ -16,7 +16,7 @@ from semrl_jax.metrics.windows import Windows, chunks, interpolated
 # More windows are padded to so many sizes, which bounds the compile time; float64 runs rarely.
 MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
-# (sigma [S], scale, num_rows, width) -> scalar
+# (sigma [S], scale, num_rows, width) -> scalar, in the dtype of the arithmetic
 SpectralMetric = Callable[..., Float[Array, ""]]
 
 
@@ -43,8 +43,8 @@ def spectral_series(
     cost nothing, nor does one that is the whole response. No gradient flows through them.
 
     Args:
-      method: "svd": in float64. "gram": in float32 if that resolves the spectrum of the response
-        and of each prefix, else all of it again in float64.
+      method: "svd": in float64, and by SVD what that does not resolve. "gram": in float32 if that
+        resolves the spectrum of the response and of each prefix, else all of it again in float64.
       strict: whether a single unresolved singular value takes float64, as counting needs.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
     """
@@ -77,7 +77,7 @@ def _measure(*arrays, method: str, over_batch: bool = False, **static):
     """
 
     def measure(dtype: type):
-        function = functools.partial(_measure_in, dtype=dtype, **static)
+        function = functools.partial(_measure_in, dtype=dtype, exact=method == "svd", **static)
         return jax.vmap(function)(*arrays) if over_batch else function(*arrays)
 
     if method == "svd":
@@ -106,6 +106,7 @@ def _measure_in(
     value_metrics: tuple[SpectralMetric, ...],
     series_metrics: tuple[SpectralMetric, ...],
     strict: bool,
+    exact: bool,
     dtype: type,
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
     """Values, series, and whether arithmetic in this dtype resolved them."""
@@ -116,11 +117,12 @@ def _measure_in(
     prefixes = whole if window_rows == num_rows else whole.part(first_row, window_rows)
 
     def of_first(spectra, size, num_tokens, active, metrics, before=None):
-        spectrum = spectra(
-            size, num_tokens, active & (num_tokens >= 2), strict=strict, before=before
-        )
-        values = [metric(spectrum.sigma, rows.scale, num_tokens, width) for metric in metrics]
-        return jnp.where(active, jnp.stack(values), 0.0), spectrum.resolved
+        active = active & (num_tokens >= 2)
+        spectrum = spectra(size, num_tokens, active, strict=strict, exact=exact, before=before)
+        scale = rows.scale.astype(dtype)
+        values = [metric(spectrum.sigma, scale, num_tokens, width) for metric in metrics]
+        values = jnp.stack(values).astype(jnp.float32)
+        return jnp.where(active, values, 0.0), spectrum.resolved
 
     everything, resolved = of_first(
         whole, num_rows, rows.num_tokens, rows.finite, (*value_metrics, *series_metrics)

@@ -4,7 +4,8 @@ With rows Z shifted by a common vector, G = Z Z^T is formed once; the eigenvalue
 where J subtracts the mean, are the squares of the singular values of the first n rows, centred. A
 prefix longer than D takes the D x D scatter matrix instead, which grows with the prefix. Squaring
 halves the digits: float64 keeps those of a float32 decomposition and more, float32 those above its
-floor, and says whether that was enough.
+floor, and says whether that was enough. What float64 would lose beside a huge direction, an SVD of
+the rows themselves keeps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ FLOOR_EPSILONS = 4
 # either sign; a few below are harmless where the others together outweigh them.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
+# Above this one a float64 value is good for 1e-6: FLOOR_EPSILONS / 2 epsilons over its square.
+RESOLVED_SIGMA_FLOAT64 = 3e-5
 
 MAX_UNSPLIT_ROWS = 384  # smaller products lose more speed than half of them is worth
 
@@ -71,7 +74,7 @@ def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) ->
         cpu = jnp.linalg.eigvalsh if target is None else functools.partial(_values_only, target)
         return jax.lax.platform_dependent(a, cpu=cpu, default=jnp.linalg.eigvalsh)[::-1]
 
-    return jax.lax.cond(active, values, lambda a: jnp.zeros(a.shape[:1], a.dtype), gram)
+    return jax.lax.cond(active, values, lambda a: jnp.zeros_like(a[0]), gram)
 
 
 @symmetric_eigenvalues.def_vmap
@@ -91,6 +94,38 @@ def _batch_of_eigenvalues(
         return values[:, ::-1]
 
     return jax.lax.platform_dependent(gram, active, cpu=in_turn, default=at_once), True
+
+
+@jax.custom_batching.custom_vmap
+def singular_values(
+    rows: Float[Array, "N D"], num_rows: Int[Array, ""], active: Bool[Array, ""]
+) -> Float[Array, " S"]:
+    """Descending singular values of the first rows, centred; zeros where not active.
+
+    Of the rows themselves: an order slower than eigenvalues. `vmap` as there.
+    """
+
+    def values(rows: Float[Array, "N D"], num_rows: Int[Array, ""]) -> Float[Array, " S"]:
+        valid = (jnp.arange(rows.shape[0]) < num_rows)[:, None]
+        total = jnp.sum(jnp.where(valid, rows, 0.0), axis=0, keepdims=True)
+        mean = total / jnp.maximum(num_rows, 1).astype(rows.dtype)
+        return jnp.linalg.svd(jnp.where(valid, rows - mean, 0.0), compute_uv=False)
+
+    def zeros(rows: Float[Array, "N D"], num_rows: Int[Array, ""]) -> Float[Array, " S"]:
+        return jnp.zeros_like(rows[0, 0], shape=(min(rows.shape),))
+
+    return jax.lax.cond(active, values, zeros, rows, num_rows)
+
+
+@singular_values.def_vmap
+def _batch_of_singular_values(
+    axis_size: int, in_batched: list[bool], *batch: Array
+) -> tuple[Float[Array, "B S"], bool]:
+    batch = tuple(
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(batch, in_batched)
+    )
+    return jax.lax.map(lambda one: singular_values(*one), batch), True
 
 
 class PrefixSpectra:
@@ -122,15 +157,17 @@ class PrefixSpectra:
         active: Bool[Array, ""],
         *,
         strict: bool = False,
+        exact: bool = False,
         before: Scatter | None = None,
     ) -> Spectrum:
-        """Descending singular values of the first `num_rows` rows, num_rows <= size, float32.
+        """Descending singular values of the first `num_rows` rows, num_rows <= size.
 
         Args:
           size: static number of rows the decomposition is compiled for.
           num_rows: how many of them this prefix has.
           active: False skips the decomposition and returns zeros, resolved.
           strict: unresolved if a single value is, as a count of values needs.
+          exact: in float64, takes an SVD where a value is unresolved.
           before: of rows that every prefix of this call has, saves their products.
         """
         dtype, width = self.states.dtype, self.states.shape[1]
@@ -156,6 +193,11 @@ class PrefixSpectra:
         sigma = jnp.sqrt(jnp.where(real & (eigenvalues > floor), eigenvalues, 0.0))
         if dtype == jnp.float64:
             resolved = jnp.bool_(True)
+            if exact:
+                small = real & (eigenvalues < RESOLVED_SIGMA_FLOAT64**2 * largest)
+                again = active & jnp.any(small)
+                of_rows = singular_values(self.states[:size], num_rows, again)
+                sigma = jnp.where(again, jnp.where(real, of_rows, 0.0), sigma)
         else:
             # The threshold of traditional rank, max(T, D) eps, stays half of what is resolved.
             eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
@@ -166,7 +208,7 @@ class PrefixSpectra:
             # Each product below `tiny` was lost: together less than a rounding of the largest?
             kept = largest >= count * (width * tiny / eps)
             resolved = ~active | (enough & kept)
-        return Spectrum(sigma.astype(jnp.float32), resolved)
+        return Spectrum(sigma, resolved)
 
 
 def symmetric_product(rows: Float[Array, "N K"]) -> Float[Array, "N N"]:
@@ -221,7 +263,9 @@ def _values_only(target: str, a: Float[Array, "N N"]) -> Float[Array, " N"]:
         output_layouts=[(0, 1), (0,), ()],
         input_output_aliases={0: 0},
     )
-    return call(a, mode=np.uint8(ord("N")), uplo=np.uint8(ord("L")))[1]
+    values = call(a, mode=np.uint8(ord("N")), uplo=np.uint8(ord("L")))[1]
+    # A custom call does not say that its results vary over the axes of a shard_map as `a` does.
+    return jnp.where(True, values, a[0])
 
 
 def _product(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:

@@ -87,6 +87,17 @@ def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> 
     return Windows(rows, sizes, measured, num_windows, window == "later")
 
 
+def count_windows(num_tokens: int, stride: int, window: str) -> int:
+    """The number of windows K of a response of so many tokens, as `PrefixDynamics` counts them."""
+    if window == "exact":
+        return num_tokens // stride
+    if window == "release":
+        num_tokens = min(num_tokens, RELEASE_TOKENS)
+    if num_tokens < 2 * stride:
+        return 0
+    return (num_tokens - 1) // stride + (window == "later")
+
+
 def measured_windows(num_windows: int, growth: float) -> tuple[int, ...]:
     """Indices of the first four windows, and of those each `growth` times as far as the last."""
     found, number = [], 1

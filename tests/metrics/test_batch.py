@@ -155,6 +155,23 @@ def test_dataset_metrics_treat_mean_states_as_one_response(batch):
     assert measured["global/effective_rank_valid"]
     assert measured["cumulative/effective_rank_acceleration_valid"]
     assert measured["global/curvature"] == pytest.approx(oracle.curvature(rows), rel=1e-5)
+    broken = np.insert(np.asarray(means), 2, np.nan, axis=0)  # counts no more than an empty one
+    row_mask = np.insert(mask.any(axis=1), 2, True)
+    again = metrics.dataset_metrics(broken, stride=1, row_mask=row_mask)
+    for name, value in measured.items():
+        np.testing.assert_allclose(again[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow  # a program each
+@pytest.mark.parametrize("window", metrics.WINDOWS)
+def test_dataset_metrics_follow_the_window(window):
+    rows = np.random.default_rng(0).normal(size=(24, 10)).astype(np.float32)
+    measured = metrics.dataset_metrics(rows, stride=5, window=window)
+    for name, metric in oracle.METRICS.items():
+        expected = metric(rows), *oracle.orders(oracle.series(metric, rows, 5, window))
+        keys = f"global/{name}", f"cumulative/{name}_velocity", f"cumulative/{name}_acceleration"
+        # 1e-4 of values up to 20: differences of them.
+        np.testing.assert_allclose([measured[key] for key in keys], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_every_array_is_float32_or_bool(batch):

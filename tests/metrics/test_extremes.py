@@ -151,8 +151,11 @@ def test_what_is_below_normal_float32_counts_as_zero():
     assert metrics.traditional_rank(states, np.ones(8, bool)) == 0.0
 
 
-def test_gradients_of_spectral_metrics_are_zero():
+def test_gradients_of_metrics_are_zero():
     states, mask = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32), np.ones(9, bool)
+    straight = np.arange(9, dtype=np.float32)[:, None] * np.ones(4, np.float32)
+    for rows in (states, straight):  # of the angle alone it would be NaN on a straight line
+        np.testing.assert_array_equal(jax.grad(metrics.curvature)(rows, mask), 0.0)
     assert not np.any(jax.grad(metrics.effective_rank)(states, mask))
 
     def total(states):

@@ -86,6 +86,8 @@ cases = [
     (lambda: batch(orders=3), "orders=3"),
     (lambda: batch(states=states[None, :, :0]), "hidden_states has shape (1, 8, 0); its width"),
     (lambda: rank(states[:, :0]), "hidden_states has shape (8, 0); its width"),
+    (lambda: rank(states.tolist()), "hidden_states is of type list"),
+    (lambda: rank(mask=mask.tolist()), "response_mask is of type list"),
     (lambda: metrics.dataset_metrics(states[0], stride=1), "mean_states has shape (4,)"),
     (lambda: metrics.dataset_metrics(states[:, :0], stride=1), "mean_states has shape (8, 0)"),
     (lambda: metrics.dataset_metrics(states.astype(int), stride=1), "mean_states has dtype int"),

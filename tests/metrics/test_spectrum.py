@@ -48,6 +48,42 @@ def test_gram_sees_what_lies_beside_one_huge_direction(share):
     assert measured["traditional_rank"][0] == oracle.traditional_rank(states)
 
 
+@pytest.mark.parametrize("shape", [(45, 40), (20, 30)])
+def test_svd_keeps_its_promise_beside_any_column(shape):
+    # 1e-5 of ER and of its logarithm, which is all that lies beside the column: Gram matrices in
+    # float64 lose 6e-5 and 28 % at 3e7.
+    rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    mask = np.ones(len(rows), bool)
+    measure = jax.jit(functools.partial(metrics.rank_dynamics, stride=len(rows) // 3))
+    for factor in (1e3, 1e5, 3e7, 1e9):
+        states = rows * np.append(np.float32(factor), np.ones(shape[1] - 1, np.float32))
+        found = measure(states, mask)
+        expected = oracle.effective_rank(states)
+        np.testing.assert_allclose(found.effective_rank, expected, rtol=1e-5)
+        logarithm = metrics.log_effective_rank(states, mask)
+        np.testing.assert_allclose(logarithm, oracle.log_effective_rank(states), rtol=1e-5)
+        series = oracle.series(oracle.effective_rank, states, len(rows) // 3, "exact")
+        np.testing.assert_allclose(found[1:3], oracle.orders(series), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_metrics_run_inside_the_callers_shard_map(side_by_side):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    states = np.random.default_rng(0).normal(size=(4, 16, 20)).astype(np.float32)
+    states[3] = beside_one_direction(3e-4, 16, 20)  # float64 on one device alone
+    mask = np.ones((4, 16), bool)
+    rows = jax.sharding.PartitionSpec("data")
+    measure = functools.partial(
+        metrics.hidden_state_metrics, stride=5, orders=("effective_rank",), method="gram",
+        side_by_side=side_by_side,
+    )  # fmt: skip
+    sharded = jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(rows, rows), out_specs=rows))
+    expected = measure(states, mask)
+    for name, values in sharded(states, mask).items():
+        # 1e-5: products of half the batch may round otherwise.
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=2e-5, err_msg=name)
+
+
 def test_float64_is_taken_where_float32_does_not_resolve_and_only_there(monkeypatch):
     calls = decompositions(monkeypatch)
     for share, dtypes in ((1e-2, {"float32"}), (3e-4, {"float32", "float64"})):

@@ -27,6 +27,15 @@ def test_measured_windows_are_the_first_four_and_then_grow(num_windows, growth):
     assert measured_windows(num_windows, 1.0) == tuple(range(num_windows))
 
 
+@given(
+    num_tokens=st.integers(0, 1100), stride=st.integers(1, 300),
+    window=st.sampled_from(metrics.WINDOWS),
+)  # fmt: skip
+def test_windows_are_counted_as_the_oracle_takes_them(num_tokens, stride, window):
+    series = oracle.series(len, np.zeros((num_tokens, 1)), stride, window)
+    assert metrics.count_windows(num_tokens, stride, window) == len(series)
+
+
 @functools.cache
 def filled(measured, length):
     return jax.jit(lambda *arrays: interpolated(*arrays[:2], measured, arrays[2], length))
