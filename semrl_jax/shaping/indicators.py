@@ -20,7 +20,8 @@ class Indicators(NamedTuple):
 
     Attributes:
       values: float32, 0.0 where not present.
-      present: which responses have which indicator; under invalid="zeros" all of them.
+      present: which responses have which indicator; under invalid="zeros" also those too short
+        for an order.
       valid: responses that have every used indicator, so that they can be shaped.
     """
 
@@ -47,8 +48,9 @@ def read_indicator(
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Values without NaN, and which responses have one.
 
-    A missing `<name>_valid` means valid wherever finite. With invalid='zeros' every response counts
-    and one without a value has 0.0.
+    A missing `<name>_valid` means valid wherever finite. With invalid='zeros' an order counts as
+    0.0 where it is not valid but its metric is; what is not finite, as a value or as the hidden
+    states behind it, never counts.
     """
     if name not in metrics:
         raise ValueError(
@@ -62,17 +64,26 @@ def read_indicator(
             f"metrics[{name!r}] has shape {shape}; it must be [B], one value per response."
         )
     values = jax.lax.stop_gradient(jnp.asarray(metrics[name]).astype(jnp.float32))
-    present = jnp.isfinite(values)
-    if (key := f"{name}_valid") in metrics:
-        flags = jnp.asarray(metrics[key])
-        if flags.shape != shape or flags.dtype != jnp.bool_:
-            raise ValueError(
-                f"metrics[{key!r}] has shape {flags.shape} and dtype {flags.dtype}; it must be "
-                f"{shape} and bool, as metrics[{name!r}] has one value per response."
-            )
-        present = present & flags
+    finite = jnp.isfinite(values)
+    present = finite & _valid(metrics, name, shape)
     values = jnp.where(present, values, 0.0)
-    return values, jnp.ones_like(present) if invalid == "zeros" else present
+    metric = name.removesuffix("_velocity").removesuffix("_acceleration")
+    if invalid == "zeros" and metric != name:
+        present = finite & _valid(metrics, metric, shape)
+    return values, present
+
+
+def _valid(metrics: Metrics, name: str, shape: tuple[int, ...]) -> Bool[Array, " B"]:
+    """`<name>_valid`, True where there is none."""
+    if (key := f"{name}_valid") not in metrics:
+        return jnp.ones(shape, bool)
+    flags = jnp.asarray(metrics[key])
+    if flags.shape != shape or flags.dtype != jnp.bool_:
+        raise ValueError(
+            f"metrics[{key!r}] has shape {flags.shape} and dtype {flags.dtype}; it must be "
+            f"{shape} and bool, as the metrics have one value per response."
+        )
+    return flags
 
 
 def masked_mean(values: Float[Array, "*axes"], mask: Bool[Array, "*axes"]) -> Float[Array, ""]:

@@ -67,7 +67,8 @@ class ShapingOptions:
         for rewards in [-1, 1], as above it the signal turns its sign.
       ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
       ema_lag: 1: step t sees means up to step t - 1; 2: up to t - 2, and q none of the first step.
-      invalid: responses without a needed indicator are "excluded", or count with "zeros".
+      invalid: responses too short for a needed order are "excluded", or count with "zeros"; those
+        that are not finite never count.
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
       eta: scale of the signal, finite and not negative.

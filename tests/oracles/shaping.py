@@ -44,6 +44,13 @@ def baselines(means, alpha, ema_init, ema_lag):
     return result
 
 
+def with_zero(row, name):
+    """0.0 for an order of a response that has the metric itself but is too short for the order."""
+    metric = name.removesuffix("_velocity").removesuffix("_acceleration")
+    too_short = row[name] is None and metric != name and row.get(metric, 0.0) is not None
+    return 0.0 if too_short else row[name]
+
+
 def run(
     batches, *, target, tokens, mixing, scale, ema_init, ema_lag, invalid, alpha, gain, eta, kappa,
     indicators, explore_weights, exploit_weights, guidance,
@@ -51,7 +58,7 @@ def run(
     """Some steps under any options; yields what each step makes and the baselines it leaves.
 
     A batch has `advantages` [B, T], `mask` [B, T], `reward` and `values`: for each indicator the B
-    values, None where a response has none.
+    values, None where a response is too short for one, NaN where it is not finite.
     """
     tracked = [*indicators, *([] if guidance in indicators else [guidance])]
     used = [n for n, a, b in zip(indicators, explore_weights, exploit_weights) if a or b]
@@ -61,7 +68,14 @@ def run(
         num = len(batch["mask"])
         rows = [{name: batch["values"][name][i] for name in tracked} for i in range(num)]
         if invalid == "zeros":
-            rows = [{name: value or 0.0 for name, value in row.items()} for row in rows]
+            rows = [{name: with_zero(row, name) for name in row} for row in rows]
+        rows = [
+            {
+                name: None if value is None or math.isnan(value) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        ]
         valid = [all(row[name] is not None for name in used) for row in rows]
         known = {name: mu.get(name, 0.0) for name in tracked}
         active = step > 0 and (ema_init == "zero" or all(name in mu for name in used))

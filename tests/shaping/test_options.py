@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,10 @@ def make_batches(seed, names):
                 given_values[f"{name}_valid"] = flagged
             else:
                 given_values[name][~present] = np.nan  # no flags at all
-            found[name] = [float(v) if p else None for v, p in zip(values, present)]
+            found[name] = [
+                float(v) if p else None if k % 2 and not f else math.nan
+                for v, p, f in zip(values, present, flagged)
+            ]
         batches.append(
             {
                 "advantages": advantages,
@@ -203,7 +207,7 @@ def test_release_options_give_the_release(mixing, scale):
     batches = []
     for _ in range(8):
         values = rng.uniform(1, 3, (3, 3)).astype(np.float32)
-        values[rng.random((3, 3)) < 0.2] = 0.0  # too short for a difference
+        values[:, :2][rng.random((3, 2)) < 0.3] = 0.0  # too short for a difference
         advantages = rng.normal(size=(3, 4)).astype(np.float32)
         batches.append(
             {
@@ -221,6 +225,7 @@ def test_release_options_give_the_release(mixing, scale):
         columns = batch["values"].T
         found = dict(zip(shaping.INDICATORS, columns))
         found |= {f"{n}_valid": v != 0 for n, v in zip(shaping.INDICATORS, columns)}
+        assert found["effective_rank_valid"].all()
         np.testing.assert_allclose(
             shaping.reward_bonus(found, state, **options), in_reward, rtol=2e-5, atol=5e-6
         )
@@ -233,8 +238,9 @@ def test_release_options_give_the_release(mixing, scale):
         state = shaping.update_shaping_state(state, found, mean_reward=batch["reward"], **options)
 
 
+@pytest.mark.parametrize("invalid", CHOICES["invalid"])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_response_gets_nothing_and_touches_nobody(broken):
+def test_a_broken_response_gets_nothing_and_touches_nobody(broken, invalid):
     rng = np.random.default_rng(0)
     clean = {name: rng.uniform(1, 3, 5).astype(np.float32) for name in shaping.INDICATORS}
     state = shaping.update_shaping_state(shaping.init_shaping_state(), clean)
@@ -243,7 +249,7 @@ def test_a_broken_response_gets_nothing_and_touches_nobody(broken):
     expected, _ = shaping.shape_advantages(advantages, higher, mask, state)
     for name in shaping.INDICATORS:
         hurt = higher | {name: np.where(np.arange(5) == 1, broken, higher[name])}
-        shaped, report = shaping.shape_advantages(advantages, hurt, mask, state)
+        shaped, report = shaping.shape_advantages(advantages, hurt, mask, state, invalid=invalid)
         others = np.arange(5) != 1
         np.testing.assert_array_equal(np.asarray(shaped)[others], np.asarray(expected)[others])
         np.testing.assert_array_equal(np.asarray(shaped)[1], MASK[1])
@@ -251,10 +257,26 @@ def test_a_broken_response_gets_nothing_and_touches_nobody(broken):
         assert np.asarray(expected)[1, 0] > 1  # else nothing was taken from it
         without = {key: values[others] for key, values in higher.items()}
         np.testing.assert_allclose(
-            shaping.update_shaping_state(state, hurt).baseline,
-            shaping.update_shaping_state(state, without).baseline,
+            shaping.update_shaping_state(state, hurt, invalid=invalid).baseline,
+            shaping.update_shaping_state(state, without, invalid=invalid).baseline,
             rtol=1e-6,  # sums of four and of five terms
         )
+
+
+def test_zeros_are_of_short_responses_and_not_of_broken_ones():
+    # As the metrics say it: of one that is not finite nothing is valid, and all is 0.0.
+    found = {name: np.array([3.0, 0.0, 0.0], np.float32) for name in shaping.INDICATORS}
+    found["effective_rank"] = np.array([3.0, 3.0, 0.0], np.float32)
+    found |= {f"{name}_valid": np.array([True, False, False]) for name in shaping.INDICATORS}
+    found["effective_rank_valid"] = np.array([True, True, False])
+    below = {name: np.full(3, -1.0, np.float32) for name in shaping.INDICATORS}
+    state = shaping.update_shaping_state(shaping.init_shaping_state(), below)
+    bonus = shaping.reward_bonus(found, state, invalid="zeros")
+    np.testing.assert_array_equal(np.asarray(bonus) != 0, [True, True, False])
+    after = shaping.update_shaping_state(
+        shaping.init_shaping_state(), found, invalid="zeros"
+    ).baseline
+    np.testing.assert_allclose(after, [1.5, 1.5, 3.0])  # means of two
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
