@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
@@ -11,9 +12,9 @@ from semrl_jax.algorithms import IMPORTANCE_LEVELS, KL_ESTIMATORS
 from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
-from semrl_jax.metrics import METHODS, METRICS, WINDOWS
+from semrl_jax.metrics import METHODS, METRICS, WINDOWS, count_windows
 from semrl_jax.models import DTYPES, REMAT_POLICIES
-from semrl_jax.shaping import validate_shaping
+from semrl_jax.shaping import ShapingOptions
 from semrl_jax.training.measuring import TOKEN_INDICATORS
 
 TASKS = ("arithmetic", "files")
@@ -244,7 +245,7 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
             "another source."
         )
     try:
-        validate_shaping(**shaping)
+        options = ShapingOptions(**shaping)
     except ValueError as error:
         raise UserError(str(error)) from None
     if shaping.target == "none":
@@ -252,8 +253,7 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
     of_states = {
         name + order: name for name in METRICS for order in ("", "_velocity", "_acceleration")
     }
-    tracked = (*shaping.indicators, shaping.guidance)
-    for indicator in tracked:
+    for indicator in options.tracked:
         if indicator in TOKEN_INDICATORS:
             continue
         if indicator not in of_states:
@@ -272,16 +272,29 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
                 f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
                 "measure; add its metric there."
             )
-    limit = config.rollout.max_response_tokens
-    for order, num_prefixes in (("_acceleration", 3), ("_velocity", 2)):
-        of_order = [name for name in tracked if name.endswith(order)]
-        if of_order and num_prefixes * metrics.stride > limit:
-            raise UserError(
-                f"metrics.stride={metrics.stride} leaves under {num_prefixes} prefixes in "
-                f"rollout.max_response_tokens={limit}, so no response would have the "
-                f"{of_order[0]!r} that the shaping uses; set a stride of at most "
-                f"{limit // num_prefixes}."
-            )
+    _check_windows(config, options.used)
+
+
+def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> None:
+    """Whether the longest response has the orders that the shaping uses."""
+    metrics, limit = config.metrics, config.rollout.max_response_tokens
+    for order, least in (("_acceleration", 3), ("_velocity", 2)):
+        of_order = [name for name in used if name.endswith(order)]
+        found = count_windows(limit, metrics.stride, metrics.window)
+        if not of_order or found >= least:
+            continue
+        fitting = [
+            stride
+            for stride in range(1, metrics.stride)
+            if count_windows(limit, stride, metrics.window) >= least
+        ]
+        way_out = f"set a stride of at most {fitting[-1]}" if fitting else "raise that limit"
+        raise UserError(
+            f"metrics.stride={metrics.stride} leaves {found} prefixes in "
+            f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, so no "
+            f"response would have the {of_order[0]!r} that the shaping uses, which takes {least}; "
+            f"{way_out}."
+        )
 
 
 def _check_importance(config: ml_collections.ConfigDict) -> None:

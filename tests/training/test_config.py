@@ -39,7 +39,7 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("rollout.top_p", 0.0, r"rollout.top_p=0.0 must be in \(0, 1\]"),
         ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
         ("data.task", "chess", "data.task='chess' must be one of"),
-        ("metrics.stride", 40, "leaves under 3 prefixes"),
+        ("metrics.stride", 40, "leaves 1 prefixes in .* which takes 3; set a stride of at most 18"),
         ("metrics.window_growth", 0.9, "metrics.window_growth=0.9 must be at least 1"),
         ("metrics.device_batch", -1, "metrics.device_batch=-1 must be at least 0"),
         ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
@@ -98,10 +98,41 @@ def test_a_stride_need_only_leave_the_orders_that_are_used():
     config.metrics.stride = limit // 2
     validate(config)
     config.metrics.stride = limit // 2 + 1
-    with pytest.raises(UserError, match=r"leaves under 2 prefixes.*velocity"):
+    with pytest.raises(UserError, match=r"leaves 1 prefixes.*velocity"):
         validate(config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)
+
+
+def test_a_guidance_that_fixed_mixing_never_reads_needs_no_stride():
+    config = quickstart.get_config()
+    config.shaping.mixing = "half"
+    config.metrics.stride = config.rollout.max_response_tokens // 2
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "stride", "largest"),
+    [
+        ("exact", 60, 21, 20),
+        ("release", 60, 20, 19),  # the third prefix would end at its 61st token
+        ("release", 2048, 200, 170),  # of 512 tokens alone
+        ("later", 60, 31, 29),
+    ],
+)
+def test_the_stride_leaves_the_windows_of_its_rule(window, limit, stride, largest):
+    config = quickstart.get_config()
+    config.rollout.max_response_tokens = limit
+    config.metrics.window = window
+    config.metrics.stride = stride
+    with pytest.raises(UserError, match=f"set a stride of at most {largest}\\."):
+        validate(config)
+    config.metrics.stride = largest
+    validate(config)
+    config.metrics.stride, config.rollout.max_response_tokens = 1, 2
+    config.rollout.max_prompt_tokens = 12
+    with pytest.raises(UserError, match="raise that limit"):
+        validate(config)
 
 
 @pytest.mark.parametrize(
