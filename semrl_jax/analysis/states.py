@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-import zipfile
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Bool, Float
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from semrl_jax.errors import UserError
 
@@ -40,8 +39,8 @@ def read_states(
         raise UserError(f"{file} is no file.")
     try:
         arrays = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read: {error}.") from None
+    except Exception as error:  # a damaged file breaks the readers in any way
+        raise UserError(f"{file} cannot be read: {type(error).__name__}: {error}.") from None
     if STATES not in arrays:
         raise UserError(f"{file} has no array {STATES!r}; save the states under that name.")
     states = arrays[STATES]

@@ -208,11 +208,8 @@ class Measurer:
     def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
             return {}
-        rows = np.stack(means)
         with jax.default_device(self._host):
-            found = jax.device_get(
-                self._measure_dataset(rows, row_mask=np.isfinite(rows).all(axis=1))
-            )
+            found = jax.device_get(self._measure_dataset(np.stack(means)))
         return {
             name: float(value)
             for name, value in found.items()

@@ -65,3 +65,27 @@ def test_wrong_files_are_named(tmp_path):
         (tmp_path / name).write_bytes(b"PK\x03\x04 nothing" if "torn" in name else b"")
         with pytest.raises(UserError, match=f"{name} cannot be read"):
             read_states(tmp_path / name)
+
+
+def test_damaged_files_are_named(tmp_path):
+    file = tmp_path / "states.npz"
+    with open(file, "wb") as stream:
+        np.save(stream, STATES)  # one array without the archive
+    with pytest.raises(UserError, match="cannot be read"):
+        read_states(file)
+    np.savez_compressed(file, hidden_states=STATES)
+    sound = file.read_bytes()
+    for place in range(30, len(sound), 7):
+        file.write_bytes(sound[:place] + bytes([sound[place] ^ 0xFF]) + sound[place + 1 :])
+        try:
+            read_states(file)
+        except UserError as error:
+            assert str(file) in str(error)
+
+
+def test_a_dtype_that_numpy_lacks_is_named(tmp_path):
+    file = tmp_path / "states.safetensors"
+    header = b'{"hidden_states":{"dtype":"F8_E4M3","shape":[1,2,2],"data_offsets":[0,4]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UserError, match=r"states.safetensors"):
+        read_states(file)
