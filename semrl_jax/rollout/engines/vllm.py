@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import inspect
 import itertools
+import json
 import mmap
 import os
+import pathlib
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -266,7 +270,9 @@ class VllmEngine(Engine):
         settings = self._settings
         kv_cache_gib = settings.kv_cache_gib or (CPU_CACHE_GIB if current_platform.is_cpu() else 0)
         _, max_prompt_tokens, max_response_tokens = self._limits
+        errors = pathlib.Path(self._model.directory) / "errors.log"
         try:
+            _log_errors_to(errors)
             config = AsyncEngineArgs(
                 model=self._model.directory,
                 skip_tokenizer_init=True,
@@ -292,7 +298,8 @@ class VllmEngine(Engine):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
-                f"vLLM {self._version_of_vllm} cannot serve this model: {_reason(error)}"
+                f"vLLM {self._version_of_vllm} cannot serve this model: "
+                f"{_root_cause(errors) or _reason(error)}"
             ) from error
 
     @contextlib.contextmanager
@@ -529,6 +536,36 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("Value error")]
     return (said or lines or [type(error).__name__])[0]
+
+
+def _log_errors_to(file: pathlib.Path) -> None:
+    """Has vLLM's processes, which are not yet started, write their errors to a file, too.
+
+    The parent of one that fails raises no more than "See root cause above".
+    """
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    if os.environ.get("VLLM_LOGGING_CONFIG_PATH") or os.environ.get("VLLM_CONFIGURE_LOGGING"):
+        return  # the user's own
+    config = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
+    config["formatters"]["plain"] = {"format": "%(message)s"}
+    config["handlers"]["errors"] = {
+        "class": "logging.FileHandler", "filename": str(file), "delay": True, "level": "ERROR",
+        "formatter": "plain",
+    }  # fmt: skip
+    config["loggers"]["vllm"]["handlers"].append("errors")
+    path = file.with_name("logging.json")
+    path.write_text(json.dumps(config))
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(path)
+
+
+def _root_cause(file: pathlib.Path) -> str:
+    """The last exception in a log that does not point to another one; "" if there is none."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    causes = [line for line in errors if "root cause" not in line] or [""]
+    hint = " (here: rollout.vllm_kv_cache_gib)" if "cache" in causes[-1] else ""
+    return causes[-1] + hint
 
 
 def checked_version() -> str:

@@ -146,6 +146,17 @@ def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporar
             assert not temporary()
 
 
+@pytest.mark.slow
+def test_why_the_engines_process_failed_is_said_in_the_last_line(model, temporary):
+    """A trainer shows of its child the last line alone; vLLM's has "See root cause above"."""
+    flags = ("--config.rollout.vllm_kv_cache_gib=0.0001", "--config.rollout.max_prompt_tokens=256")
+    with running(model.path, *FLAGS, *flags, variables=WORKERS) as replica:
+        assert replica.wait(120) == 2
+        assert "cannot serve this model: ValueError: " in replica.lines[-1], replica.lines[-5:]
+        assert "cache" in replica.lines[-1] and "rollout.vllm_kv_cache_gib" in replica.lines[-1]
+        assert not temporary()
+
+
 @pytest.mark.soak
 def test_heads_that_vllm_would_serve_wrong_are_refused(tmp_path):
     """Hidden size 128 and four heads: without the check, states were off by 1.4 their length."""

@@ -10,7 +10,13 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.codec import LimitExceeded
-from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings, check_queue_space
+from semrl_jax.rollout.engines.vllm import (
+    VllmEngine,
+    VllmModel,
+    VllmSettings,
+    _root_cause,
+    check_queue_space,
+)
 from semrl_jax.types import SampleRequest
 from tests.launch.conftest import run
 
@@ -83,6 +89,24 @@ def test_queues_that_do_not_fit_into_shared_memory(tmp_path):
     check_queue_space(free // 2, str(tmp_path))
     with pytest.raises(UserError, match=rf"need {2**20} MiB of {tmp_path}.*--shm-size"):
         check_queue_space(max(2**40, 2 * free) if free > 2**40 else 2**40, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (None, ""),
+        ("EngineCore failed to start.\n  File 'x'\nValueError: too small", "ValueError: too small"),
+        (
+            "WorkerProc failed to start.\ntorch.OutOfMemoryError: 2 GiB\nEngineCore failed.\n"
+            "Exception: WorkerProc initialization failed. See stack trace for root cause.",
+            "torch.OutOfMemoryError: 2 GiB",
+        ),
+    ],
+)  # fmt: skip
+def test_the_root_cause_in_what_vllms_processes_logged(tmp_path, log, cause):
+    if log is not None:
+        (tmp_path / "errors.log").write_text(log)
+    assert _root_cause(tmp_path / "errors.log") == cause
 
 
 def test_launcher_in_the_trainers_environment(monkeypatch):
