@@ -1,7 +1,9 @@
 """What the reference implementation gets wrong about shaping; docs/verl.md has the whole table."""
 
 import ast
+import inspect
 import pathlib
+import textwrap
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import semrl_jax.evaluation
 from semrl_jax import algorithms, shaping
+from semrl_jax.training.run import Run
 
 ERA, ERV, ER = shaping.INDICATORS
 
@@ -95,6 +98,12 @@ def test_evaluation_knows_nothing_of_shaping():
     # Its scores are the verifier's, under one key; no second, shaped one can exist.
     folder = pathlib.Path(semrl_jax.evaluation.__file__).parent
     imported = set()
+    evaluate = ast.parse(textwrap.dedent(inspect.getsource(Run.evaluate)))
+    assert not [
+        ast.unparse(node)
+        for node in ast.walk(evaluate)
+        if isinstance(node, ast.Name | ast.Attribute) and "shap" in ast.unparse(node)
+    ]
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):

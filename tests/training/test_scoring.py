@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import threading
+import time
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,45 @@ def test_results_follow_the_sample_not_the_arrival():
         assert a.verdict == b.verdict
         assert a.verdict.correct == (index % 4 == 0)
         assert a.rollout.hidden_states is None
+
+
+def test_responses_are_measured_and_let_go_while_others_are_sampled():
+    futures = []
+    rollouts = [
+        dataclasses.replace(
+            make_scored(index, response_ids=np.full(40, index, np.int32)).rollout,
+            hidden_states=np.ones((40, 2, 16), np.float32),
+            layers=(0, -1),
+        )
+        for index in range(17)
+    ]
+    states = [weakref.ref(rollout.hidden_states) for rollout in rollouts]
+
+    class Watched(Measurer):
+        def submit(self, hidden_states):
+            futures.append(super().submit(hidden_states))
+            return futures[-1]
+
+    def sampled():
+        for _ in range(16):  # a full call
+            yield rollouts.pop(0)
+        for future in futures:
+            future.result(timeout=120)
+        deadline = time.monotonic() + 60
+        while sum(ref() is not None for ref in states) > 2:  # the last that came, one to come
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield rollouts.pop(0)
+
+    with (
+        VerifierPool(num_workers=1) as verifier,
+        Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
+    ):
+        scored = score_and_measure(
+            sampled(), decode=lambda ids: "", references=dict.fromkeys(range(5), "1"),
+            verifier=verifier, measurer=measurer,
+        )  # fmt: skip
+    assert len(scored) == 17 and all(item.rollout.metrics for item in scored)
 
 
 def test_the_asked_layer_is_measured_whatever_its_place():
