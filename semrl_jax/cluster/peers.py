@@ -47,6 +47,9 @@ class Peers:
       progress: takes one line about a wait, on process 0.
       progress_every_s: between two of them.
 
+    Attributes:
+      on_stop: called, from another thread, when another process says `stop_all`.
+
     Raises:
       UserError: if the others do not connect to process 0 in time, in those that are connected and
         in those that are not.
@@ -67,6 +70,7 @@ class Peers:
         progress_every_s: float = 10.0,
     ):
         self.index, self.count = index, count
+        self.on_stop: Callable[[], None] = lambda: None
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._phase_timeout_s = phase_timeout_s
         self._progress, self._progress_every_s = progress, progress_every_s
@@ -127,6 +131,10 @@ class Peers:
         if len(set(phases)) > 1:
             raise RuntimeError(f"the processes are in different phases: {phases}.")
         return [entry["value"] for entry in arrived]
+
+    def stop_all(self) -> None:
+        """Has `on_stop` called in every other process: this one was asked to end."""
+        self._send_all({"stop": self.index})
 
     def fail(self, reason: str, exit_code: int) -> None:
         """Ends the other processes, which cannot go on without this one; returns here.
@@ -193,6 +201,8 @@ class Peers:
                     self._finished(message["round"], message["arrived"])
                 elif "phase" in message:
                     link.phase, link.phase_s = message["phase"], message["phase_s"]
+                elif "stop" in message:
+                    self._stopped(message)
                 elif "lost" in message:
                     self._end(message["lost"])
                 elif "failed" in message:
@@ -261,6 +271,13 @@ class Peers:
         self._end(
             f"process {link.index} ({link.name}, last in phase {link.phase!r}) is lost: {how}"
         )
+
+    def _stopped(self, message: dict) -> None:
+        if self.index == 0:  # it alone knows all
+            for link in self._links.values():
+                if link.index != message["stop"]:
+                    link.send(message)
+        self.on_stop()
 
     def _failed(self, message: dict) -> None:
         for link in self._links.values():

@@ -206,7 +206,8 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
 def _train_together(
     config: ml_collections.ConfigDict, workdir: str, peers: Peers, reporter: Reporter
 ) -> int:
-    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
+    peers.on_stop = stop.request
     directory = open_workdir_together(peers, workdir, config)
     try:
         with stop.installed(), contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ from semrl_jax.training.statistics import (
     state_differences,
     state_mismatch,
 )
+from semrl_jax.training.syncing import send_together
 from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.types import (
@@ -102,7 +104,8 @@ class Run:
         """Streams the policy to every replica; later calls sample with exactly this version.
 
         None in a process without replicas. With several processes each tensor is gathered by all
-        of them at once, so all read to the end whatever becomes of their replicas.
+        of them at once. Raises RuntimeError after `rollout.call_timeout_s`, attempts that all had
+        to repeat included.
         """
         config = self.policy.config
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
@@ -111,32 +114,33 @@ class Run:
         def read() -> Iterator[np.ndarray]:
             return (array for _, array in models.iterate_hf_tensors(params, config, dtype))
 
-        def send_alone() -> WeightVersion:
-            with self.stop.interruptible():
-                return self.client.sync_weights(specs, read, step=step)
-
-        def send_together() -> WeightVersion | None:
-            arrays = read()
-            passes = iter([arrays])
-
-            def read_once() -> Iterator[np.ndarray]:
-                for found in passes:
-                    return found
-                raise Retry("no replica took the weights")
-
-            try:
-                return self.client and self.client.sync_weights(specs, read_once, step=step)
-            finally:
-                collections.deque(arrays, maxlen=0)
+        def sync(read: Callable[[], Iterator[np.ndarray]]) -> WeightVersion:
+            return self.client.sync_weights(specs, read, step=step)
 
         if self.peers.count == 1:
-            return send_alone()
+            with self.stop.interruptible():
+                return sync(read)
+        deadline = time.monotonic() + self.config.rollout.call_timeout_s
+        reason = None
+
+        def may_begin() -> None:
+            self.stop.check()
+            if reason is not None and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"no replica took the weights of step {step} within rollout.call_timeout_s="
+                    f"{self.config.rollout.call_timeout_s:g} s ({reason})."
+                )
+
+        def send() -> WeightVersion | None:
+            return send_together(self.peers, self.stop, self.client and sync, read())
+
         while True:
             # Agreed on before anything is gathered: who left alone would keep the others there.
-            together(self.peers, "sync_weights", self.stop.check)
+            together(self.peers, "sync_weights", may_begin)
             try:
-                return together(self.peers, "sync_weights", send_together)
-            except Retry as reason:
+                return together(self.peers, "sync_weights", send)
+            except Retry as retry:
+                reason = retry
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")
 
     def evaluates(self, step: int) -> bool:
@@ -258,7 +262,8 @@ class Run:
         def measure_own() -> list[ScoredRollout]:
             pending = {i: self.measurer.submit(states) for i, states in tokens.states.items()}
             self.measurer.flush()
-            return [scored[i].with_measured(future.result()) for i, future in pending.items()]
+            with self.stop.interruptible():
+                return [scored[i].with_measured(future.result()) for i, future in pending.items()]
 
         return self._of_all(together(self.peers, "metrics", measure_own))
 
@@ -422,13 +427,26 @@ class Run:
         **options: Any,
     ) -> list[ScoredRollout]:
         """All requested responses, scored, in (group, sample) order and in every process; each
-        owner samples its groups."""
+        owner samples its groups.
+
+        Where a replica has lost its weights, all send them again; the owner then samples its groups
+        anew, what had arrived included. RuntimeError where that goes on for longer than
+        `rollout.call_timeout_s`.
+        """
         groups = list(dict.fromkeys(request.group_id for request in requests))
         own_groups = set(share_of(groups, self.owners, self.peers.index))
         own = [request for request in requests if request.group_id in own_groups]
         scored: list[ScoredRollout] = []
+        timeout_s = self.config.rollout.call_timeout_s
+        deadline = time.monotonic() + timeout_s
+        reason = None
 
         def sample_own() -> None:
+            if reason is not None and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the responses of step {weights[2]} did not come within "
+                    f"rollout.call_timeout_s={timeout_s:g} s ({reason})."
+                )
             if own and not scored:
                 scored.extend(self._sample_here(own, references, weights, **options))
 
@@ -436,7 +454,8 @@ class Run:
             try:
                 together(self.peers, "sample", sample_own)
                 break
-            except Retry as reason:
+            except Retry as retry:
+                reason = retry
                 params, _, step = weights
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")
                 self.sync_weights(params, step)

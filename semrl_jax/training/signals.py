@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from semrl_jax.errors import Preempted
 
@@ -18,14 +18,21 @@ class StopRequest:
     Inside `interruptible()` the signal raises at once, even out of a wait; elsewhere the loop asks
     with `check()`. The update donates its buffers, so it is never interrupted.
 
+    The processes of a run share it: `forward` tells the others of a signal, and what another was
+    sent comes in by `request`.
+
     Args:
       grace_s: from the signal on; a process that has not ended by then ends with `exit_code`,
         whatever it is doing.
       exit_code: as above.
+      forward: called once, in a thread of its own.
     """
 
-    def __init__(self, grace_s: float, exit_code: int):
+    def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
         self._signal_name = ""
+        self._num_interrupts = 0  # SIGINT
+        self._main_thread = 0  # that handles signals, while they are
+        self._forward = forward
         self._depth = 0  # of nested interruptible blocks
         self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
         self._watchdog.daemon = True
@@ -55,26 +62,49 @@ class StopRequest:
         self.check()
 
     @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A part of an interruptible block that may not be left in the middle.
+
+        Raises Preempted after it where a signal came.
+        """
+        depth, self._depth = self._depth, 0
+        try:
+            yield
+        finally:
+            self._depth = depth
+        if depth:
+            self.check()
+
+    def request(self) -> None:
+        """Does as a signal would; from any thread, once however often it is called."""
+        if self._main_thread and not self._signal_name:
+            signal.pthread_kill(self._main_thread, signal.SIGTERM)
+
+    @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
         """Handles SIGTERM and SIGINT; a second SIGINT ends the process the usual way."""
         previous = {
             number: signal.signal(number, self._receive)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
+        self._main_thread = threading.get_ident()
         try:
             yield self
         finally:
+            self._main_thread = 0
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._watchdog.cancel()
 
     def _receive(self, number, _frame) -> None:
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > 1:
+            raise KeyboardInterrupt
         if self._signal_name:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
             return
         self._signal_name = signal.Signals(number).name
         self._watchdog.start()
+        threading.Thread(target=self._forward, daemon=True).start()
         if self._depth:
             raise Preempted(self._signal_name)
 
