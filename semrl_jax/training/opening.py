@@ -30,7 +30,12 @@ from semrl_jax.training.policy_setup import (
     starting_params,
 )
 from semrl_jax.training.prompts import held_out_problems, training_prompts
-from semrl_jax.training.replicas import check_addresses, configured_mesh, open_client
+from semrl_jax.training.replicas import (
+    check_addresses,
+    check_fit,
+    configured_mesh,
+    open_client,
+)
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import make_optimizer
@@ -112,7 +117,7 @@ def open_run(
             check_model_limits(config, policy.config)
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
-                configured_mesh(config, policy.config)
+                check_fit(policy.config, configured_mesh(config, policy.config), mesh)
             prompts = training_prompts(config, tokenizer, reporter.line)
             problems = held_out_problems(config, tokenizer)
             if config.rewards.function:

@@ -26,6 +26,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.workdir import Workdir, jsonable, write_json
 from semrl_jax.types import ReplicaDescription
@@ -266,6 +267,37 @@ def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
     except UserError as error:
         raise UserError(f"{fields}: on the engine's own mesh, {error}") from None
     return mesh
+
+
+def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:
+    """Refuses a model whose embedded replica does not fit beside the update's own arrays.
+
+    Counted is what is certain, in float32: the replica's weights, and the first term of
+    docs/memory.md. That both fit does not say that activations and cache do.
+
+    Args:
+      engine: the replica's mesh, see `configured_mesh`.
+      training: the trainer's mesh.
+
+    Raises:
+      UserError: if these exceed what a device has, or the machine where devices are its cores.
+    """
+    num_parameters = sum(spec.num_bytes for spec in tensor_specs(architecture, "float32")) // 4
+    shards = training.shape["fsdp"] * training.shape["tensor"]
+    copy = 4 * num_parameters / engine.shape["tensor"]
+    update = 20 * num_parameters / shards
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    where = "a device"
+    if limit is None:
+        copy, update = copy * engine.size, update * len(training.local_devices)
+        limit, where = available_bytes(), "this process"
+    if copy + update > limit:
+        raise UserError(
+            f"the model's {num_parameters:.3g} parameters take {copy / 2**30:.1f} GiB for the "
+            f"embedded replica and {update / 2**30:.1f} GiB for the update, and {where} has "
+            f"{limit / 2**30:.1f} GiB; name replicas by rollout.addresses, or raise "
+            "rollout.jax_tensor_parallelism or mesh.fsdp."
+        )
 
 
 def read_token(token_file: str) -> str:

@@ -10,7 +10,7 @@ from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.child import ChildReplica
 from semrl_jax.rollout.engines.fake import FakeEngine
-from semrl_jax.training import replicas
+from semrl_jax.training import replicas, train
 from semrl_jax.training.opening import sampling_processes
 
 
@@ -64,3 +64,51 @@ def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch)
         settings = json.loads((tmp_path / "replica0" / "config.json").read_text())["config"]
         assert settings["model"]["path"] == expected
         assert settings["rollout"]["token_file"] == "" and child.directory != tmp_path
+
+
+ARCHITECTURE = models.DecoderConfig(
+    vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
+    num_kv_heads=4, head_dim=16, tie_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fsdp", "needed"),
+    [
+        # Eight devices share the machine: a copy each, or one; updates of all, or one of all.
+        (1, 1, 8 * 4 + 8 * 20),
+        (8, 1, 4 + 8 * 20),
+        (8, 8, 4 + 20),
+    ],
+)
+def test_a_model_that_does_not_fit_beside_its_updates_is_refused(tensor, fsdp, needed, monkeypatch):
+    parameters = sum(spec.num_bytes for spec in models.tensor_specs(ARCHITECTURE, "float32")) // 4
+    engine = models.make_mesh({"replica": 8 // tensor, "fsdp": 1, "sequence": 1, "tensor": tensor})
+    training = models.make_mesh({"replica": 8 // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": 1})
+    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters)
+    replicas.check_fit(ARCHITECTURE, engine, training)
+    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters - 1)
+    with pytest.raises(UserError, match=r"parameters take .*; name replicas by rollout\.addresses"):
+        replicas.check_fit(ARCHITECTURE, engine, training)
+
+
+def test_a_devices_own_limit_counts_where_it_has_one(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 24 * 10**6}
+
+    mesh = models.make_mesh({"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1})
+    monkeypatch.setattr(replicas.jax, "local_devices", lambda: [Device()])
+    replicas.check_fit(ARCHITECTURE, mesh, mesh)
+    monkeypatch.setattr(Device, "memory_stats", lambda self: {"bytes_limit": 10**6})
+    with pytest.raises(UserError, match=r"and a device has 0\.0 GiB"):
+        replicas.check_fit(ARCHITECTURE, mesh, mesh)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(replicas, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match="this process has"):
+        train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
