@@ -100,7 +100,8 @@ def split_address(address: str, field: str) -> tuple[str, int]:
     """Splits host:port, the host an IPv6 address in brackets or without a colon.
 
     Raises:
-      UserError: naming `field`, if there is no host, no port or one outside 1-65535.
+      UserError: naming `field`, if there is no host, none that could be, no port or one outside
+        1-65535.
     """
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\s\[\]/]+):(\d{1,5})", address, re.ASCII)
     if match is None or not 0 < int(match[2]) < 2**16:
@@ -108,7 +109,14 @@ def split_address(address: str, field: str) -> tuple[str, int]:
             f"{field}={address!r} must be host:port with a port from 1 to 65535, as "
             "10.0.0.1:8482 or [fd00::1]:8482."
         )
-    return match[1].strip("[]"), int(match[2])
+    host = match[1].strip("[]")
+    try:
+        host.encode("idna")  # as every look-up of a name does
+    except UnicodeError:
+        raise UserError(
+            f"{field}={address!r}: {host!r} is no host name; between its dots are 1 to 63 letters."
+        ) from None
+    return host, int(match[2])
 
 
 def expand_nodes(node_list: str) -> list[str]:

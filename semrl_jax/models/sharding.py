@@ -68,7 +68,8 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"mesh={dict(shape)}: sizes are at least 1, and one at most is -1.")
     known = math.prod(size for size in sizes if size != -1)
-    sizes = [len(devices) // known if size == -1 else size for size in sizes]
+    # At least 1, or the message below would ask for 0 devices.
+    sizes = [max(1, len(devices) // known) if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
         raise UserError(
             f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there; "

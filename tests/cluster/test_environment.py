@@ -133,6 +133,8 @@ def test_settings_come_first():
         ({"coordinator": "host:0", "num_processes": 1}, {}, "must be host:port with a port"),
         ({"coordinator": "http://host:80"}, {}, "must be host:port"),
         ({"coordinator": "::1:80"}, {}, "must be host:port"),
+        ({"coordinator": "a..b:8482"}, {}, "'a..b' is no host name"),
+        ({"coordinator": "a" * 64 + ".b:8482"}, {}, "aaa.b' is no host name"),
         ({}, SLURM_TASK | {"SLURM_STEP_NODELIST": "gpu[1-"}, "SLURM_STEP_NODELIST='gpu[1-' cannot"),
         ({}, SLURM_TASK | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set, but Slurm"),
         ({}, SLURM_TASK | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below 4"),
