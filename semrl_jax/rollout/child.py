@@ -49,7 +49,9 @@ class ChildReplica:
         progress: Callable[[str], None] = print,
     ):
         self.token = new_token()
-        self._port = _free_port()
+        # Held, and never listened on, lest anyone else is given the port while the child starts.
+        self._reservation = _reserved_port()
+        self._port = self._reservation.getsockname()[1]
         self.address = f"127.0.0.1:{self._port}"
         self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
         self._directory, self._log, self._progress = directory, pathlib.Path(log), progress
@@ -120,6 +122,7 @@ class ChildReplica:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reservation.close()
 
     def _watch(self) -> None:
         while True:
@@ -134,6 +137,9 @@ class ChildReplica:
                 self._process = self._start()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+def _reserved_port() -> socket.socket:
+    """A socket on a free loopback port, on which a server that sets SO_REUSEADDR may listen."""
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,19 @@ def test_it_is_started_again_at_the_same_address(tmp_path):
         assert replica.address == address and alive(pid_of(log)) and pid_of(log) != first
     assert "ended with code -9; started again" in lines[0]
     assert not alive(pid_of(log))
+
+
+def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
+    """vLLM takes up to a minute to; a killed one comes again."""
+    log, lines = tmp_path / "log.txt", []
+    with ChildReplica(
+        command(SERVER), directory=tmp_path, log=log, progress=lines.append
+    ) as replica:
+        os.kill(pid_of(log), signal.SIGKILL)
+        until(lambda: not alive(pid_of(log)))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(replica.address.split(":")[1])))
+        until(lambda: log.read_text().count("token") == 2)
 
 
 def test_it_goes_when_its_parent_is_killed(tmp_path):
