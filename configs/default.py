@@ -18,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.distributed.process_id = -1  # -1: found out
     config.distributed.connect_timeout_s = 300.0  # for all processes to arrive
     config.distributed.heartbeat_timeout_s = 60.0  # silence after which a process counts as lost
-    config.distributed.phase_timeout_s = 3600.0  # the longest that processes wait for one another
+    config.distributed.phase_timeout_s = 10800.0  # for one another; above rollout.call_timeout_s
 
     config.model = ml_collections.ConfigDict()
     config.model.path = ""  # Hugging Face directory or hub id; empty: random, of the sizes below

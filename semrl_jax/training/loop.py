@@ -119,10 +119,17 @@ def join_others(
     """The processes of this job.
 
     Raises:
-      UserError: if they cannot be reached.
+      UserError: if they cannot be reached, or would give each other up while one still samples.
     """
     settings = config.distributed
     place = find_place(settings, environ)
+    call_timeout_s = config.rollout.call_timeout_s
+    if place.num_processes > 1 and settings.phase_timeout_s <= call_timeout_s:
+        raise UserError(
+            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above "
+            f"rollout.call_timeout_s={call_timeout_s:g}: for so long a process may sample while "
+            "the others wait; raise the one or lower the other."
+        )
     reporter = Reporter(quiet=place.process_id > 0)
     # JAX's own heartbeat aborts without a name: it comes after ours.
     join(

@@ -43,3 +43,12 @@ def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch,
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_wait_for_longer_than_one_of_them_may_sample():
+    config = tiny_config()
+    config.distributed.update(coordinator="127.0.0.1:9", num_processes=2, process_id=1)
+    assert config.distributed.phase_timeout_s > config.rollout.call_timeout_s  # as shipped
+    config.rollout.call_timeout_s = config.distributed.phase_timeout_s
+    with pytest.raises(UserError, match="phase_timeout_s=10800 must be above"):
+        loop.join_others(config, {})
