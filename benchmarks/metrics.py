@@ -7,8 +7,10 @@
 
 The release's algorithm: singular values of the centred response for all five values, then one
 eigvalsh of the growing Gram matrix a window for the orders of the effective rank. Both take turns,
-response by response; a figure is the median of the turns. `shards` is the trainer's way: single
-responses from a pool of host threads.
+some responses of the batch each; a figure is the median of the turns. `shards` is the trainer's
+way: single responses from a pool of host threads; `side by side` that of accelerators, where the
+whole batch is measured (`--side_by_side`). Every shape is measured with a spectrum that float32
+resolves, and with one that sends every response to float64.
 """
 
 import os
@@ -36,6 +38,7 @@ from tests.oracles import metrics as oracle
 
 ORDERS = ("effective_rank",)
 STRIDE = 40
+RESOLVED, UNRESOLVED = 1e-2, 1e-4  # of the largest singular value
 SHAPES = ((64, 512, 896), (64, 512, 3584), (16, 1536, 3584))
 
 
@@ -72,12 +75,12 @@ def release(states) -> dict[str, float]:
     }
 
 
-def measurement(names: tuple[str, ...], window: str, growth: float = 1.0) -> Callable:
-    """hidden_state_metrics with the orders of the effective rank."""
+def measurement(names: tuple[str, ...], window: str, **options) -> Callable:
+    """hidden_state_metrics, with the orders of the effective rank unless `options` name others."""
+    options = {"orders": ORDERS, **options}
     return functools.partial(
-        metrics.hidden_state_metrics, stride=STRIDE, window=window, names=names, orders=ORDERS,
-        window_growth=growth,
-    )  # fmt: skip
+        metrics.hidden_state_metrics, stride=STRIDE, window=window, names=names, **options
+    )
 
 
 def seconds(function: Callable, *arguments) -> float:
@@ -96,19 +99,23 @@ def in_shards(measure: Callable, states, mask, threads: int) -> None:
         list(pool.map(one, range(len(states))))
 
 
-def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
-    """Prints ratios, seconds and memory of one shape."""
+def compare(
+    shape: tuple[int, int, int], smallest: float, turns: int, threads: int, side_by_side: bool
+) -> None:
+    """Prints ratios and seconds of one shape and a spectrum that falls to `smallest`."""
     import torch
 
     torch.set_num_threads(threads)
     rng = np.random.default_rng(0)
     batch, length, width = shape
-    part = min(batch, threads * 4)  # a turn measures this many of the batch's responses
+    # A turn measures this many of the batch's responses.
+    part = batch if side_by_side else min(batch, threads * 4)
     states = rng.normal(size=(part, length, width)).astype(np.float32)
-    states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
+    states *= np.geomspace(1, smallest, width, dtype=np.float32)
     mask = np.ones((part, length), bool)
     arrays = jnp.asarray(states), jnp.asarray(mask)
     five, only = (measurement(names, "release") for names in (metrics.METRICS, ORDERS))
+    all_orders = measurement(metrics.METRICS, "release", orders=None)
 
     def with_torch() -> list[dict[str, float]]:
         return [release(response) for response in torch.from_numpy(states)]
@@ -117,11 +124,18 @@ def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
         "torch": with_torch,
         "all five": lambda: five(*arrays),
         "all five, shards": lambda: in_shards(five, *arrays, threads),
+        "all orders, shards": lambda: in_shards(all_orders, *arrays, threads),
         "ER, ERV, ERA": lambda: only(*arrays),
         "ER, ERV, ERA, shards": lambda: in_shards(only, *arrays, threads),
     }
+    if side_by_side:
+        ways |= {
+            "all five, side by side": lambda: five(*arrays, side_by_side=True),
+            "ER, ERV, ERA, side by side": lambda: only(*arrays, side_by_side=True),
+        }
     measured, expected = five(*arrays), with_torch()
-    for name in expected[0]:  # the same work: they agree within the release's own noise
+    for name in expected[0] if smallest == RESOLVED else ():
+        # The same work: they agree within the release's own noise, which float32 resolves here.
         np.testing.assert_allclose(
             measured[name], [row[name] for row in expected], rtol=1e-2, err_msg=name
         )
@@ -132,15 +146,26 @@ def compare(shape: tuple[int, int, int], turns: int, threads: int) -> None:
         for name, way in ways.items():
             times[name].append(seconds(way) / part)
     median = {name: statistics.median(values) for name, values in times.items()}
-    structs = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:2], bool)
-    memory = jax.jit(five).lower(*structs).compile()
-    extra = memory.memory_analysis().temp_size_in_bytes / math.prod(shape) / 4
+    print(f"{list(shape)}, {part} of them timed, sigma down to {smallest:.0e} of the largest")
     for name in list(ways)[1:]:
         print(
-            f"{median['torch'] / median[name]:6.1f}x  {list(shape)!s:16} {name:22}"
-            f"{1e3 * median[name]:9.1f} ms a response, torch {1e3 * median['torch']:.1f} ms"
+            f"{median['torch'] / median[name]:6.1f}x  {name:28}"
+            f"{1e3 * median[name]:9.1f} ms a response, torch {1e3 * median['torch']:.1f} ms",
+            flush=True,
         )
-    print(f"         extra memory {extra:.2f} x the input of {list(shape)}", flush=True)
+
+
+def memory(shape: tuple[int, int, int]) -> None:
+    """Prints what a call needs beside its input, in units of the input."""
+    one = (1, *shape[1:])
+    for name, part, side_by_side in (
+        ("the batch", shape, False), ("one response", one, False), ("side by side", shape, True),
+    ):  # fmt: skip
+        measure = measurement(metrics.METRICS, "release", side_by_side=side_by_side)
+        structs = jax.ShapeDtypeStruct(part, jnp.float32), jax.ShapeDtypeStruct(part[:2], bool)
+        compiled = jax.jit(measure).lower(*structs).compile()
+        extra = compiled.memory_analysis().temp_size_in_bytes / math.prod(part) / 4
+        print(f"{list(part)}, {name}: {extra:.2f} x its input beside it", flush=True)
 
 
 def cases() -> dict[str, np.ndarray]:
@@ -151,9 +176,9 @@ def cases() -> dict[str, np.ndarray]:
     v = np.linalg.qr(rng.normal(size=(shape[1], shape[0])))[0]
     gaussian = rng.normal(size=shape)
     found = {"Gaussian": gaussian, "Gaussian, bfloat16": gaussian.astype(ml_dtypes.bfloat16)}
-    for smallest in (1e-2, 1e-3, 1e-4):
+    for smallest in (1e-2, 1e-3, 1e-4, 1e-6):
         found[f"sigma down to {smallest:.0e}"] = u * np.geomspace(1, smallest, shape[0]) @ v.T * 99
-    for share in (1.2e-3, 3e-4):
+    for share in (1.2e-3, 3e-4, 1e-7):
         found[f"one direction, {share:.1e}"] = u * np.append(1, np.full(383, share)) @ v.T * 99
     for rank in (5, 20):
         rows = rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1]))
@@ -197,7 +222,7 @@ def lengths(
     sizes: list[int], width: int, names: tuple[str, ...], growth: float, turns: int
 ) -> None:
     """Prints seconds a response under the `exact` window, and of 192 responses on one thread."""
-    measure, before = measurement(names, "exact", growth), None
+    measure, before = measurement(names, "exact", window_growth=growth), None
     for length in sizes:
         states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
         arrays = jnp.asarray(states), jnp.ones((1, length), bool)
@@ -233,7 +258,7 @@ def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6)
         exact = measurement(ORDERS, "exact")
         expected, took = exact(*arrays), seconds(exact, *arrays)
         for growth in values:
-            measure = measurement(ORDERS, "exact", growth)
+            measure = measurement(ORDERS, "exact", window_growth=growth)
             actual = measure(*arrays)
             erv, era = (
                 np.abs(actual[key] / expected[key] - 1).max()
@@ -257,6 +282,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", default=list(metrics.METRICS), help="for --lengths")
     parser.add_argument("--width", type=int, default=3584, help="for --lengths")
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896; default: three")
+    parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of torch, and of the shards")
     arguments = parser.parse_args()
@@ -270,7 +296,9 @@ def main() -> None:
     else:
         shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes or ()]
         for shape in shapes or SHAPES:
-            compare(shape, arguments.turns, arguments.threads)
+            for smallest in (RESOLVED, UNRESOLVED):
+                compare(shape, smallest, arguments.turns, arguments.threads, arguments.side_by_side)
+            memory(shape)
     print(f"{machine.description()}, torch {importlib.metadata.version('torch')}")
 
 

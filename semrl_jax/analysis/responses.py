@@ -60,8 +60,7 @@ def measure_responses(
     Args:
       hidden_states: any real float dtype; rows outside the mask may hold anything.
       response_mask: True on tokens that count.
-      stride, window, method: as in `metrics.hidden_state_metrics`; asked for rank, it takes all
-        values but ERV and ERA by "svd" always.
+      stride, window, method: as in `metrics.hidden_state_metrics`.
 
     Returns:
       `tokens` [B] int64, and for each metric of COLUMNS the float32 array and a bool one named

@@ -52,7 +52,7 @@ def check(measured, states, mask, window, rtol, atol, names=metrics.METRICS):
 )
 def test_all_metrics_match_float64(batch, window):
     measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, window=window)
-    # All five need a true decomposition, so 1e-5 of values up to 10, and differences of those.
+    # Float32 resolves these spectra: 1e-5 of values up to 10, and differences of them.
     check(measured, *batch, window, rtol=2e-5, atol=5e-5)
 
 
@@ -68,7 +68,7 @@ def test_only_the_named_orders_are_measured(batch):
     assert orders == {"effective_rank_velocity", "effective_rank_acceleration"}
     everything = metrics.hidden_state_metrics(*batch, stride=STRIDE)
     for key, value in measured.items():
-        # Values are float64 in both; orders float32 here, 1e-3 as documented.
+        # The same decompositions: another program rounds otherwise; orders are differences.
         tolerance = {"rtol": 1e-3, "atol": 5e-3} if key in orders else {"rtol": 2e-6, "atol": 1e-6}
         np.testing.assert_allclose(value, everything[key], **tolerance, err_msg=key)
     none = metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=())

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import UserError
+from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.training import loop, train
 from tests.oracles import algorithms as oracle
 from tests.training.conftest import read_rows, stable
@@ -274,7 +275,16 @@ def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkey
     assert largest_difference(params["none"], params[level]) > 0
 
 
-def test_a_replica_that_measures_gives_the_same_run_without_the_states(tmp_path, rewarded):
+def test_a_replica_that_measures_gives_the_same_run_without_the_states(
+    tmp_path, rewarded, monkeypatch
+):
+    sizes, submit_batch = [], Measurer.submit_batch
+
+    def submitted(measurer, means):
+        sizes.append(len(means))
+        return submit_batch(measurer, means)
+
+    monkeypatch.setattr(Measurer, "submit_batch", submitted)
     rows, params = {}, {}
     for placement in ("trainer", "rollout"):
         config = tiny_config()
@@ -298,6 +308,10 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(tmp_path,
             # In fact the same: one function, compiled once, of the same bfloat16 states.
             assert there[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
     assert any("eval/arithmetic/metrics" in key for key in rows["rollout"][0])
+    # Evaluation and batch are measured as one set each, whatever the calls they arrive in.
+    num_responses = config.data.prompts_per_step * config.rollout.group_size
+    assert set(sizes) == {config.evaluation.num_problems, num_responses}
+    assert len(set(sizes)) == 2
     assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
 
 
