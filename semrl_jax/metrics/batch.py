@@ -63,7 +63,7 @@ def hidden_state_metrics(
       window: "exact", "release" or "later", see `rank_dynamics`.
       names: which of METRICS to compute.
       method: "gram": eigenvalues of Gram matrices in float32, and in float64 for a response that
-        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, always in float64; see
+        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, in float64 or by SVD; see
         `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name what is used.

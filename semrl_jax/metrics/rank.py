@@ -27,10 +27,9 @@ def effective_rank(
       hidden_states: any real float dtype, computed in float32; row t gave response token t. Rows
         outside the mask may hold anything, NaN too.
       response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
-      method: how singular values come from the eigenvalues of a Gram matrix. "svd": in float64,
-        which loses nothing an SVD of float32 rows has, relative error 1e-5 unless many sigma lie
-        near 3e-8 of the largest, below which they count as zero. "gram": in float32,
-        and again in float64 where that does not resolve them, relative error 1e-3.
+      method: "svd": singular values from eigenvalues of a Gram matrix in float64, or from the rows
+        where one is below 3e-5 of the largest; relative error 1e-5. "gram": from a Gram matrix in
+        float32, and again in float64 where that does not resolve them; relative error 1e-3.
 
     Returns:
       Float32 in [1, min(T - 1, D)] for T valid tokens if sum sigma is well above 1e-8; 1.0 if all
@@ -50,7 +49,10 @@ def log_effective_rank(
     *,
     method: str = "svd",
 ) -> Float[Array, ""]:
-    """Computes log ER in nats; arguments, errors and zeros as in `effective_rank`."""
+    """Computes log ER in nats; arguments and zeros as in `effective_rank`.
+
+    The relative error is 1e-5 under "svd"; under "gram" the absolute one is 1e-3.
+    """
     return whole_response(log_effective_rank_of, hidden_states, response_mask, method)
 
 
