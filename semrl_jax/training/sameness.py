@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import pathlib
+import platform
 
 import jax
 import ml_collections
@@ -15,6 +17,11 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.training.workdir import flatten_settings, versions
 
+# Beside those that a run directory records: what else its numbers and its files depend on.
+MORE_PACKAGES = (
+    "math-verify", "ml_collections", "ml_dtypes", "protobuf", "pyarrow", "safetensors",
+    "tensorstore", "tokenizers",
+)  # fmt: skip
 OWN = ("distributed.process_id",)  # settings that each process has for itself
 
 
@@ -23,6 +30,8 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
     own = {
         **{f"config.{name}": value for name, value in flatten_settings(config).items()},
         **{f"version of {name}": value for name, value in versions().items()},
+        **{f"version of {name}": importlib.metadata.version(name) for name in MORE_PACKAGES},
+        "version of Python": platform.python_version(),
         "code": code_hash(),
         "devices": f"{jax.local_device_count()} {jax.devices()[0].device_kind}",
     }

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.errors import UserError
 from semrl_jax.training import loop
+from semrl_jax.training.sameness import check_same
 from tests.training.tiny import tiny_config
 
 KEY = b"secret of the test"
@@ -52,3 +53,32 @@ def test_processes_wait_for_longer_than_one_of_them_may_sample():
     config.rollout.call_timeout_s = config.distributed.phase_timeout_s
     with pytest.raises(UserError, match="phase_timeout_s=10800 must be above"):
         loop.join_others(config, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("importlib.metadata.version", lambda name: "1.0", "version of math-verify='1.0'"),
+        ("platform.python_version", lambda: "3.0.0", "version of Python='3.0.0'"),
+        ("code_hash", lambda: "f00", "code='f00'"),
+        ("jax.local_device_count", lambda: 77, "devices='77 cpu'"),
+    ],
+)
+def test_each_difference_is_named(name, value, told, monkeypatch):
+    """Process 1 has gathered the values of an unaltered process 0."""
+    config = tiny_config()
+    values = []
+
+    class Two(Peers):
+        def gather(self, phase, own):
+            values.append(own)
+            return [values[0], own]
+
+    check_same(Two(), config)
+    monkeypatch.setattr(f"semrl_jax.training.sameness.{name}", value)
+    with pytest.raises(UserError) as caught:
+        check_same(Two(), config)
+    *_, own = values
+    assert told in [f"{key}={found!r}" for key, found in own.items()]
+    key = told.split("=")[0]
+    assert own[key] != values[0][key] and "process 0 has" in str(caught.value)
