@@ -5,10 +5,9 @@
 #
 # cuda where there is an NVIDIA driver, else cpu; .venv-vllm in the root of the repository. Run again,
 # it mends what is there. The trainer has an environment of its own and needs nothing of this one.
-# The CPU build's torch is in PyTorch's index of CPU builds, which is asked beside PyPI unless pip's own
-# settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf) name indexes.
+# The CPU build's torch is in PyTorch's index of CPU builds, which pip's settings have to name: set
+# PIP_EXTRA_INDEX_URL to it, as pytorch.org does for its CPU builds of Linux.
 set -euo pipefail
-CPU_INDEX=https://download.pytorch.org/whl/cpu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if command -v nvidia-smi > /dev/null; then kind=cuda; else kind=cpu; fi
 kind=${1:-$kind}
@@ -17,14 +16,12 @@ case $kind in cpu | cuda) ;; *) echo "$0: '$kind' must be cpu or cuda" >&2; exit
 
 python3 -m venv "$target"
 pip=("$target/bin/python" -m pip)
-index=() hint=""
+hint=""
 if [ "$kind" = cpu ]; then
-  case $("${pip[@]}" config list) in
-    *index-url*) hint=" The CPU build takes its torch from $CPU_INDEX: an index of pip's settings must have it." ;;
-    *) index=(--extra-index-url "$CPU_INDEX") ;;
-  esac
+  hint=" The CPU build takes its torch from PyTorch's index of CPU builds: set PIP_EXTRA_INDEX_URL to it"
+  hint+=" (pytorch.org names it) and run this again."
 fi
-"${pip[@]}" install -q "${index[@]}" -e "$root/third_party/vllm_patch[$kind]" || {
+"${pip[@]}" install -q -e "$root/third_party/vllm_patch[$kind]" || {
   echo "$0: vLLM could not be installed, see above.$hint" >&2
   exit 1
 }
