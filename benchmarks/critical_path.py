@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from benchmarks import machine
 from configs import quickstart
 from semrl_jax import data
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training import loop, validate
 from semrl_jax.training.clock import Clock
@@ -44,6 +45,7 @@ from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import TrainState, init_state
 from semrl_jax.training.workdir import open_workdir
+from semrl_jax.training.writer import MetricWriter
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
 # Each is followed by its reverse, and every side is as often first, second and last.
@@ -80,8 +82,11 @@ class CpuClock(Clock):
         return super().scalars() | {f"cpu/{phase}_s": used for phase, used in cpu_s.items()}
 
 
-class LastRow:
-    """Stands in for the MetricWriter: keeps the row."""
+class LastRow(MetricWriter):
+    """Writes nothing: keeps the row."""
+
+    def __init__(self):
+        self.row: Row = {}
 
     def write(self, step: int, scalars: Row) -> None:
         self.row = scalars
@@ -223,7 +228,7 @@ def main() -> None:
         path = arguments.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         workdir = stack.enter_context(contextlib.closing(open_workdir(path, config)))
         stop = StopRequest(config.training.grace_s, loop.EXIT_PREEMPTED)
-        run = stack.enter_context(open_run(config, workdir, Reporter(), stop))
+        run = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
         sides = sides_of(run)
         shaping = init_shaping_state(config.shaping.indicators, guidance=config.shaping.guidance)
         params = jax.tree.map(jnp.copy, run.reference)  # checkpoints of the workdir are not read

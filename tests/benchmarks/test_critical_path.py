@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks import critical_path
 from benchmarks.critical_path import ORDERS, SIDES, median_interval
+from tests.training.tiny import tiny_config
 
 
 def test_the_interval_of_six_and_of_fifteen_values_is_that_of_the_tables():
@@ -45,3 +47,15 @@ def test_every_side_is_as_often_at_every_place_and_each_order_is_followed_by_its
         assert sorted(order[place] for order in ORDERS) == [0, 0, 1, 1, 2, 2]
     for order, reverse in zip(ORDERS[::2], ORDERS[1::2]):
         assert order == reverse[::-1]
+
+
+@pytest.mark.slow
+def test_all_sides_of_a_step_are_taken_and_reported(monkeypatch, capsys):
+    config = tiny_config()
+    monkeypatch.setattr(critical_path.quickstart, "get_config", lambda: config)
+    monkeypatch.setattr("sys.argv", ["critical_path", "--pairs=1", "--warmup=0"])
+    critical_path.main()
+    said = capsys.readouterr().out
+    for side in ("streamed", "no states"):
+        assert f"step time, metrics / {side}:" in said
+    assert "metrics alone:" in said

@@ -5,12 +5,13 @@ import shutil
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
-from tests.launch.comparison import assert_same_run
-from tests.launch.conftest import TINY, read_until, run
+from tests.launch.comparison import assert_same_run, restore_on_host
+from tests.launch.conftest import TINY, read_until, run, start
 from tests.launch.processes import finish, start_processes
 from tests.training.conftest import read_rows, stable
 
@@ -132,17 +133,53 @@ def test_a_signal_to_one_ends_all_at_the_same_step(uninterrupted, warmed):
 
 
 @pytest.mark.slow
-def test_it_resumes_with_another_number_of_processes_and_another_mesh(uninterrupted, warmed):
-    for code, _, err in finish(start_processes(warmed, 2, "--config.training.num_steps=3")):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_it_resumes_with_another_number_of_processes_and_another_mesh(
+    uninterrupted, warmed, before, after
+):
+    flag = "--config.training.num_steps=3"
+    for code, _, err in finish(start_processes(warmed, before, flag, devices=before)):
         assert code == 0, err
-    result = run("launch.train", f"--config={TINY}", f"--workdir={warmed}", timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "resumed" in result.stdout and "at step 3" in result.stdout
-    assert "setting changed since the run began: distributed.num_processes" in result.stdout
+    first = restore_on_host(warmed / "checkpoints" / "3" / "state")["params"]
+    found = finish(start_processes(warmed, after, devices=after))
+    assert [code for code, _, _ in found] == [0] * after, found
+    out = found[0][1]
+    assert re.search(r"resumed .* at step 3\b", out)
+    changed = "setting changed since the run began: distributed.num_processes" in out
+    assert changed == (after == 1)  # the run began with two
     rows, wanted = read_rows(warmed), read_rows(uninterrupted)
     for row, want in zip(rows, wanted, strict=True):
         for key in ("reward/mean", "response/length/mean"):  # the same prompts and responses
             assert row.get(key) == pytest.approx(want.get(key)), (row["step"], key)
+    last, expected = (
+        restore_on_host(path / "checkpoints" / "6" / "state")["params"]
+        for path in (warmed, uninterrupted)
+    )
+    # What three more steps changed, beside the run of four devices throughout.
+    moved, apart = (
+        np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, pair))))
+        for pair in ((last, first), (last, expected))
+    )
+    assert moved > 0 and apart < 1e-2 * moved
+
+
+@pytest.mark.slow
+def test_the_environment_of_slurm_is_enough(uninterrupted, warmed):
+    """Tasks of one step on this machine, as srun starts them."""
+    job = int(time.time()) % 100_000  # its port; SLURM_PORTS
+    variables = {
+        "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }  # fmt: skip
+    tasks = [
+        start("launch.train", f"--config={TINY}", f"--workdir={warmed}",
+              env=variables | {"SLURM_PROCID": str(task)})
+        for task in range(2)
+    ]  # fmt: skip
+    for code, _, err in finish(tasks):
+        assert code == 0, err
+    assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
 @pytest.mark.parametrize(
