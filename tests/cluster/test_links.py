@@ -99,11 +99,12 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
         came = pool.submit(make, 1)
         with pytest.raises(UserError, match="process 2 did not connect to process 0 at port"):
             pool.submit(make, 0).result()
-        came.result()
+        first = came.result()
     deadline = time.monotonic() + 5
     while not codes and time.monotonic() < deadline:
         time.sleep(0.01)
     assert codes == [2]
+    first.close()  # it went on: its watch would miss process 0
     assert "process 0 failed: process 2 did not connect" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ def test_svd_keeps_its_promise_beside_any_column(shape):
 
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_metrics_run_inside_the_callers_shard_map(side_by_side):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     states = np.random.default_rng(0).normal(size=(4, 16, 20)).astype(np.float32)
     states[3] = beside_one_direction(3e-4, 16, 20)  # float64 on one device alone
     mask = np.ones((4, 16), bool)
