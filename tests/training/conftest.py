@@ -1,11 +1,13 @@
 """Small runs and made-up responses."""
 
+import concurrent.futures
 import json
 import pathlib
 
 import numpy as np
 import pytest
 
+from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.rewards import Verdict
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.types import Rollout
@@ -39,6 +41,21 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
 @pytest.fixture
 def config():
     return tiny_config()
+
+
+@pytest.fixture
+def pair():
+    """Two peers of one run, each called from a thread of its own."""
+    key = b"secret of the test"
+    listener = listen("127.0.0.1", key)
+    address = listener.address
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Peers, 0, 2, listener=listener, key=key)
+        second = pool.submit(Peers, 1, 2, address=address, key=key)
+        peers = first.result(), second.result()
+    yield peers
+    for one in peers:
+        one.close()
 
 
 def read_rows(workdir) -> list[dict]:

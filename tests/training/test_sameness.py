@@ -5,27 +5,11 @@ import time
 
 import pytest
 
-from semrl_jax.cluster.peers import Peers, listen
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.training import loop
 from semrl_jax.training.sameness import check_same
 from tests.training.tiny import tiny_config
-
-KEY = b"secret of the test"
-
-
-@pytest.fixture
-def pair():
-    """Two peers of one run, each called from a thread of its own."""
-    listener = listen("127.0.0.1", KEY)
-    address = listener.address
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Peers, 0, 2, listener=listener, key=KEY)
-        second = pool.submit(Peers, 1, 2, address=address, key=KEY)
-        peers = first.result(), second.result()
-    yield peers
-    for one in peers:
-        one.close()
 
 
 def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):

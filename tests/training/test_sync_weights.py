@@ -7,14 +7,11 @@ import jax
 import pytest
 
 from semrl_jax import models
-from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.errors import Preempted
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.types import WeightVersion
 from tests.training.tiny import tiny_config
-
-KEY = b"secret of the test"
 
 
 class Client:
@@ -26,20 +23,6 @@ class Client:
     def sync_weights(self, specs, read, step):
         self.read.append(len(list(read())))
         return WeightVersion("run", "attempt", step, "digest")
-
-
-@pytest.fixture
-def pair():
-    """Two peers of one run, each called from a thread of its own."""
-    listener = listen("127.0.0.1", KEY)
-    address = listener.address
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Peers, 0, 2, listener=listener, key=KEY)
-        second = pool.submit(Peers, 1, 2, address=address, key=KEY)
-        peers = first.result(), second.result()
-    yield peers
-    for one in peers:
-        one.close()
 
 
 @pytest.fixture(scope="module")

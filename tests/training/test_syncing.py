@@ -14,7 +14,6 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.cluster.agreement import Retry
-from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.errors import Preempted
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
@@ -22,22 +21,7 @@ from semrl_jax.training.syncing import send_together
 from semrl_jax.types import SampleRequest, WeightVersion
 from tests.training.tiny import tiny_config
 
-KEY = b"secret of the test"
 VERSION = WeightVersion("run", "attempt", 3, "digest")
-
-
-@pytest.fixture
-def pair():
-    """Two peers of one run, each called from a thread of its own."""
-    listener = listen("127.0.0.1", KEY)
-    address = listener.address
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Peers, 0, 2, listener=listener, key=KEY)
-        second = pool.submit(Peers, 1, 2, address=address, key=KEY)
-        peers = first.result(), second.result()
-    yield peers
-    for one in peers:
-        one.close()
 
 
 def both(*calls):
