@@ -79,6 +79,7 @@ class Peers:
         self._results: dict[int, list] = {}
         self._phase, self._phase_began = "start", time.monotonic()
         self._closing = threading.Event()
+        self._ending = threading.Lock()  # taken once and kept: the first reason is the one told
         self._links: dict[int, Link] = {}  # process 0: to all others; they: to it
         self._rounds: dict[int, _Round] = {}  # of process 0
         if count == 1:
@@ -280,25 +281,27 @@ class Peers:
         self.on_stop()
 
     def _failed(self, message: dict) -> None:
-        for link in self._links.values():
-            if link.index != message["failed"]:
-                link.send(message)
-        flush(self._links.values())
         reason = f"process {message['failed']} failed: {message['reason']}"
-        print(f"{reason.rstrip('.')}; all processes stop", file=sys.stderr, flush=True)
-        os._exit(message["exit_code"])
+        self._exit(message, f"{reason.rstrip('.')}; all processes stop", message["exit_code"])
 
     def _end(self, reason: str) -> NoReturn:
         """Whatever the main thread waits for will not come: no orderly end is possible."""
-        self._send_all({"lost": reason})
-        flush(self._links.values())
-        print(
+        self._exit(
+            {"lost": reason},
             f"{reason}; all {self.count} processes stop, the same command goes on from the last "
             "checkpoint",
-            file=sys.stderr,
-            flush=True,
+            EXIT_PEER_LOST,
         )
-        os._exit(EXIT_PEER_LOST)
+
+    def _exit(self, message: dict[str, Any], line: str, exit_code: int) -> NoReturn:
+        """Ends all; those that then leave break connections here, which is no loss to tell of."""
+        self._ending.acquire()
+        for link in self._links.values():
+            if link.index != message.get("failed"):
+                link.send(message)
+        flush(self._links.values())
+        print(line, file=sys.stderr, flush=True)
+        os._exit(exit_code)
 
 
 class _Round:

@@ -19,9 +19,9 @@ def start(index, port, deed):
     )  # fmt: skip
 
 
-def run(who, deed, *, but=()):
+def run(who, deed, *, others="none", but=()):
     """Runs all with a deed of one; (exit code, stdout, stderr) of each process not in `but`."""
-    deeds = [deed if index == who else "none" for index in range(COUNT)]
+    deeds = [deed if index == who else others for index in range(COUNT)]
     first = start(0, 0, deeds[0])
     port = int(first.stdout.readline())
     processes = [first] + [start(index, port, deeds[index]) for index in range(1, COUNT)]
@@ -66,6 +66,13 @@ def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
         assert len(err.splitlines()) == 1
         assert f"process {who} (" in err and how in err and "'deed'" in err
     assert took < limit_s + 3  # and three interpreters to start
+
+
+def test_those_who_leave_because_one_is_lost_are_not_called_lost():
+    for code, _, err in run(1, "die", others="linger", but=(1,)).values():
+        assert code == EXIT_PEER_LOST
+        (line,) = err.splitlines()
+        assert line.startswith("process 1 (")
 
 
 def test_a_slow_process_is_waited_for_and_named_meanwhile():
