@@ -35,8 +35,8 @@ class Link:
 
     def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
         self.index, self.name = index, name
-        self.heard = time.monotonic()
-        self.phase, self.phase_s = "start", 0.0
+        self.heard = self.phase_began = time.monotonic()
+        self.phase = "start"
         self.left = False  # it said that it goes
         self._connection = connection
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()

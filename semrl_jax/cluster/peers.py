@@ -43,7 +43,8 @@ class Peers:
       address, key: where process 0 listens, and the secret of this run.
       connect_timeout_s: for all others to connect to process 0.
       heartbeat_timeout_s: a process that was not heard of for so long is lost.
-      phase_timeout_s: how long all others wait for one in `gather`.
+      phase_timeout_s: how long all others wait for one in `gather`, and how long one may stay in a
+        phase, as where a device hangs in a program of all.
       progress: takes one line about a wait, on process 0.
       progress_every_s: between two of them.
 
@@ -201,7 +202,8 @@ class Peers:
                 elif "round" in message:
                     self._finished(message["round"], message["arrived"])
                 elif "phase" in message:
-                    link.phase, link.phase_s = message["phase"], message["phase_s"]
+                    link.phase = message["phase"]
+                    link.phase_began = link.heard - message["phase_s"]
                 elif "stop" in message:
                     self._stopped(message)
                 elif "lost" in message:
@@ -226,8 +228,26 @@ class Peers:
                     self._lost(link, f"nothing was heard of it for {now - link.heard:.0f} s")
             with self._changed:
                 rounds = list(self._rounds.values())
-            for waiting in rounds:
-                self._look_at(waiting, now)
+                waiting = {index for one in rounds for index in one.arrived}
+            for one in rounds:
+                self._look_at(one, now)
+            if self.index == 0:
+                self._look_for_stuck(waiting, now)
+
+    def _look_for_stuck(self, waiting: set[int], now: float) -> None:
+        """Ends all where some stay in a phase, other than those who wait for others to end it."""
+        began = {link.index: link.phase_began for link in self._links.values() if not link.left}
+        began[0] = self._phase_began
+        stuck = [
+            index
+            for index, entered in sorted(began.items())
+            if index not in waiting and now - entered > self._phase_timeout_s
+        ]
+        if stuck:
+            self._end(
+                f"{'; '.join(map(self._describe, stuck))} did not come to the end of it within "
+                f"distributed.phase_timeout_s={self._phase_timeout_s:g} s"
+            )
 
     def _look_at(self, waiting: _Round, now: float) -> None:
         age = now - waiting.began
@@ -266,7 +286,8 @@ class Peers:
         if index == self.index:
             return f"process {index} (in {self._phase!r})"
         link = self._links[index]
-        return f"process {index} ({link.name}, in {link.phase!r} for {link.phase_s:.0f} s)"
+        seconds = time.monotonic() - link.phase_began
+        return f"process {index} ({link.name}, in {link.phase!r} for {seconds:.0f} s)"
 
     def _lost(self, link: Link, how: str) -> None:
         self._end(

@@ -150,7 +150,8 @@ class Checkpoints:
                 meta = read_meta(folder)
                 try:
                     together(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
-                    state = restore_tree(folder, like)
+                    with self._peers.phase("restore"):
+                        state = restore_tree(folder, like)
                 except UserError:
                     raise
                 except Exception as error:

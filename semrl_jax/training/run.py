@@ -240,7 +240,7 @@ class Run:
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
-        with self.device_lock:
+        with self.peers.phase("logprobs"), self.device_lock:
             return batch_logprobs(
                 params,
                 batch,
@@ -314,7 +314,7 @@ class Run:
         arrays = (batch, old_logprobs, ref_logprobs, np.asarray(advantages))
         for start in range(0, len(old_logprobs), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
-            with self.device_lock:
+            with self.peers.phase("update"), self.device_lock:
                 params, opt_state, scalars = jax.block_until_ready(
                     update_policy(
                         params,

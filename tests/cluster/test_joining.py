@@ -95,7 +95,7 @@ def test_nobody_at_the_address():
     message, seconds = attempt(Place(address, 2, 1, "Slurm"), 0.5)
     assert f"coordinator={address}: process 0 of 2 cannot be reached within" in message
     assert "(Connection refused)" in message and "the place is from Slurm" in message
-    assert 0.5 <= seconds < 3
+    assert 0.5 <= seconds < 10
     message, _ = attempt(Place("no-such-host.invalid:80", 2, 1, "settings"), 0.3)
     assert "no-such-host.invalid:80" in message
 
@@ -131,7 +131,7 @@ def test_a_stranger_at_the_address(answer, problem):
         message, seconds = attempt(Place(address, 2, 1, "settings"), 0.7)
     assert f"({problem}" in message
     assert "cannot be reached within distributed.connect_timeout_s=0.7 s" in message
-    assert seconds < 3
+    assert seconds < 10
 
 
 def test_a_port_in_use_is_told_at_once():
@@ -139,7 +139,7 @@ def test_a_port_in_use_is_told_at_once():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         message, seconds = attempt(Place(address, 2, 0, "settings"), 30.0)
     assert f"coordinator={address} cannot be listened on: Address already in use;" in message
-    assert seconds < 3
+    assert seconds < 10
 
 
 def call(address, greeting):

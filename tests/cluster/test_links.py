@@ -92,7 +92,7 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
     def make(index):
         return Peers(
             index, 3, listener=None if index else listener, address=listener.address, key=KEY,
-            connect_timeout_s=1.0,
+            connect_timeout_s=2.0,
         )  # fmt: skip
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -115,9 +115,9 @@ def test_a_process_that_takes_nothing_does_not_stop_the_sender():
     began = time.monotonic()
     for _ in range(3):
         link.send({"value": "x" * 2**22})
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     flush([link])
-    assert time.monotonic() - began < FLUSH_TIMEOUT_S + 1
+    assert time.monotonic() - began < FLUSH_TIMEOUT_S + 5
     received = []
     reader = threading.Thread(target=lambda: received.extend(theirs.recv_bytes() for _ in range(3)))
     reader.start()

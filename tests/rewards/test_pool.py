@@ -142,7 +142,7 @@ def test_hostile_mathematics_is_wrong_in_time():
         assert kinds <= {"timeout", "crash"}
         assert pool.submit(r"\boxed{\frac{14}{2}}", "7").result(timeout=30).score == 1.0
         assert pool.counters["num_timeouts"] + pool.counters["num_crashes"] >= len(bombs)
-    assert time.monotonic() - start < 20.0
+    assert time.monotonic() - start < 40.0
 
 
 def test_hung_job_does_not_hold_up_the_others():
@@ -152,7 +152,7 @@ def test_hung_job_does_not_hold_up_the_others():
         assert all(future.result(timeout=10).correct for future in others)
         assert not hung.done()
         closing = time.monotonic()
-    assert time.monotonic() - closing < 5.0  # a job under way is not waited for
+    assert time.monotonic() - closing < 15.0  # a job under way is not waited for
     with pytest.raises(RuntimeError, match="closed"):
         hung.result(timeout=0)
 
