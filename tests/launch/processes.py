@@ -10,15 +10,16 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def start_processes(workdir, count, *flags, own_flags=None, devices=2):
+def start_processes(workdir, count, *flags, own_flags=None, own_launcher=None, devices=2):
     """`launch.train` `count` times with `devices` CPU devices each; as subprocesses with pipes.
 
     own_flags: process index to flags of that process alone.
+    own_launcher: process index to the module, and its first arguments, that starts training there.
     """
-    port = free_port()
+    port, launchers = free_port(), own_launcher or {}
     return [
         start(
-            "launch.train", f"--config={TINY}", f"--workdir={workdir}",
+            *launchers.get(index, ("launch.train",)), f"--config={TINY}", f"--workdir={workdir}",
             f"--config.distributed.coordinator=127.0.0.1:{port}",
             f"--config.distributed.num_processes={count}",
             f"--config.distributed.process_id={index}",

@@ -3,8 +3,7 @@
 import pytest
 
 from semrl_jax.training.checkpoint_files import checkpoint_problem, checkpoint_steps
-from tests.launch.conftest import TINY, start
-from tests.launch.processes import finish, free_port
+from tests.launch.processes import finish, start_processes
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 4
@@ -12,21 +11,13 @@ NUM_STEPS = 4
 
 def train_on_full_disk(workdir, refused):
     """Two processes of one run; checkpoint 2 is refused to those named."""
-    port = free_port()
-    launcher = {True: ("tests.launch.full_disk", "checkpoints:2:2"), False: ("launch.train",)}
+    full_disk = ("tests.launch.full_disk", "checkpoints:2:2")
     return finish(
-        [
-            start(
-                *launcher[index in refused], f"--config={TINY}", f"--workdir={workdir}",
-                f"--config.distributed.coordinator=127.0.0.1:{port}",
-                "--config.distributed.num_processes=2",
-                f"--config.distributed.process_id={index}",
-                f"--config.training.num_steps={NUM_STEPS}",
-                "--config.model.intermediate_size=1024",  # no file can hold one of its arrays
-                env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-            )
-            for index in range(2)
-        ]
+        start_processes(
+            workdir, 2, f"--config.training.num_steps={NUM_STEPS}",
+            "--config.model.intermediate_size=1024",  # no file can hold one of its arrays
+            own_launcher=dict.fromkeys(refused, full_disk),
+        )
     )  # fmt: skip
 
 

@@ -120,6 +120,20 @@ def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, nu
 
 
 @pytest.mark.slow
+def test_who_hangs_before_a_program_of_all_ends_all(warmed):
+    """The others wait inside the program, where no agreement is missing; all have a deadline."""
+    processes = start_processes(
+        warmed, 2, "--config.distributed.phase_timeout_s=45", "--config.rollout.call_timeout_s=40",
+        own_launcher={1: ("tests.launch.hung",)},
+    )  # fmt: skip
+    for code, _, err in finish(processes):
+        assert code == EXIT_PEER_LOST, err
+        line = err.strip().splitlines()[-1]
+        assert "process 1 (" in line and "in 'update' for 4" in line
+        assert "within distributed.phase_timeout_s=45 s" in line and "last checkpoint" in line
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_ends_all_at_the_same_step(uninterrupted, warmed):
     processes = start_processes(warmed, 2)
     read_until(processes[0], "step    2/6")

@@ -1,0 +1,28 @@
+"""Runs launch.train with a main thread that hangs on the way into its second update.
+
+    python -m tests.launch.hung --config=... --workdir=...
+
+Its other threads, and so its heartbeats, go on; the other processes wait inside the program.
+"""
+
+import itertools
+import time
+
+
+def main() -> int:
+    from launch import cli, train
+    from semrl_jax.training import run
+
+    update, calls = run.update_policy, itertools.count(1)
+
+    def hanging(*args, **kwargs):
+        if next(calls) == 2:
+            time.sleep(3600)
+        return update(*args, **kwargs)
+
+    run.update_policy = hanging
+    return cli.run(train.main, train.__doc__)
+
+
+if __name__ == "__main__":
+    main()
