@@ -1,5 +1,6 @@
 """Several processes train one policy: the same numbers, one end, one resumption."""
 
+import pathlib
 import re
 import shutil
 import signal
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
-from tests.launch.comparison import assert_same_run, restore_on_host
+from tests.launch.comparison import assert_same_run, assert_same_state, restore_on_host
 from tests.launch.conftest import TINY, read_until, run, start
-from tests.launch.processes import finish, start_processes
+from tests.launch.processes import finish, free_port, start_processes
 from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
@@ -131,6 +132,36 @@ def test_who_hangs_before_a_program_of_all_ends_all(warmed):
         line = err.strip().splitlines()[-1]
         assert "process 1 (" in line and "in 'update' for 4" in line
         assert "within distributed.phase_timeout_s=45 s" in line and "last checkpoint" in line
+
+
+@pytest.mark.slow
+def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterrupted, warmed):
+    """Its owner cannot send them alone: every process gathers them with it."""
+    ports = [free_port(), free_port()]
+    addresses = tuple(f"127.0.0.1:{port}" for port in ports)
+    replicas = [start_replica(port) for port in ports]
+    try:
+        processes = start_processes(warmed, 2, f"--config.rollout.addresses={addresses}")
+        read_until(processes[0], "step    2/6")
+        replicas[1].kill()
+        replicas[1].communicate()
+        replicas[1] = start_replica(ports[1])
+        (code, out, err), (other_code, _, other_err) = finish(processes)
+    finally:
+        for process in replicas:
+            process.kill()
+            process.communicate()
+    assert (code, other_code) == (0, 0), (err, other_err)
+    assert "are sent again" in out
+    last = pathlib.Path("checkpoints", str(NUM_STEPS))
+    assert_same_state(warmed / last, uninterrupted / last)
+    assert_close_rows(warmed, uninterrupted)
+
+
+def start_replica(port):
+    process = start("launch.rollout", f"--config={TINY}", f"--port={port}")
+    read_until(process, "listens on")
+    return process
 
 
 @pytest.mark.slow
