@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import platform
@@ -33,6 +35,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
         **{f"version of {name}": importlib.metadata.version(name) for name in MORE_PACKAGES},
         "version of Python": platform.python_version(),
         "code": code_hash(),
+        "code of rewards.function": function_hash(config.rewards.function),
         "devices": f"{jax.local_device_count()} {jax.devices()[0].device_kind}",
     }
     for name in OWN:
@@ -60,3 +63,18 @@ def code_hash() -> str:
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(json.dumps([str(file.relative_to(root)), content]).encode())
     return digest.hexdigest()
+
+
+def function_hash(path: str) -> str:
+    """The same of the module of 'package.module:name'; empty where there is no such file.
+
+    Found without importing it: what it does is for the verifiers' processes.
+    """
+    places = None
+    for name in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+        if spec is None:
+            return ""
+        places = spec.submodule_search_locations
+    file = pathlib.Path(spec.origin or "")
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

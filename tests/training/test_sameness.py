@@ -1,6 +1,7 @@
 """Processes that differ are told apart before they begin, and all leave in order."""
 
 import concurrent.futures
+import hashlib
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.training import loop
-from semrl_jax.training.sameness import check_same
+from semrl_jax.training.sameness import check_same, function_hash
 from tests.training.tiny import tiny_config
 
 
@@ -66,3 +67,17 @@ def test_each_difference_is_named(name, value, told, monkeypatch):
     assert told in [f"{key}={found!r}" for key, found in own.items()]
     key = told.split("=")[0]
     assert own[key] != values[0][key] and "process 0 has" in str(caught.value)
+
+
+def test_the_module_of_a_reward_function_is_read_and_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "scores" / "deep.py"
+    module.parent.mkdir()
+    (module.parent / "__init__.py").write_text("raise SystemExit('imported')")
+    module.write_text("raise SystemExit('imported')")
+    first = function_hash("scores.deep:score")
+    assert first == hashlib.sha256(module.read_bytes()).hexdigest()
+    module.write_text("def score(response, reference): return 1.0")
+    assert function_hash("scores.deep:score") not in ("", first)
+    assert function_hash("scores.missing:score") == function_hash("missing.deep:score") == ""
+    assert function_hash("") == ""
