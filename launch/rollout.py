@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
@@ -26,7 +27,7 @@ from semrl_jax.errors import UserError
 
 ENGINES = ("jax", "vllm")
 PROGRESS_EVERY_S = 10.0
-MAX_SOCKET_DIRECTORY = 64  # of vLLM's sockets, whose paths may have 107 characters
+MAX_TEMPORARY_PATH = 48  # characters; a socket's may have 107, 57 of them below this one
 PARENT_EVERY_S = 0.5  # a look at who the parent is
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
@@ -71,8 +72,11 @@ def end_on_signal() -> None:
         signal.signal(number, lambda *_: sys.exit(0))
 
 
-def prepare_environment(model_path: str) -> None:
-    """Sets what JAX, vLLM and the hub read when they are imported; vLLM's own is not overruled."""
+def prepare_environment(model_path: str, directory: str) -> None:
+    """Sets what JAX, vLLM and the hub read when they are imported; vLLM's own is not overruled.
+
+    directory: for the sockets that vLLM makes and leaves.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
     # A fork of a process with JAX in it can hang, and would not end with its parent (see below).
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -81,10 +85,19 @@ def prepare_environment(model_path: str) -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if len(tempfile.gettempdir()) > MAX_SOCKET_DIRECTORY:
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", directory)
     if not model_path or os.path.isdir(model_path):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def temporary_directory() -> tempfile.TemporaryDirectory:
+    """A directory for as long as the replica runs, with a path that sockets can have."""
+    too_long = len(tempfile.gettempdir()) > MAX_TEMPORARY_PATH
+    return tempfile.TemporaryDirectory(
+        prefix="semrl-vllm-",
+        dir="/tmp" if too_long else None,
+        ignore_cleanup_errors=True,  # what a process that is being killed still makes
+    )
 
 
 def tell_until(listening: threading.Event) -> None:
@@ -102,18 +115,25 @@ def main() -> int:
     config = cli.locked_config(CONFIG)
     if ENGINE.value not in ENGINES:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
+    end_on_signal()
+    with contextlib.ExitStack() as stack:
+        return serve(config, stack)
+
+
+def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int:
+    """Serves until a signal; the exit code."""
     if ENGINE.value == "vllm":
         from semrl_jax.rollout.engines.vllm import checked_version
 
         checked_version()  # before all that takes seconds
-        prepare_environment(config.model.path)
+        directory = stack.enter_context(temporary_directory())
+        prepare_environment(config.model.path, directory)
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import serve_until_signal
     from semrl_jax.training.config import validate
     from semrl_jax.training.policy_setup import build_policy
     from semrl_jax.training.replicas import jax_engine, read_token, vllm_engine
 
-    end_on_signal()
     validate(config)
     if UNTIL_STDIN_CLOSES.value:
         end_with_stdin()
@@ -128,11 +148,9 @@ def main() -> int:
             print(f"vLLM started ({shares})")
         print(line, flush=True)
 
-    stack = contextlib.ExitStack()
     stack.callback(listening.set)
     try:
         if ENGINE.value == "vllm":
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="semrl-vllm-"))
             engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
             tell_until(listening)
         else:
@@ -150,8 +168,6 @@ def main() -> int:
     except EngineDeadError as error:
         print(f"python -m launch.rollout: {error}")
         return 1
-    finally:
-        stack.close()
     return 0
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import re
 import signal
+import tempfile
 import time
 
 import jax
@@ -41,10 +42,15 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def temporary(monkeypatch, tmp_path):
-    """What a replica has left among temporary files."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    return lambda: [path.name for path in tmp_path.glob("semrl-*")]
+def temporary(monkeypatch):
+    """What a replica has left among temporary files: its own, and vLLM's sockets."""
+    with tempfile.TemporaryDirectory() as directory:  # pytest's paths are too long for sockets
+        monkeypatch.setenv("TMPDIR", directory)
+        yield lambda: [
+            path.name
+            for path in pathlib.Path(directory).iterdir()
+            if path.name.startswith("semrl-") or path.is_socket()
+        ]
 
 
 def queues(pids):
