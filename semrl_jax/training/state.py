@@ -64,6 +64,7 @@ def _is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
+@functools.cache  # static under jit: equal settings give one program
 def make_optimizer(
     *,
     learning_rate: float,

@@ -14,6 +14,7 @@ import torch
 
 from configs import quickstart
 from semrl_jax import models
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.training.run import Run
 from semrl_jax.training.state import init_state
 from tests.parity import reference, system
@@ -354,6 +355,7 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
         optimizer=optimizer,
         mesh=mesh,
         device_lock=threading.Lock(),
+        peers=Peers(),
     )
     state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
     state, scalars = Run.update(

@@ -303,9 +303,9 @@ def test_replica_that_stops_reading_does_not_hold_up_the_sync(world):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     good = world.replica(specs=specs)
-    client = world.client(good, f"127.0.0.1:{port}", stall_timeout_s=0.5)
+    client = world.client(good, f"127.0.0.1:{port}", stall_timeout_s=2.0)
     version = client.sync_weights(specs, lambda: arrays, step=0)
-    assert "took no chunk for 0.5 s" in client.lines[-1]
+    assert "took no chunk for 2 s" in client.lines[-1]
     assert [d.version for d in client.describe()] == [version, None]
     deaf.released.set()
     server.stop(0).wait()
@@ -446,20 +446,20 @@ def test_restarted_replica_is_refused_until_synced(world, start_process, resyncs
 
 def test_hung_replica_is_given_up(world):
     hung = world.replica(FakeScript(hang_after=2))
-    client = world.client(hung, world.replica(), stall_timeout_s=0.4, progress_every_s=0.1)
+    client = world.client(hung, world.replica(), stall_timeout_s=1.0, progress_every_s=0.1)
     version = sync(client)
     requests, sampling = make_requests(), SamplingParams(16)
     rollouts = list(client.generate(requests, sampling, version=version))
     assert_complete(rollouts, requests, sampling, version=version)
     assert client.counters["retries"] == 2
-    assert any(f"{hung.address} is set aside (no message for 0." in line for line in client.lines)
+    assert any(f"{hung.address} is set aside (no message for 1" in line for line in client.lines)
     assert any("waiting for 2 responses from" in line for line in client.lines)
     assert hung.engine.num_closed == 1  # the call was cancelled there
 
 
 def test_only_replica_recovers(world):
     replica = world.replica(FakeScript(hang_after=2))
-    client = world.client(replica, stall_timeout_s=0.3)
+    client = world.client(replica, stall_timeout_s=1.0)
     version = sync(client)
     requests, sampling = make_requests(), SamplingParams(16)
     rollouts = []
@@ -473,7 +473,7 @@ def test_only_replica_recovers(world):
 
 
 def test_slow_consumer_is_no_stall(world):
-    client = world.client(world.replica(hidden_size=4096), stall_timeout_s=0.3)
+    client = world.client(world.replica(hidden_size=4096), stall_timeout_s=1.0)
     version = sync(client)
     requests = [dataclasses.replace(r, seed=255) for r in make_requests(60, 1)]
     sampling, states = SamplingParams(256), HiddenStateParams((-1,))
@@ -481,7 +481,7 @@ def test_slow_consumer_is_no_stall(world):
     for rollout in client.generate(requests, sampling, states, version=version):
         rollouts.append(rollout)
         if len(rollouts) == 1:
-            time.sleep(1.0)
+            time.sleep(2.0)
     assert_complete(rollouts, requests, sampling, states, version=version, hidden_size=4096)
     assert client.counters["replica_failures"] == 0
 
