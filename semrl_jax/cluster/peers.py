@@ -235,17 +235,13 @@ class Peers:
                 self._look_for_stuck(waiting, now)
 
     def _look_for_stuck(self, waiting: set[int], now: float) -> None:
-        """Ends all where some stay in a phase, other than those who wait for others to end it."""
+        """Ends all where one stays in a phase, other than those who wait for others to end it."""
         began = {link.index: link.phase_began for link in self._links.values() if not link.left}
         began[0] = self._phase_began
-        stuck = [
-            index
-            for index, entered in sorted(began.items())
-            if index not in waiting and now - entered > self._phase_timeout_s
-        ]
-        if stuck:
+        at_work = sorted(began.keys() - waiting)
+        if any(now - began[index] > self._phase_timeout_s for index in at_work):
             self._end(
-                f"{'; '.join(map(self._describe, stuck))} did not come to the end of it within "
+                f"{'; '.join(map(self._describe, at_work))} did not come to the end of it within "
                 f"distributed.phase_timeout_s={self._phase_timeout_s:g} s"
             )
 

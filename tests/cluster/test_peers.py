@@ -1,5 +1,6 @@
 """Real processes that agree, and what the others say of one that is gone."""
 
+import re
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ def test_all_end_where_all_are_stuck():
         assert code == EXIT_PEER_LOST
         (line,) = err.splitlines()
         assert line.startswith("process 0 (in 'deed'); process 1 (")
-        assert "in 'deed' for 4 s) did not come to the end of it within" in line
+        assert re.search(r"in 'deed' for [34] s\) did not come to the end of it within", line)
         assert "distributed.phase_timeout_s=4 s" in line
 
 
