@@ -41,7 +41,7 @@ setup(
         "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "wandb": ["wandb"],
-        # torch is the independent reference of the tests; the trainer never imports it.
+        # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
             "beartype>=0.23",
             "grpcio-tools>=1.85.1",

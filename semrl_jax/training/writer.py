@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tensorboardX import SummaryWriter
 
 from semrl_jax.training.scoring import ScoredRollout
 
@@ -24,6 +23,9 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int):
+        # Imports torch where that is installed: two seconds that others need not wait.
+        from tensorboardX import SummaryWriter
+
         self._file = workdir / "metrics.jsonl"
         rows = [row for row in read_rows(self._file) if row["step"] < first_step]
         staging = self._file.with_suffix(".writing")

@@ -5,7 +5,6 @@ import pytest
 from semrl_jax.training.checkpoint_files import checkpoint_problem, checkpoint_steps
 from tests.launch.processes import finish, start_processes
 
-pytestmark = pytest.mark.slow
 NUM_STEPS = 4
 
 
@@ -21,7 +20,15 @@ def train_on_full_disk(workdir, refused):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("refused", [(1,), (0,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param((1,), marks=pytest.mark.slow),
+        pytest.param((0,), marks=pytest.mark.slow),
+        pytest.param((0, 1), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_refused_to_a_process_is_said_and_the_run_goes_on(tmp_path, refused):
     workdir = tmp_path / "run"
     (code, out, err), (other_code, _, other_err) = train_on_full_disk(workdir, refused)
