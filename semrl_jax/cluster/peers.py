@@ -230,36 +230,30 @@ class Peers:
                 rounds = list(self._rounds.values())
                 waiting = {index for one in rounds for index in one.arrived}
             for one in rounds:
-                self._look_at(one, now)
+                self._tell_of(one, now)
             if self.index == 0:
-                self._look_for_stuck(waiting, now)
+                self._look_for_stuck(rounds, waiting, now)
 
-    def _look_for_stuck(self, waiting: set[int], now: float) -> None:
-        """Ends all where one stays in a phase, other than those who wait for others to end it."""
-        began = {link.index: link.phase_began for link in self._links.values() if not link.left}
-        began[0] = self._phase_began
-        at_work = sorted(began.keys() - waiting)
-        if any(now - began[index] > self._phase_timeout_s for index in at_work):
+    def _look_for_stuck(self, rounds: list[_Round], waiting: set[int], now: float) -> None:
+        """Ends all where others wait for too long, or one at work stays in its phase."""
+        at_work = [index for index in range(self.count) if index not in waiting]
+        began = [one.began for one in rounds]
+        began += [self._links[index].phase_began for index in at_work if index > 0]
+        began += [self._phase_began] if 0 in at_work else []
+        if now - min(began, default=now) > self._phase_timeout_s:
             self._end(
                 f"{'; '.join(map(self._describe, at_work))} did not come to the end of it within "
                 f"distributed.phase_timeout_s={self._phase_timeout_s:g} s"
             )
 
-    def _look_at(self, waiting: _Round, now: float) -> None:
-        age = now - waiting.began
+    def _tell_of(self, waiting: _Round, now: float) -> None:
         missing = [index for index in range(self.count) if index not in waiting.arrived]
-        if not missing or age < self._progress_every_s:
-            return
-        if age > self._phase_timeout_s:
-            self._end(
-                f"{self._describe(missing[0])} did not come to the end of phase "
-                f"{waiting.phase!r} within distributed.phase_timeout_s={self._phase_timeout_s:g} s"
-            )
-        if now - waiting.told > self._progress_every_s:
+        if missing and now - waiting.told > self._progress_every_s:
             waiting.told = now
             self._progress(
                 f"waiting for {'; '.join(map(self._describe, missing))} to end phase "
-                f"{waiting.phase!r} ({age:.0f} s; given up after {self._phase_timeout_s:g} s)"
+                f"{waiting.phase!r} ({now - waiting.began:.0f} s; given up after "
+                f"{self._phase_timeout_s:g} s)"
             )
 
     def _arrived(self, index: int, message: dict) -> None:

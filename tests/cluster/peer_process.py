@@ -59,6 +59,10 @@ def main() -> None:
             time.sleep(2.5)
         elif deed == "hang":
             time.sleep(1000)
+        elif deed == "busy":
+            while True:
+                with peers.phase("deed"):
+                    time.sleep(0.5)
         elif deed == "fail":
             peers.fail("disk on fire", 2)
             sys.exit(2)

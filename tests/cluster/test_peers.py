@@ -56,6 +56,7 @@ def test_everyone_gathers_everything_in_order():
         ("die", "its connection closed", 3),
         ("stop", "nothing was heard of it for", 12),
         ("hang", "did not come to the end of ", 14),
+        ("busy", "did not come to the end of ", 14),  # no phase of it is long
     ],
 )
 def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):

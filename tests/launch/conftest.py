@@ -47,14 +47,20 @@ def read_until(process: subprocess.Popen, text: str) -> str:
     raise AssertionError(f"no {text!r} in {seen}; stderr: {process.stderr.read()}")
 
 
+def start_replica(config=TINY, port=0) -> tuple[subprocess.Popen, str]:
+    """`launch.rollout` as a process of its own, and its address; port 0: a free one."""
+    process = start("launch.rollout", f"--config={config}", f"--port={port}")
+    return process, read_until(process, "listens on").split()[-1]
+
+
 @pytest.fixture
 def replica(request):
     """`launch.rollout` on a free port, as a process of its own; the value is its address.
 
     Its config is the parameter of the fixture, TINY if there is none.
     """
-    process = start("launch.rollout", f"--config={getattr(request, 'param', TINY)}", "--port=0")
-    yield read_until(process, "listens on").split()[-1]
+    process, address = start_replica(getattr(request, "param", TINY))
+    yield address
     process.terminate()
     assert process.wait(timeout=30) == 0
     process.stdout.close(), process.stderr.close()

@@ -12,8 +12,8 @@ import pytest
 
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
 from tests.launch.comparison import assert_same_run, assert_same_state, restore_on_host
-from tests.launch.conftest import TINY, read_until, run, start
-from tests.launch.processes import finish, free_port, start_processes
+from tests.launch.conftest import TINY, read_until, run, start, start_replica
+from tests.launch.processes import finish, start_processes
 from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
@@ -137,15 +137,13 @@ def test_who_hangs_before_a_program_of_all_ends_all(warmed):
 @pytest.mark.slow
 def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterrupted, warmed):
     """Its owner cannot send them alone: every process gathers them with it."""
-    ports = [free_port(), free_port()]
-    addresses = tuple(f"127.0.0.1:{port}" for port in ports)
-    replicas = [start_replica(port) for port in ports]
+    replicas, addresses = map(list, zip(start_replica(), start_replica()))
     try:
-        processes = start_processes(warmed, 2, f"--config.rollout.addresses={addresses}")
+        processes = start_processes(warmed, 2, f"--config.rollout.addresses={tuple(addresses)}")
         read_until(processes[0], "step    2/6")
         replicas[1].kill()
         replicas[1].communicate()
-        replicas[1] = start_replica(ports[1])
+        replicas[1], _ = start_replica(port=addresses[1].split(":")[1])
         (code, out, err), (other_code, _, other_err) = finish(processes)
     finally:
         for process in replicas:
@@ -156,12 +154,6 @@ def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterru
     last = pathlib.Path("checkpoints", str(NUM_STEPS))
     assert_same_state(warmed / last, uninterrupted / last)
     assert_close_rows(warmed, uninterrupted)
-
-
-def start_replica(port):
-    process = start("launch.rollout", f"--config={TINY}", f"--port={port}")
-    read_until(process, "listens on")
-    return process
 
 
 @pytest.mark.slow
