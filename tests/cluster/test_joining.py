@@ -166,10 +166,14 @@ def test_those_who_are_missing_are_named_to_all(monkeypatch):
     # Process 3 gives up before process 0 does, process 2 hears it from process 0.
     threads = [
         threading.Thread(target=process, args=arguments)
-        for arguments in ((0, 3.0), (2, 20.0), (3, 2.0))
+        for arguments in ((0, 5.0), (2, 20.0), (3, 3.0))
     ]
     for thread in threads:
         thread.start()
+    # Process 2 is there before another one says that it is process 2.
+    while not any(re.match(r"waits for processes 1, [34]-8 ", line) for line in lines):
+        assert threads[0].is_alive(), lines
+        time.sleep(0.01)
     others = [
         call(address, b"semrl_jax/1 7 of 8\n"),  # of another job
         call(address, b"semrl_jax/1 2 of 9\n"),  # there already, here or there
