@@ -40,7 +40,6 @@ setup(
     extras_require={
         "cuda": ["jax[cuda13]>=0.10.2,<0.12"],
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
-        "wandb": ["wandb"],
         # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
             "beartype>=0.23",

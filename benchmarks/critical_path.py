@@ -41,6 +41,7 @@ from semrl_jax.training import loop, validate
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
 from semrl_jax.training.opening import open_run
+from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.run import Run
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import TrainState, init_state
@@ -62,8 +63,8 @@ Row = Mapping[str, float]
 class CpuClock(Clock):
     """Adds `cpu/<phase>_s`: what all threads of the process used during the phase."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *args):
+        super().__init__(*args)
         self._cpu_started = time.process_time()
         self._cpu_s: dict[str, float] = {}
 
@@ -231,7 +232,8 @@ def main() -> None:
         run = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
         sides = sides_of(run)
         shaping = init_shaping_state(config.shaping.indicators, guidance=config.shaping.guidance)
-        params = jax.tree.map(jnp.copy, run.reference)  # checkpoints of the workdir are not read
+        # Checkpoints of the workdir are not read.
+        params = starting_params(run.start, run.policy, run.mesh)
         state = init_state(params, run.optimizer, shaping, run.mesh)
         num_rounds = arguments.warmup + arguments.pairs
         bar = stack.enter_context(run.reporter.bar("steps", num_rounds, "steps"))

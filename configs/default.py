@@ -71,7 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_staleness = 0  # steps the sampling weights may lag; only 0 is built
     config.rollout.connect_timeout_s = 300.0  # for all replicas to answer
     config.rollout.call_timeout_s = 7200.0  # one batch of responses or one sync, retries included
-    config.rollout.stall_timeout_s = 600.0  # silence of a replica, compilation included
+    config.rollout.stall_timeout_s = 600.0  # silence of a replica or client, compilation included
     config.rollout.jax_max_batch = 128  # JAX engine: responses decoded side by side
     config.rollout.jax_chunk_tokens = 16  # JAX engine: tokens between two harvests
     # JAX engine: devices of this process that share one copy of its weights, and copies that share
@@ -132,7 +132,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.epsilon = 1e-6
     config.algorithms.loss = ml_collections.ConfigDict()
     config.algorithms.loss.clip_epsilon = 0.2
-    config.algorithms.loss.kl_coefficient = 0.001
+    config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is held or computed
     config.algorithms.loss.entropy_coefficient = 0.001
     config.algorithms.loss.kl_estimator = "low_var_kl"
     config.algorithms.importance = ml_collections.ConfigDict()  # docs/verl.md
@@ -181,7 +181,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
     config.evaluation.num_problems = 512  # at most: of the held-out set, or of each file
-    config.evaluation.files = ()  # with data.task=files; each is a benchmark by its name
+    # With data.task=files; each is a benchmark by its name. FILE, or FILE:setting=value:... for
+    # settings of that file alone, those below and num_problems and name; docs/data.md
+    config.evaluation.files = ()
     config.evaluation.metrics = False  # hidden states of evaluated responses are measured too
     # These follow data unless set themselves; identity(), or setting them would set data's.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
@@ -197,6 +199,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoints.extra_steps = ()  # saved and kept whatever the cadence
 
     config.logging = ml_collections.ConfigDict()
-    config.logging.rollouts_every_steps = 10  # 0: never
-    config.logging.plot_every_steps = 10  # 0: only at the end
+    # Steps between two recorded training steps; the last step and every evaluation are recorded,
+    # too. 0: no response is recorded.
+    config.logging.rollouts_every_steps = 10
+    config.logging.plot_every_steps = 10  # 0: only at the end, however the run ends
     return config

@@ -3,15 +3,16 @@
 python -m launch.rollout --config=configs/recorded.py:runs/NAME/config.json
 """
 
-import json
-
 from configs import default
+from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object
 
 
 def get_config(path):
     """The default with the settings that the file at `path` has under "config"."""
-    with open(path) as file:
-        settings = json.load(file)["config"]
+    settings = read_json_object(path).get("config")
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} is not the record of a run: it has no settings under 'config'.")
     config = default.get_config()
     config.update_from_flattened_dict(dict(_fields(settings)))
     return config

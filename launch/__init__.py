@@ -6,3 +6,5 @@ import os
 # products (jax#38056), and the pool of XLA uses the cores anyway.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# Where PyTorch is missing, transformers would advise every command to install it.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

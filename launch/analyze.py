@@ -24,9 +24,10 @@ from typing import Any
 from absl import flags
 
 from launch import cli
+from semrl_jax import compilation
+from semrl_jax.choices import WINDOWS
 from semrl_jax.errors import UserError
 
-WINDOWS = ("exact", "release", "later")
 STRIDE = 40
 GROWTH_STRIDE = 128
 
@@ -62,6 +63,7 @@ def metrics() -> int:
 
     states, mask = analysis.read_states(file)
     output = output_directory()
+    compilation.keep_programs()
     options: dict[str, Any] = {"stride": stride, "window": window, "method": METHOD.value}
     measured = analysis.measure_responses(states, mask, **options)
     Console().print(analysis.response_table(measured))
@@ -82,6 +84,7 @@ def correlation() -> int:
 
     steps, stride = run_states(run)
     output = output_directory()
+    compilation.keep_programs()
     strides = STRIDES.value or sorted({max(1, stride // 2), stride, 2 * stride})
     found = []
     for step, responses in steps.items():
@@ -100,6 +103,7 @@ def growth() -> int:
     from semrl_jax.analysis.growth import growth_study
 
     output = output_directory()
+    compilation.keep_programs()
     found = growth_study(
         num_responses=RESPONSES.value,
         max_tokens=TOKENS.value,

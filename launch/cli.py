@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import itertools
 import logging
 import os
 import pathlib
@@ -16,8 +18,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from semrl_jax.errors import DISK_ERRNOS, UserError
+from semrl_jax.training.config import flatten, validate
 
 EXIT_USER_ERROR = 2
+# gRPC, which reads this when it is imported, would tell of every attempt to connect.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -> None:
@@ -100,28 +105,31 @@ def required(flag: flags.FlagHolder[Any]) -> Any:
     return flag.value
 
 
-def locked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
-    """The config with its overrides; no field can be added from here on."""
+def checked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
+    """The config with its overrides, found valid; no field can be added from here on."""
     try:
-        return required(flag).lock()
+        config = required(flag).lock()
     except OSError as error:  # ml_collections tells of a failed load at the first use
         raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
+    # As a dict, ml_collections would take it.
+    if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
+        _check_fields()
+    validate(config)
+    return config
 
 
 def _parse(usage: str) -> list[str]:
-    flags.DEFINE_bool("help", False, "print this help", allow_hide_cpp=True, short_name="h")
+    options = {"allow_hide_cpp": True, "short_name": "h", "flag_values": flags.FLAGS}
+    flags.DEFINE_bool("help", False, "print this help", **options)
+    _check_values()
     try:
-        rest = flags.FLAGS(sys.argv)[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise UserError(f"--{error.flagname} is unknown; see --help.") from None
-    except (AttributeError, KeyError) as error:
-        # ml_collections looks an override's path up in the config.
-        name = re.sub(r"\W*(\w+).*", r"\1", str(error.args[0]), flags=re.DOTALL)
-        raise UserError(
-            f"the config has no field {name!r} where a flag sets it; see configs/default.py."
-        ) from None
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
+        try:
+            rest = flags.FLAGS(sys.argv)[1:]
+        except (AttributeError, KeyError, flags.Error, TypeError, ValueError) as error:
+            _check_fields()
+            raise UserError(_wrong_flag(error)) from None
+    except OSError as error:
+        raise UserError(f"--config: {_first_reason(error)}") from None
     if flags.FLAGS.help:
         print(usage)
         print(flags.FLAGS.module_help(sys.modules["__main__"]))
@@ -129,7 +137,84 @@ def _parse(usage: str) -> list[str]:
     return rest
 
 
+def _check_values() -> None:
+    """Raises UserError for a flag without a value, for which absl would take the next flag."""
+    for argument, following in itertools.pairwise(sys.argv[1:]):
+        name = argument.lstrip("-")
+        takes_one = name in flags.FLAGS and not flags.FLAGS[name].boolean
+        if argument.startswith("-") and takes_one and re.match(r"--\w", following):
+            raise UserError(
+                f"--{name} has no value: {following!r} after it is a flag; give --{name}=VALUE."
+            )
+
+
+def _check_fields() -> None:
+    """Raises UserError for a config file that fails, or a flag that sets no field of it."""
+    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
+        given = re.fullmatch(r"--?config(=.*)?", argument, re.DOTALL)
+        if "config" not in flags.FLAGS or not given:
+            continue
+        path = following if given[1] is None else given[1][1:]
+        try:
+            config = flags.FLAGS["config"].parser.parse(path)
+        except Exception as error:  # of the user's own code
+            (*_, reason) = str(error).strip().splitlines() or [""]
+            # ml_collections puts the trace and the name of the type into the text.
+            reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
+            reason = reason.removeprefix(f"{type(error).__name__}: ")
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise UserError(f"--config={path}: {kind}{reason}") from None
+        for other in sys.argv[1:]:
+            if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
+                _check_field(config, field[1])
+
+
+def _check_field(config: ConfigDict, field: str) -> None:
+    """Raises UserError where a flag cannot set the field."""
+    names = list(flatten(config))
+    if field in names:
+        return
+    if inside := [name for name in names if name.startswith(f"{field}.")]:
+        raise UserError(
+            f"--config.{field}: a section takes no value; set one of its fields: "
+            f"{', '.join(inside)}."
+        )
+    near = difflib.get_close_matches(field, names, n=1, cutoff=0.8)
+    near = near or [name for name in names if name.endswith(f".{field}")]
+    hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."
+    raise UserError(f"the config has no field {field!r} where a flag sets it; {hint}")
+
+
+# By the type of a flag.
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple": "a value or a tuple, such as \"('a', 'b')\"; or repeat the flag for each value",
+}
+
+
+def _wrong_flag(error: Exception) -> str:
+    """One sentence on what absl refuses."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        name, dot, field = error.flagname.partition(".")
+        known = [flag for flag in flags.FLAGS if not dot or flag == "config"]
+        near = [f"{flag}{dot}{field}" for flag in difflib.get_close_matches(name, known, n=1)]
+        hint = f"did you mean --{near[0]}?" if near else "see --help."
+        return f"--{error.flagname} is unknown; {hint}"
+    found = re.match(r"flag --([\w.]+)=", str(error))
+    if not found or found[1] not in flags.FLAGS:
+        return str(error)
+    parser = flags.FLAGS[found[1]].parser
+    if parser.flag_type() not in KINDS:
+        return str(error)
+    value = str(error)[found.end() :].removesuffix(f": {error.__context__}")
+    least = getattr(parser, "lower_bound", None)
+    bound = "" if least is None else f" of at least {least}"
+    return f"--{found[1]}={value} must be {KINDS[parser.flag_type()]}{bound}."
+
+
 def _first_reason(error: Exception) -> str:
     """The reason ml_collections buries in a list of attempts."""
     reasons = re.findall(r"^\s+(\[Errno.*|.*Error.*)$", str(error), re.MULTILINE)
-    return reasons[0] if reasons else str(error)
+    return reasons[0] if reasons else str(error).rpartition("failure to load: ")[2]

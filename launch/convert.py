@@ -11,7 +11,6 @@ which).
 
 from __future__ import annotations
 
-import json
 import pathlib
 import shutil
 from typing import Any
@@ -20,6 +19,7 @@ from absl import flags
 
 from launch import cli
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object
 
 DTYPES = ("float32", "bfloat16")
 # What goes along with the parameters: configuration and tokenizer.
@@ -83,15 +83,12 @@ def convert(
 def read_record(source: pathlib.Path) -> dict[str, Any]:
     """config.json of a run or of a model."""
     try:
-        record = json.loads((source / "config.json").read_text())
-    except (OSError, ValueError):
-        record = None
-    if not isinstance(record, dict):
+        return read_json_object(source / "config.json")
+    except (FileNotFoundError, UserError):
         raise UserError(
             f"--source={source} is neither a run nor a Hugging Face directory: its config.json is "
             "missing or unreadable."
-        )
-    return record
+        ) from None
 
 
 def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Path:
@@ -100,7 +97,12 @@ def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Pat
 
     if "run_id" not in record:
         return source  # made by import_parameters
-    path = record["config"]["model"]["path"]
+    try:
+        path = record["config"]["model"]["path"]
+    except (KeyError, TypeError):
+        path = None
+    if not isinstance(path, str):
+        raise UserError(f"--source={source} is no run: its config.json has no model.path.")
     return models.find_directory(path) if path else source / "warm_start"
 
 
@@ -135,7 +137,7 @@ def export(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         eos_token_id=models.eos_token_ids(model) or None,
-        base=json.loads((model / "config.json").read_text()),
+        base=read_json_object(model / "config.json"),
     )
     print(f"done: {target} is a Hugging Face model directory", flush=True)
 

@@ -154,7 +154,7 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     staging = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("wb") as file:
+        with staging.open("xb") as file:
             if path.suffix == ".parquet":
                 _write_parquet(file, rows)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 
 from launch import cli
+from semrl_jax import compilation
 from semrl_jax.errors import UserError
 
 TEXT = flags.DEFINE_multi_string("text", [], ".jsonl or .parquet file to train the tokenizer on")
@@ -49,6 +50,7 @@ def make(output: pathlib.Path) -> None:
 
     from semrl_jax import data, models
 
+    compilation.keep_programs()
     texts = [text for file in TEXT.value for text in strings_of_file(pathlib.Path(file))]
     tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
     config = models.DecoderConfig(

@@ -10,6 +10,7 @@ signal, 1 engine died, 2 wrong setting (one line says which).
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -23,6 +24,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
+from semrl_jax import compilation
 from semrl_jax.errors import UserError
 
 ENGINES = ("jax", "vllm")
@@ -112,7 +114,7 @@ def tell_until(listening: threading.Event) -> None:
 
 
 def main() -> int:
-    config = cli.locked_config(CONFIG)
+    config = cli.checked_config(CONFIG)
     if ENGINE.value not in ENGINES:
         raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
     end_on_signal()
@@ -129,15 +131,21 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         directory = stack.enter_context(temporary_directory())
         prepare_environment(config.model.path, directory)
     from semrl_jax.rollout.engines.base import EngineDeadError
-    from semrl_jax.rollout.server import serve_until_signal
-    from semrl_jax.training.config import validate
+    from semrl_jax.rollout.server import check_place, serve_until_signal
     from semrl_jax.training.policy_setup import build_policy
     from semrl_jax.training.replicas import jax_engine, read_token, vllm_engine
 
-    validate(config)
     if UNTIL_STDIN_CLOSES.value:
         end_with_stdin()
     token = read_token(config.rollout.token_file)
+    place = {
+        "host": HOST.value,
+        "port": PORT.value,
+        "tls_certificate": TLS_CERTIFICATE.value,
+        "tls_key": TLS_KEY.value,
+    }
+    check_place(**place)  # before the model is read
+    compilation.keep_programs()
     policy, tokenizer = build_policy(config)
     listening = threading.Event()
 
@@ -149,6 +157,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         print(line, flush=True)
 
     stack.callback(listening.set)
+    stack.enter_context(compilation.watching(functools.partial(print, flush=True)))
     try:
         if ENGINE.value == "vllm":
             engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
@@ -159,11 +168,9 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
             engine,
             announce=announce,
             token=token,
-            host=HOST.value,
-            port=PORT.value,
-            tls_certificate=TLS_CERTIFICATE.value,
-            tls_key=TLS_KEY.value,
+            **place,
             in_flight=config.rollout.in_flight,
+            stall_timeout_s=config.rollout.stall_timeout_s,
         )
     except EngineDeadError as error:
         print(f"python -m launch.rollout: {error}")

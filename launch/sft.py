@@ -11,6 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
+from semrl_jax import compilation
 from semrl_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file with a warm_start")
@@ -18,14 +19,15 @@ WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if mi
 
 
 def main() -> int:
-    config, workdir = cli.locked_config(CONFIG), cli.required(WORKDIR)
+    config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
     if config.model.path or not config.warm_start.num_steps:
         raise UserError(
             "the warm start trains a random model: model.path must be empty and "
             "warm_start.num_steps above 0."
         )
-    from semrl_jax.training import warm_start  # after the flags, so that --help needs no JAX
+    from semrl_jax.training import warm_start  # loads JAX, for which no mistake and no --help waits
 
+    compilation.keep_programs()
     return warm_start(config, workdir)
 
 

@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
+from semrl_jax import compilation
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, as configs/quickstart.py"
@@ -21,9 +22,10 @@ WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if mi
 
 
 def main() -> int:
-    config, workdir = cli.locked_config(CONFIG), cli.required(WORKDIR)
-    from semrl_jax.training import train  # after the flags, so that --help needs no JAX
+    config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
+    from semrl_jax.training import train  # loads JAX, for which no mistake and no --help waits
 
+    compilation.keep_programs()
     return train(config, workdir)
 
 

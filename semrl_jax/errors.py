@@ -1,6 +1,7 @@
 """A mistake of the user's, a request to end, and what a full disk answers."""
 
 import errno
+import os
 
 # A write that ends so is neither the user's mistake nor a defect: make room and go on.
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -20,3 +21,18 @@ class Preempted(BaseException):
     No Exception: it is raised wherever the main thread happens to be, and a library that goes on
     after any Exception would swallow it there.
     """
+
+
+def disk_refusal(error: BaseException | None) -> OSError | None:
+    """The disk's answer behind an error of a write; None if something else went wrong.
+
+    Libraries in C++ and Rust have errors of their own, with the system's words in their text.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return OSError(error.errno, os.strerror(error.errno))
+        for number in DISK_ERRNOS:
+            if os.strerror(number) in str(error):
+                return OSError(number, os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None

@@ -21,4 +21,6 @@ def get_config():
     config.data.files = ("data/simplelr_abel_level1to4_train.parquet",)
     config.evaluation.files = ("data/simplelr_abel_level1to4_test.parquet",)
     config.rollout.max_response_tokens = 1280
+    # "Question", "Answer": the release's for Llama (vllm_rollout.py of its rollout workers).
+    config.rollout.stop_token_ids = (14924, 16533)
     return config

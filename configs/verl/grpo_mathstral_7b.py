@@ -21,4 +21,8 @@ def get_config():
     config.data.files = ("data/simplelr_abel_level3to5_train.parquet",)
     config.evaluation.files = ("data/simplelr_abel_level3to5_test.parquet",)
     config.rollout.max_response_tokens = 1536
+    # " Question", "Question", " Answer", "Step", "Pro", "An". Departure: the release has their ids
+    # in the vocabulary of Mistral-7B-v0.1, (22478, 24994, 26307, 9977, 933, 2820). Mathstral's has
+    # 768 control tokens before them, so those would end a response at " chief" or " school".
+    config.rollout.stop_token_ids = (23246, 25762, 27075, 10745, 1701, 3588)
     return config

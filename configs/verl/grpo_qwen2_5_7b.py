@@ -21,4 +21,7 @@ def get_config():
     config.data.files = ("data/simplelr_qwen_level3to5_train.parquet",)
     config.evaluation.files = ("data/simplelr_qwen_level3to5_test.parquet",)
     config.rollout.max_response_tokens = 1536  # data and limit: not published, as Mathstral's
+    # "<|im_end|>", "<|endoftext|>", "user", "assistant", "User", "Assistant", "<|im_start|>" and
+    # "system": the release's for Qwen2.5-7B (vllm_rollout.py of its rollout workers).
+    config.rollout.stop_token_ids = (151645, 151643, 872, 77091, 1474, 71703, 151644, 8948)
     return config

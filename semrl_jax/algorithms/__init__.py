@@ -5,9 +5,8 @@ from semrl_jax.algorithms.grpo import (
     group_relative_advantages,
     zero_variance_group_fraction,
 )
-from semrl_jax.algorithms.importance import IMPORTANCE_LEVELS, importance_weights
+from semrl_jax.algorithms.importance import importance_weights
 from semrl_jax.algorithms.kl import (
-    KL_ESTIMATORS,
     kl_estimate,
     penalised_rewards,
     update_kl_coefficient,
@@ -26,6 +25,7 @@ from semrl_jax.algorithms.ppo import (
     value_loss,
     whiten,
 )
+from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [
     "AGGREGATIONS",

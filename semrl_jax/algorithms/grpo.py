@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 
@@ -36,11 +37,16 @@ def group_relative_advantages(
     return jax.lax.stop_gradient(centred / (std + epsilon))
 
 
-def zero_variance_group_fraction(rewards: Float[Array, "P G"]) -> Float[Array, ""]:
-    """Share of groups whose rewards are all equal: they teach nothing. Float32; 0.0 of no group."""
+def zero_variance_group_fraction(
+    rewards: Float[Array | np.ndarray, "P G"],
+) -> Float[Array, ""] | np.floating:
+    """Share of groups whose rewards are all equal, so that every advantage is exactly 0.0.
+
+    NumPy rewards are compared on the host; 0.0 of no group.
+    """
     check_groups(rewards)
-    equal = jnp.all(rewards == rewards[:, :1], axis=1)
-    return jnp.sum(equal, dtype=jnp.float32) / max(rewards.shape[0], 1)
+    equal = (rewards == rewards[:, :1]).all(axis=1)
+    return equal.sum() / max(rewards.shape[0], 1)
 
 
 def broadcast_to_tokens(
@@ -50,7 +56,7 @@ def broadcast_to_tokens(
     return jnp.where(response_mask, advantages.astype(jnp.float32)[:, None], 0.0)
 
 
-def check_groups(rewards: Array) -> None:
+def check_groups(rewards: Array | np.ndarray) -> None:
     """Raises ValueError unless rewards are [P, G] with G of at least 2."""
     if jnp.ndim(rewards) != 2 or rewards.shape[1] < 2:
         raise ValueError(

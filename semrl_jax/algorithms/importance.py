@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.losses import MAX_LOG_RATIO
-
-IMPORTANCE_LEVELS = ("token", "sequence")
+from semrl_jax.choices import IMPORTANCE_LEVELS
 
 
 def importance_weights(

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
+from semrl_jax.choices import KL_ESTIMATORS
+
 LOW_VAR_LIMIT = 10.0
 MAX_EXPONENT = 20.0  # far above the limit, far below the overflow of float32
 

@@ -128,7 +128,7 @@ def policy_loss(
       logprobs: nats of the response tokens under the policy now, with gradient.
       entropy: nats of the whole distribution at each token, with gradient (`token_entropy`).
       old_logprobs: at the start of the update.
-      ref_logprobs: under the reference; None only with a kl_coefficient of 0.
+      ref_logprobs: under the reference; None only with a kl_coefficient of 0, for no KL at all.
       advantages: shaped advantages.
       weights: float32 from `token_weights` of the whole mini-batch. Tokens of weight 0 may hold
         anything in the other arrays; neither loss nor gradient sees them.
@@ -139,36 +139,38 @@ def policy_loss(
     Returns:
       Float32 loss, and scalars to be summed over micro-batches like it: `policy/loss`,
       `policy/pg_loss`, `policy/clip_fraction`, `policy/approx_kl` (of old_logprobs -
-      logprobs), `policy/entropy` and `policy/kl`; nats, without gradient.
+      logprobs), `policy/entropy` and, with ref_logprobs, `policy/kl`; nats, without gradient.
 
     Raises:
       ValueError: for an option out of range, or a KL without ref_logprobs.
     """
     mask = weights > 0
-    if ref_logprobs is None:
-        if not (isinstance(kl_coefficient, float | int) and kl_coefficient == 0):
-            raise ValueError(
-                f"kl_coefficient={kl_coefficient} needs ref_logprobs, which is None; compute them "
-                "with the reference, or set kl_coefficient to 0."
-            )
-        ref_logprobs = jax.lax.stop_gradient(logprobs)
-    logprobs, entropy, old_logprobs, ref_logprobs = (
-        jnp.where(mask, x.astype(jnp.float32), 0.0)
-        for x in (logprobs, entropy, old_logprobs, ref_logprobs)
+    without_kl = isinstance(kl_coefficient, float | int) and kl_coefficient == 0
+    if ref_logprobs is None and not without_kl:
+        raise ValueError(
+            f"kl_coefficient={kl_coefficient} needs ref_logprobs, which is None; compute them "
+            "with the reference, or set kl_coefficient to 0."
+        )
+    logprobs, entropy, old_logprobs = (
+        jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (logprobs, entropy, old_logprobs)
     )
     pg_loss, clip_fraction = clipped_policy_loss(
         logprobs, old_logprobs, advantages, weights, clip_epsilon=clip_epsilon
     )
-    ref_logprobs = jax.lax.stop_gradient(ref_logprobs)
-    kl = weighted_sum(kl_estimate(logprobs, ref_logprobs, estimator=kl_estimator), weights)
     mean_entropy = weighted_sum(entropy, weights)
-    loss = pg_loss - entropy_coefficient * mean_entropy + kl_coefficient * kl
-    report = {
+    loss = pg_loss - entropy_coefficient * mean_entropy
+    report = {}
+    if ref_logprobs is not None:
+        reference = jnp.where(mask, ref_logprobs.astype(jnp.float32), 0.0)
+        reference = jax.lax.stop_gradient(reference)
+        kl = weighted_sum(kl_estimate(logprobs, reference, estimator=kl_estimator), weights)
+        loss = loss + kl_coefficient * kl
+        report["policy/kl"] = kl
+    report |= {
         "policy/loss": loss,
         "policy/pg_loss": pg_loss,
         "policy/clip_fraction": clip_fraction,
         "policy/approx_kl": weighted_sum(old_logprobs - logprobs, weights),
         "policy/entropy": mean_entropy,
-        "policy/kl": kl,
     }
     return loss, jax.lax.stop_gradient(report)

@@ -147,7 +147,7 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
     figure = Figure(figsize=(3.6 * len(windows) + 0.4, 6.4), layout="constrained")
     grid = figure.subplots(2, len(windows), squeeze=False, sharex=True, sharey="row")
     for column, window in enumerate(windows):
-        for row, (label, unit) in enumerate((("ERV", "rank"), ("ERA", "rank a stride"))):
+        for row, (label, unit) in enumerate((("ERV", "rank"), ("ERA", "rank per stride"))):
             axes = grid[row][column]
             for index, c in enumerate(c for c in correlations if c.window == window):
                 order, r = (

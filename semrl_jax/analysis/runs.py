@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from semrl_jax import models
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object
 from semrl_jax.training.checkpoint_files import (
     checkpoint_problem,
     checkpoint_steps,
@@ -42,13 +43,19 @@ def run_states(
     """
     workdir = pathlib.Path(workdir)
     try:
-        config = json.loads((workdir / "config.json").read_text())["config"]
+        config = read_json_object(workdir / "config.json")["config"]
         model, stride = config["model"]["path"], config["metrics"]["stride"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, UserError, KeyError, TypeError):
         raise UserError(f"{workdir} is no run: its config.json is missing or unreadable.") from None
+    if not isinstance(model, str) or type(stride) is not int or stride < 1:
+        raise UserError(
+            f"{workdir}/config.json: model.path={model!r:.100} must be text, and metrics.stride="
+            f"{stride!r:.100} a whole number above 0."
+        )
     rollouts = {
-        int(file.stem.removeprefix("step_")): file
+        int(step[1]): file
         for file in sorted((workdir / "rollouts").glob("step_*.parquet"))
+        if (step := re.fullmatch(r"step_(\d+)\.parquet", file.name))
     }
     start = models.find_directory(model) if model else workdir / "warm_start"
     saved = checkpoint_steps(workdir / "checkpoints") if (workdir / "checkpoints").is_dir() else []

@@ -13,7 +13,7 @@ from semrl_jax.data.demonstrations import (
     arithmetic_demonstrations,
     demonstration_rows,
 )
-from semrl_jax.data.files import RowError, read_rows
+from semrl_jax.data.files import RowError, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import (
     PaddedTokens,
@@ -41,12 +41,14 @@ from semrl_jax.data.rows import (
     RowReader,
     row_reader,
 )
-from semrl_jax.data.templates import TEMPLATES, apply_template, prompt_renderer
+from semrl_jax.data.templates import TEMPLATES, apply_template, is_chat, prompt_renderer
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
+    full_text,
     load_tokenizer,
     save_character_tokenizer,
     tokenizer_hash,
+    verifier_text,
 )
 from semrl_jax.data.trained_tokenizer import train_tokenizer
 
@@ -69,11 +71,14 @@ __all__ = [
     "arithmetic_prompts",
     "bucket_length",
     "build_dataset",
+    "check_file",
     "character_tokenizer",
     "dataset_hash",
     "demonstration_rows",
     "demonstration_texts",
+    "full_text",
     "held_out_problems",
+    "is_chat",
     "is_carry_free",
     "load_prompts",
     "load_tokenizer",
@@ -90,5 +95,6 @@ __all__ = [
     "tokenizer_hash",
     "train_tokenizer",
     "training_problems",
+    "verifier_text",
     "worked_response",
 ]

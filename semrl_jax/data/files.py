@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from semrl_jax.errors import UserError
+from semrl_jax.files import parse_json
 
 MAX_LINE_BYTES = 16 * 2**20  # a longer line is no problem but another kind of file
 _PARQUET_BATCH_ROWS = 1024
@@ -47,6 +48,15 @@ def read_rows(
         is unreadable, or a Parquet file has no such column.
     """
     path = pathlib.Path(path)
+    check_file(path)
+    if path.suffix == ".jsonl":
+        return _read_json_lines(path)
+    return _read_parquet(path, fields, optional_fields)
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raises UserError where `read_rows` would at the call: no such file, or an unknown ending."""
+    path = pathlib.Path(path)
     name = repr(str(path))
     name = name if len(name) < 500 else f"{name[:200]}...{name[-200:]}"
     try:
@@ -59,11 +69,8 @@ def read_rows(
         raise UserError(f"prompt file {name} is a directory; name the files in it.")
     if not stat.S_ISREG(mode):
         raise UserError(f"prompt file {name} is no regular file.")
-    if path.suffix == ".jsonl":
-        return _read_json_lines(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path, fields, optional_fields)
-    raise UserError(f"prompt file {name} must end in .jsonl or .parquet.")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"prompt file {name} must end in .jsonl or .parquet.")
 
 
 def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
@@ -88,12 +95,12 @@ def _read_json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row]]:
 
 def _parse_line(line: bytes) -> Row:
     try:
-        row = json.loads(line.rstrip(b"\r\n").decode())
+        row = parse_json(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as e:
         return RowError(f"not UTF-8 text ({e.reason} at byte {e.start + 1}).")
     except json.JSONDecodeError as e:
         return RowError(f"not valid JSON ({e.msg} at column {e.pos + 1}).")
-    except (ValueError, RecursionError) as e:  # a number of thousands of digits, deep nesting
+    except ValueError as e:  # a number of thousands of digits, deep nesting
         return RowError(f"not valid JSON ({e}).")
     if not isinstance(row, dict):
         return RowError(f"must be a JSON object, not {type(row).__name__}.")

@@ -14,6 +14,7 @@ from semrl_jax.data.files import RowError, read_rows
 from semrl_jax.data.prompts import PromptDataset, PromptExample, tokenize
 from semrl_jax.data.rows import (
     DATA_SOURCE_FIELD,
+    MAX_REPORTED_BAD_ROWS,
     BadRows,
     QuestionAnswer,
     RowReader,
@@ -23,7 +24,7 @@ from semrl_jax.data.templates import is_chat, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
-TOO_LONG = ("drop", "refuse")
+TOO_LONG = ("drop", "keep")
 
 _CHUNK_ROWS = 2048  # rendered and tokenised in one call
 _PROGRESS_S = 5.0
@@ -46,6 +47,8 @@ def load_prompts(
     skip_bad_rows: bool = False,
     too_long: str = "drop",
     num_rows: int = 0,
+    data_source: str = "",
+    field_prefix: str = "data.",
     report: Callable[[str], object] | None = None,
 ) -> PromptDataset:
     """Loads JSON Lines (.jsonl) and Parquet (.parquet) files, in the order given.
@@ -59,28 +62,32 @@ def load_prompts(
       max_prompt_tokens: the limit, template and special tokens included.
       add_special_tokens: see `build_dataset`; False with a chat template, which holds them itself.
       skip_bad_rows: leave bad rows out, count them and report the first few, instead of refusing.
-      too_long: what becomes of a prompt above the limit: "drop" leaves it out and counts it,
-        "refuse" is for sets that must not shrink.
+      too_long: what becomes of a prompt above the limit: "drop" leaves it out and counts it, "keep"
+        keeps and reports it, for sets that must not shrink.
       num_rows: rows to read at most, over all files and bad ones included; 0 reads all.
-      report: takes a line for each of the first bad rows, for what was left out, and every few
-        seconds one that says how far the reading is.
+      data_source: of every row, whatever its own field says; "" leaves it as above.
+      field_prefix: goes before the names of these arguments in messages.
+      report: takes a line for each of the first bad rows and the first long prompts kept, for what
+        was left out, and every few seconds one that says how far the reading is.
 
     Raises:
       UserError: if an argument does not fit, a file is missing, unreadable, empty or given twice,
-        a row is bad or a prompt too long and that is not to be skipped, or no prompt is left. The
+        a row is bad and that is not to be skipped, or no prompt within the limit is left. The
         message names the file, the line (counted from 1) and the field.
     """
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [pathlib.Path(path) for path in files]
-    reader = row_reader(row_format, question_fields, answer_field, answer_after)
+    reader = row_reader(
+        row_format, question_fields, answer_field, answer_after, field_prefix=field_prefix
+    )
     if row_format == "simplerl" and template != "plain":
         raise UserError(
-            f"data.template={template!r:.200} must be 'plain' with data.row_format='simplerl', "
+            f"{field_prefix}template={template!r:.200} must be 'plain' with row_format='simplerl', "
             "whose rows hold their template."
         )
     if add_special_tokens and is_chat(template):
         raise UserError(
-            f"data.add_special_tokens must be False with data.template={template!r:.200}: the "
+            f"{field_prefix}template={template!r:.200} needs data.add_special_tokens=False: the "
             "chat template writes them itself."
         )
     if too_long not in TOO_LONG:
@@ -90,7 +97,9 @@ def load_prompts(
             f"max_prompt_tokens={max_prompt_tokens} must be at least 1 and num_rows={num_rows} at "
             "least 0."
         )
-    render = prompt_renderer(template, tokenizer, system_prompt=system_prompt)
+    render = prompt_renderer(
+        template, tokenizer, system_prompt=system_prompt, field_prefix=field_prefix
+    )
     bad_rows = BadRows(skip_bad_rows, report)
     rows = itertools.islice(_rows_of_files(files, reader, bad_rows), num_rows or None)
     examples: list[PromptExample] = []
@@ -105,17 +114,20 @@ def load_prompts(
         for (index, where, problem), prompt, ids in zip(good, prompts, token_ids, strict=True):
             if not ids:
                 bad_rows.add(where, RowError("the tokenizer has no token for any of its text."))
-            elif len(ids) > max_prompt_tokens:
-                if too_long == "refuse":
-                    raise UserError(
-                        f"{where}: the prompt has {len(ids)} tokens, more than max_prompt_tokens="
-                        f"{max_prompt_tokens}; raise that limit, or take the row out."
-                    )
+                continue
+            source = data_source or problem.data_source
+            if len(ids) > max_prompt_tokens:
                 long_lengths.append(len(ids))
-            else:
-                ids = np.array(ids, np.int32)
-                source = problem.data_source
-                examples.append(PromptExample(prompt, ids, problem.answer, source, index))
+                if too_long == "drop":
+                    continue
+                if report and len(long_lengths) <= MAX_REPORTED_BAD_ROWS:
+                    report(
+                        f"benchmark {source}: {where}: the prompt has {len(ids)} tokens, more than "
+                        f"max_prompt_tokens={max_prompt_tokens}; it is not sampled and counts as "
+                        "wrong."
+                    )
+            ids = np.array(ids, np.int32)
+            examples.append(PromptExample(prompt, ids, problem.answer, source, index))
         if report and time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")
             reported_s = time.monotonic()
@@ -123,17 +135,18 @@ def load_prompts(
     names = ", ".join(map(str, files))
     if bad_rows.count == num_read:
         raise UserError(f"{names}: all {num_read} rows are bad; the first: {bad_rows.first}")
-    if not examples:
+    if len(long_lengths) == num_read - bad_rows.count:
         raise UserError(
             f"{names}: none of the {dataset.num_too_long} prompts has at most max_prompt_tokens="
             f"{max_prompt_tokens} tokens; the shortest has {min(long_lengths)}."
         )
     if report and dataset.num_bad_rows:
         report(f"{dataset.num_bad_rows} of {num_read} rows are bad and left out.")
-    if report and dataset.num_too_long:
+    if report and dataset.num_too_long > (0 if too_long == "drop" else MAX_REPORTED_BAD_ROWS):
         report(
             f"{dataset.num_too_long} of {num_read} prompts have more than max_prompt_tokens="
-            f"{max_prompt_tokens} tokens and are left out."
+            f"{max_prompt_tokens} tokens and "
+            f"{'are left out' if too_long == 'drop' else 'count as wrong'}."
         )
     return dataset
 

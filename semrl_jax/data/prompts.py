@@ -73,14 +73,15 @@ def next_prompts(
       The prompts and the position after them. Reading in two calls gives what one call gives.
 
     Raises:
-      ValueError: if the dataset is empty, or the position lies outside of it.
+      ValueError: if the dataset is empty.
+      UserError: if the position lies outside of it.
     """
     epoch, cursor = position
     size = len(dataset)
     if not size:
         raise ValueError("the dataset is empty.")
     if epoch < 0 or not 0 <= cursor <= size or count < 0:
-        raise ValueError(
+        raise UserError(
             f"position {position} or count {count} does not fit a dataset of {size} prompts; is it "
             "another dataset than the one the run began with?"
         )
@@ -131,7 +132,7 @@ def build_dataset(
     if not examples:
         raise UserError(
             f"data source {data_source!r}: none of its {len(rows)} prompts has at most "
-            f"data.max_prompt_tokens={max_prompt_tokens} tokens."
+            f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
         )
     return PromptDataset(examples, len(rows) - len(examples))
 

@@ -90,8 +90,9 @@ class RowReader:
             answer = answer.strip()
             if not mark or not answer:
                 raise RowError(
-                    f"field {self.answer_field!r} has no answer after {self.answer_after!r}: "
-                    f"{value!r:.80}."
+                    f"field {self.answer_field!r} has no answer after answer_after="
+                    f"{self.answer_after!r}: {value!r:.80}; without answer_after the whole field "
+                    "is the answer."
                 )
         return answer
 
@@ -101,6 +102,8 @@ def row_reader(
     question_fields: str | Sequence[str] = _QUESTION_FIELDS,
     answer_field: str = _ANSWER_FIELD,
     answer_after: str = "",
+    *,
+    field_prefix: str = "data.",
 ) -> RowReader:
     """Makes the reader of a format.
 
@@ -110,6 +113,7 @@ def row_reader(
         answer is `reward_model.ground_truth`.
       question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has fields of its
         own.
+      field_prefix: goes before the names of these arguments in messages.
 
     Raises:
       UserError: if the format is unknown, a field's name is empty, or fields are given beside
@@ -119,18 +123,20 @@ def row_reader(
         question_fields = (question_fields,)
     question_fields = tuple(question_fields)
     if row_format not in ROW_FORMATS:
-        raise UserError(f"data.row_format={row_format!r} is unknown; choose from {ROW_FORMATS}.")
+        raise UserError(
+            f"{field_prefix}row_format={row_format!r} is unknown; choose from {ROW_FORMATS}."
+        )
     if row_format == "simplerl":
         if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
             raise UserError(
-                f"data.question_fields={question_fields} and data.answer_field={answer_field!r} "
-                "are not read with data.row_format='simplerl'; leave them as they are."
+                f"{field_prefix}question_fields={question_fields} and answer_field="
+                f"{answer_field!r} are not read with row_format='simplerl'; leave them as they are."
             )
         question_fields, answer_field = ("prompt.0.content",), "reward_model.ground_truth"
     if not question_fields or not all((*question_fields, answer_field)):
         raise UserError(
-            f"data.question_fields={question_fields} and data.answer_field={answer_field!r} must "
-            "each name a field."
+            f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
+            "must each name a field."
         )
     return RowReader(question_fields, answer_field, answer_after)
 

@@ -42,12 +42,13 @@ _FIXED_DATE = (
 )
 
 
-def apply_template(name: str, question: str) -> str:
+def apply_template(name: str, question: str, *, field_prefix: str = "data.") -> str:
     """Puts a question into a template of text.
 
     Args:
       name: a name from `TEMPLATES`, or a text of one's own that contains {input}.
       question: inserted as it is; braces in it mean nothing.
+      field_prefix: goes before "template" in messages.
 
     Raises:
       UserError: if there is no template of that name.
@@ -55,8 +56,8 @@ def apply_template(name: str, question: str) -> str:
     template = TEMPLATES.get(name, name)
     if "{input}" not in template:
         raise UserError(
-            f"data.template={name!r:.200} is unknown; choose from {sorted([*TEMPLATES, CHAT])}, or "
-            "give a text that contains {input}."
+            f"{field_prefix}template={name!r:.200} is unknown; choose from "
+            f"{sorted([*TEMPLATES, CHAT])}, or give a text that contains {{input}}."
         )
     before, _, after = template.partition("{input}")
     return before + question + after
@@ -68,7 +69,7 @@ def is_chat(template: str) -> bool:
 
 
 def prompt_renderer(
-    template: str, tokenizer: Tokenizer, *, system_prompt: str = ""
+    template: str, tokenizer: Tokenizer, *, system_prompt: str = "", field_prefix: str = "data."
 ) -> Callable[[Sequence[str]], list[str]]:
     """Makes the function from questions to prompt texts.
 
@@ -79,29 +80,29 @@ def prompt_renderer(
         given 26 July 2024.
       tokenizer: only its chat template is used.
       system_prompt: the message before the user's, for "chat" only; "" is no message.
+      field_prefix: goes before "template" in messages.
 
     Raises:
       UserError: if the template is unknown, the tokenizer has no chat template or it refuses these
         messages, or a system prompt is given without "chat".
     """
+    field = f"{field_prefix}template={template!r:.200}"
     if not is_chat(template):
-        apply_template(template, "")
+        apply_template(template, "", field_prefix=field_prefix)
         if system_prompt:
             raise UserError(
-                f"data.system_prompt={system_prompt!r:.200} needs data.template='chat'; other "
-                "templates hold their own."
+                f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose the template "
+                "'chat', or leave the system prompt out."
             )
         return lambda questions: [apply_template(template, question) for question in questions]
     text = "{input}" if template == CHAT else template.removeprefix(f"{CHAT}:")
     if "{input}" not in text:
-        raise UserError(f"data.template={template!r:.200} must contain {{input}} after 'chat:'.")
+        raise UserError(f"{field} must contain {{input}} after 'chat:'.")
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"data.template={template!r:.200}, but the tokenizer has no chat template; choose from "
+            f"{field}, but the tokenizer has no chat template; choose from "
             f"{sorted(TEMPLATES)}, or give a text that contains {{input}}."
         )
-    import jinja2
-
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
     def render(questions: Sequence[str]) -> list[str]:
@@ -121,12 +122,12 @@ def prompt_renderer(
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as e:
+        except Exception as e:  # a template is a program: it may end in any
             reason = " ".join(str(e).split())[:200]
             roles = "a system and a user message" if system else "one user message"
             raise UserError(
-                f"data.template={template!r:.200}: the tokenizer's chat template refuses {roles} "
-                f"({reason}); choose another template{' or no system prompt' if system else ''}."
+                f"{field}: the tokenizer's chat template refuses {roles} ({reason}); choose "
+                f"another template{' or no system prompt' if system else ''}."
             ) from e
 
     render(["1"])  # a template that refuses is named before any file is read

@@ -6,9 +6,15 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object
+from semrl_jax.rewards.extraction import END_MARKERS, response_text
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*=,;:()?\n QA\\boxed{}"
@@ -58,6 +64,12 @@ def save_character_tokenizer(path: str | os.PathLike[str]) -> None:
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MAX_TOKENIZER_BYTES = 256 * 2**20
+# What transformers reads beside them; each is a small JSON object, or not there.
+_SETTINGS_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
+    "generation_config.json",
+)  # fmt: skip
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -69,7 +81,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     vanish from decoded text.
 
     Raises:
-      UserError: if there is no such directory, no tokenizer in it, or no end token.
+      UserError: if there is no such directory, no tokenizer in it, no end token, or a file that
+        cannot be read.
     """
     path = pathlib.Path(path)
     if not path.is_dir():
@@ -77,21 +90,32 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             f"tokenizer directory {str(path)!r} does not exist; give a local Hugging Face "
             "directory with a tokenizer.json."
         )
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+    if not files:
         # transformers would make an empty tokenizer of the model's family.
         raise UserError(
             f"{str(path)!r} holds no tokenizer: one of {', '.join(_TOKENIZER_FILES)} is needed."
         )
+    for file in files:
+        if file.stat().st_size > _MAX_TOKENIZER_BYTES:
+            raise UserError(f"{file} is larger than {_MAX_TOKENIZER_BYTES // 2**20} MiB.")
+    for name in _SETTINGS_FILES:
+        _read_settings(path / name)
     import transformers
-    from huggingface_hub.errors import StrictDataclassError  # a field of wrong type in config.json
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as e:
+        if not isinstance(tokenizer.model_max_length, int | float):
+            raise TypeError(f"model_max_length={tokenizer.model_max_length!r} is no number")
+    # Whatever it stumbles over is in the files: nothing else goes in. What is written in Rust
+    # raises Exception itself.
+    except Exception as e:
         reason = " ".join(str(e).split())[:200]
-        raise UserError(f"no tokenizer can be loaded from {str(path)!r}: {reason}") from e
+        raise UserError(
+            f"no tokenizer can be loaded from {str(path)!r}: {type(e).__name__}: {reason}"
+        ) from e
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer in {str(path)!r} has no eos token; name one as 'eos_token' in its "
@@ -107,16 +131,34 @@ def _declared_pad_token(path: pathlib.Path, tokenizer: Tokenizer) -> str | None:
     """The special token that the model's files name as `pad_token_id`, if one does."""
     special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     for name in ("generation_config.json", "config.json"):
-        try:
-            content = json.loads((path / name).read_text())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as e:
-            raise UserError(f"{str(path / name)!r} cannot be read: {e}") from e
-        token_id = content.get("pad_token_id") if isinstance(content, dict) else None
+        token_id = _read_settings(path / name).get("pad_token_id")
         if type(token_id) is int and token_id in special:  # -1 and others' ids occur
             return special[token_id]
     return None
+
+
+def _read_settings(file: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none."""
+    try:
+        return read_json_object(file)
+    except FileNotFoundError:
+        return {}
+
+
+def full_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
+    """All of the text, special tokens and spaces as they are: what a template put there shows."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def verifier_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
+    """Text of a response as a verifier gets it.
+
+    It ends before the first end marker, whether that is a token or spelt out in characters. Other
+    special tokens are left out.
+    """
+    markers = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in END_MARKERS}
+    end = next((at for at, token in enumerate(ids) if int(token) in markers), len(ids))
+    return response_text(tokenizer.decode(ids[:end], skip_special_tokens=True))
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -1,5 +1,6 @@
 """Pure mathematics of one response: rank, rank dynamics, curvature, entropy."""
 
+from semrl_jax.choices import METHODS, METRICS, WINDOWS, count_windows
 from semrl_jax.metrics.batch import dataset_metrics, hidden_state_metrics, mean_hidden_state
 from semrl_jax.metrics.curvature import curvature
 from semrl_jax.metrics.dynamics import (
@@ -10,9 +11,8 @@ from semrl_jax.metrics.dynamics import (
     rank_series,
 )
 from semrl_jax.metrics.entropy import response_entropy
-from semrl_jax.metrics.inputs import METHODS, METRICS, WINDOWS
 from semrl_jax.metrics.rank import effective_rank, log_effective_rank, traditional_rank
-from semrl_jax.metrics.windows import PrefixDynamics, count_windows
+from semrl_jax.metrics.windows import PrefixDynamics
 
 __all__ = [
     "METHODS",

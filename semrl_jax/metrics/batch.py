@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from semrl_jax.choices import METHODS, METRICS, WINDOWS
 from semrl_jax.metrics.curvature import mean_angle, turning_angles
 from semrl_jax.metrics.entropy import response_entropy_of
 from semrl_jax.metrics.inputs import (
-    METHODS,
-    METRICS,
     SPECTRAL_METRICS,
-    WINDOWS,
     AnyArray,
     check_choice,
     check_growth,

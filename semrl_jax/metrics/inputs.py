@@ -13,18 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.choices import METRICS
+
 AnyArray = jax.Array | np.ndarray
 
-METRICS = (
-    "effective_rank",
-    "log_effective_rank",
-    "traditional_rank",
-    "response_entropy",
-    "curvature",
-)
 SPECTRAL_METRICS = METRICS[:4]
-METHODS = ("gram", "svd")
-WINDOWS = ("exact", "release", "later")
 
 
 class Rows(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import METHODS, AnyArray, check_choice, compact
+from semrl_jax.choices import METHODS
+from semrl_jax.metrics.inputs import AnyArray, check_choice, compact
 from semrl_jax.metrics.prefixes import SpectralMetric, spectral_value
 
 EPSILON = 1e-8  # in units of the hidden states, as the reference implementation has it

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.metrics.inputs import WINDOWS, Rows, check_choice, check_growth, check_stride
+from semrl_jax.choices import RELEASE_TOKENS, WINDOWS
+from semrl_jax.metrics.inputs import Rows, check_choice, check_growth, check_stride
 
-RELEASE_TOKENS = 512
 FIRST_WINDOWS = 4  # always measured; four points carry the interpolation between those that are
 
 
@@ -85,17 +85,6 @@ def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> 
         num_windows = jnp.where(num_tokens >= 2 * stride, (num_tokens - 1) // stride, 0)
     measured = measured_windows(len(sizes), growth)
     return Windows(rows, sizes, measured, num_windows, window == "later")
-
-
-def count_windows(num_tokens: int, stride: int, window: str) -> int:
-    """The number of windows K of a response of so many tokens, as `PrefixDynamics` counts them."""
-    if window == "exact":
-        return num_tokens // stride
-    if window == "release":
-        num_tokens = min(num_tokens, RELEASE_TOKENS)
-    if num_tokens < 2 * stride:
-        return 0
-    return (num_tokens - 1) // stride + (window == "later")
 
 
 def measured_windows(num_windows: int, growth: float) -> tuple[int, ...]:

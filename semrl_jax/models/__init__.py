@@ -1,5 +1,6 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
+from semrl_jax.choices import DTYPES, REMAT_POLICIES
 from semrl_jax.models.config import (
     MODEL_TYPES,
     DecoderConfig,
@@ -9,15 +10,17 @@ from semrl_jax.models.config import (
 )
 from semrl_jax.models.decoder import Decoder, KVCache
 from semrl_jax.models.directory import (
+    check_params,
     eos_token_ids,
     find_directory,
     load_config,
     load_params,
     save_directory,
     weights_hash,
+    weights_sample,
 )
 from semrl_jax.models.hosts import from_host, to_host
-from semrl_jax.models.policy import DTYPES, REMAT_POLICIES, Params, Policy
+from semrl_jax.models.policy import Params, Policy
 from semrl_jax.models.sharding import (
     AXES,
     DATA_AXES,
@@ -44,6 +47,7 @@ __all__ = [
     "RopeScaling",
     "batch_sharding",
     "check_mesh",
+    "check_params",
     "config_from_hf",
     "config_to_hf",
     "eos_token_ids",
@@ -60,4 +64,5 @@ __all__ = [
     "tensor_specs",
     "to_host",
     "weights_hash",
+    "weights_sample",
 ]

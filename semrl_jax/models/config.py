@@ -27,6 +27,10 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("MistralForCausalLM", can_slide=True),
 }
 MODEL_TYPES = tuple(FAMILIES)
+# Beyond any model that is known: a larger number is a slip, or meant to keep us busy.
+MAX_SIZE = 2**24
+MAX_LAYERS = 2**12
+MAX_POSITIONS = 2**31 - 1  # positions are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.rope_type not in ("linear", "llama3"):
             raise UserError(
-                f"rope_type={self.rope_type!r} is not supported; choose a model with "
+                f"rope_type={self.rope_type!r:.100} is not supported; choose a model with "
                 "'default', 'linear' or 'llama3'."
             )
         for name in ("factor", "original_max_position_embeddings"):
@@ -108,9 +112,8 @@ class DecoderConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
             "num_kv_heads", "head_dim", "max_position_embeddings",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"model {name}={value!r} must be a whole number of at least 1.")
+            limit = {"num_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITIONS}
+            check_size(f"model {name}", getattr(self, name), limit.get(name, MAX_SIZE))
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model num_heads={self.num_heads} must be a multiple of "
@@ -124,6 +127,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise UserError(f"model {name}={value!r} must be a finite number above 0.")
+        if not isinstance(self.tie_embeddings, bool):
+            raise UserError(f"model tie_embeddings={self.tie_embeddings!r} must be True or False.")
         self._check_windows()
 
     def _check_windows(self) -> None:
@@ -131,8 +136,8 @@ class DecoderConfig:
         family, window = FAMILIES[self.model_type], self.sliding_window
         if window is not None and not family.can_slide:
             raise UserError(f"model_type={self.model_type!r} has no sliding_window={window}.")
-        if window is not None and (not isinstance(window, int) or window < 1):
-            raise UserError(f"model sliding_window={window!r} must be a whole number above 0.")
+        if window is not None:
+            check_size("model sliding_window", window, MAX_POSITIONS)
         layers = self.full_attention_layers
         if layers and (window is None or not family.can_mix):
             raise UserError(
@@ -163,6 +168,12 @@ class DecoderConfig:
         return config_hash(description)
 
 
+def check_size(name: str, value: Any, limit: int) -> None:
+    """UserError naming the field unless it is a whole number from 1 to `limit`."""
+    if type(value) is not int or not 1 <= value <= limit:  # a bool is an int
+        raise UserError(f"{name}={value!r:.100} must be a whole number from 1 to {limit}.")
+
+
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     """Reads the fields of a Hugging Face `config.json`; UserError names what is not supported.
 
@@ -173,32 +184,41 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     model_type = hf.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json: model_type={model_type!r} is not supported; choose a model of one of "
-            f"{MODEL_TYPES}."
+            f"config.json: model_type={model_type!r:.100} is not supported; choose a model of one "
+            f"of {MODEL_TYPES}."
         )
-    _refuse_unsupported(hf)
     try:
-        num_heads = hf["num_attention_heads"]
-        if model_type == "llama":
-            num_kv_heads = hf.get("num_key_value_heads")
-        else:  # transformers' defaults are those of one large model: rather ask
-            num_kv_heads = hf["num_key_value_heads"]
-        default_head_dim = 128 if model_type == "qwen3" else hf["hidden_size"] // num_heads
+        _refuse_unsupported(hf)
+        # Sizes first: the rest is computed from them.
+        vocab_size, width, inner, num_heads = (
+            _size(hf, name)
+            for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        )
+        num_layers = _size(hf, "num_hidden_layers", MAX_LAYERS)
+        num_kv_heads, head_dim = num_heads, 128 if model_type == "qwen3" else width // num_heads
+        if model_type != "llama" and "num_key_value_heads" not in hf:
+            # transformers' default is that of one large model: rather ask
+            raise KeyError("num_key_value_heads")
+        if hf.get("num_key_value_heads") is not None:
+            num_kv_heads = _size(hf, "num_key_value_heads")
+        if hf.get("head_dim") is not None:
+            head_dim = _size(hf, "head_dim")
+        positions = {"max_position_embeddings": 32_768, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(hf)
         return DecoderConfig(
             model_type=model_type,
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=hf["num_hidden_layers"],
+            vocab_size=vocab_size,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-            head_dim=hf.get("head_dim") or default_head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             rope_theta=theta,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=hf.get("max_position_embeddings", 32_768),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+            max_position_embeddings=_size(positions, "max_position_embeddings", MAX_POSITIONS),
+            tie_embeddings=_flag(hf, "tie_word_embeddings"),
             rope_scaling=scaling,
             sliding_window=window,
             full_attention_layers=full_attention_layers,
@@ -207,8 +227,29 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
     except UserError as error:
         raise UserError(f"config.json: {error}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"config.json: a field has the wrong type ({error}).") from None
+
+
+def _size(fields: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
+    """A field that is a whole number from 1 to `limit`; KeyError if it is absent."""
+    check_size(name, fields[name], limit)
+    return fields[name]
+
+
+def _flag(hf: Mapping[str, Any], name: str) -> bool:
+    """A field that is true, false, or null or absent for false."""
+    value = hf.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{name}={value!r:.100} must be true or false.")
+    return bool(value)
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A field that is a finite number; KeyError if it is absent and has no default."""
+    value = fields[name] if default is None else fields.get(name, default)
+    # Whole numbers may have thousands of digits.
+    if type(value) not in (int, float) or not abs(value) < 1e30:
+        raise UserError(f"{name}={value!r:.100} must be a number, and below 1e30.")
+    return float(value)
 
 
 def config_to_hf(
@@ -281,40 +322,40 @@ def config_to_hf(
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     """Options of the families' classes in transformers that the decoder does not have."""
     # Qwen2 and Mistral do not read attention_bias.
-    if hf.get("attention_bias") and hf["model_type"] in ("llama", "qwen3"):
-        raise UserError("config.json: attention_bias=true is not supported.")
-    if hf.get("mlp_bias"):
-        raise UserError("config.json: mlp_bias=true is not supported.")
+    if hf["model_type"] in ("llama", "qwen3") and _flag(hf, "attention_bias"):
+        raise UserError("attention_bias=true is not supported.")
+    if _flag(hf, "mlp_bias"):
+        raise UserError("mlp_bias=true is not supported.")
     if hf.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"config.json: hidden_act={hf['hidden_act']!r} is not supported, only 'silu'."
-        )
+        raise UserError(f"hidden_act={hf['hidden_act']!r:.100} is not supported, only 'silu'.")
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling; transformers 5 nests both in `rope_parameters`, earlier files do not."""
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0)
+    field = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(field) or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{field}={rope!r:.100} must be an object, or null.")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UserError(f"partial_rotary_factor={partial} is not supported.")
+        raise UserError(f"partial_rotary_factor={partial!r:.100} is not supported.")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError("rope_parameters of each kind of layer are not supported.")
+    thetas = (rope.get("rope_theta"), hf.get("rope_theta"), 10_000.0)
+    theta = _number({"rope_theta": next(t for t in thetas if t is not None)}, "rope_theta")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str):
+        raise UserError(f"rope_type={rope_type!r:.100} must be text.")
     if rope_type == "default":
         return theta, None
     if rope_type != "llama3":
-        return theta, RopeScaling(rope_type, float(rope.get("factor", 1.0)))
+        return theta, RopeScaling(rope_type, _number(rope, "factor", 1.0))
     original = hf.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings", hf.get("max_position_embeddings", 2048)
     )
-    return theta, RopeScaling(
-        rope_type,
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(original),
-    )
+    check_size("original_max_position_embeddings", original, MAX_POSITIONS)
+    factors = [_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
+    return theta, RopeScaling(rope_type, *factors, original)
 
 
 def _windows_from_hf(hf: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:
@@ -323,20 +364,23 @@ def _windows_from_hf(hf: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]
     if not FAMILIES[model_type].can_slide:
         return None, ()
     window = hf.get("sliding_window", 4096)
+    if model_type != "mistral" and not _flag(hf, "use_sliding_window"):
+        window = None
+    if window is not None:
+        check_size("sliding_window", window, MAX_POSITIONS)
     if model_type == "mistral":
         return window, ()
-    if not hf.get("use_sliding_window"):
-        window = None
     kinds = hf.get("layer_types")
     if kinds is None:
-        first = hf.get("max_window_layers", 28)
+        first = _number(hf, "max_window_layers", 28.0)
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != num_layers:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers:
         raise UserError(
-            f"layer_types must name 'full_attention' or 'sliding_attention' for each of "
-            f"num_hidden_layers={num_layers} layers, not {sorted(unknown) or len(kinds)}."
+            f"layer_types={kinds!r:.100} must be a list of num_hidden_layers={num_layers} kinds."
         )
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise UserError(f"layer_types has {unknown[0]!r:.100}; each must be one of {known}.")
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     if window is None or len(full) == num_layers:
         return None, ()

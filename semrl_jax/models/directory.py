@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from semrl_jax.errors import UserError
+from semrl_jax.errors import UserError, disk_refusal
+from semrl_jax.files import read_json_object, remove
 from semrl_jax.models.config import DecoderConfig, config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
@@ -32,7 +33,9 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.j
 # Tensors that are no parameters: tables of angles that older transformers wrote.
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MAX_END_TOKENS = 1000
 PIECE_BYTES = 2 * 2**20  # of float32, read at once; a few copies of it are held
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` reads
 
 
 def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -73,11 +76,22 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def load_config(path: str | os.PathLike[str]) -> DecoderConfig:
-    """Reads `config.json`; UserError if the directory or a field is missing."""
+    """Reads `config.json`; UserError if the directory or a field is missing, or it is of a run."""
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(f"model directory {str(path)!r} does not exist.")
-    return config_from_hf(_read_json(path / CONFIG_FILE))
+    try:
+        content = read_json_object(path / CONFIG_FILE)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path / CONFIG_FILE} is missing: model.path must be a Hugging Face model directory."
+        ) from None
+    if "run_id" in content:
+        raise UserError(
+            f"{str(path)!r} is the directory of a run, not of a model; make one of its checkpoint "
+            f"with python -m launch.convert --source={path} --target=DIR and give DIR."
+        )
+    return config_from_hf(content)
 
 
 def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -88,14 +102,18 @@ def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """
     for name in (GENERATION_FILE, CONFIG_FILE):
         file = pathlib.Path(path) / name
-        if not file.is_file():
+        try:
+            value = read_json_object(file).get("eos_token_id")
+        except FileNotFoundError:
             continue
-        value = _read_json(file).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-            raise UserError(f"{file}: eos_token_id={value!r} must be a token id or a list of them.")
+        if len(ids) > MAX_END_TOKENS or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+            raise UserError(
+                f"{file}: eos_token_id={value!r:.100} must be a token id, below 2**31, or a list "
+                f"of at most {MAX_END_TOKENS}."
+            )
         return tuple(ids)
     return ()
 
@@ -117,11 +135,18 @@ def load_params(
     Raises:
       UserError: naming the file and each missing, extra or misshapen tensor.
     """
+    files = check_params(path, config)
+    pieces = _read_pieces(files, tensor_specs(config, "float32"))
+    return params_from_hf(pieces, config, shardings)
+
+
+def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[str, pathlib.Path]:
+    """The file of each tensor that `load_params` reads, out of the headers; raises as it does."""
     path = pathlib.Path(path)
     specs = tensor_specs(config, "float32")
     files = _weight_files(path, specs)
     _check_tensors(path, files, specs, config)
-    return params_from_hf(_read_pieces(files, specs), config, shardings)
+    return files
 
 
 def save_directory(
@@ -153,6 +178,7 @@ def save_directory(
 
     Raises:
       UserError: for another dtype or size, or a `base` of another architecture.
+      OSError: if the disk refuses it.
     """
     if dtype not in FILE_DTYPES.values():
         raise UserError(f"dtype={dtype!r} must be one of {tuple(FILE_DTYPES.values())}.")
@@ -167,18 +193,25 @@ def save_directory(
     path = pathlib.Path(path)
     staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
     for leftover in (staging, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
     staging.mkdir(parents=True)
-    _save_weights(staging, params, config, dtype, max_shard_bytes)
-    _write_json(staging / CONFIG_FILE, hf)
     generation = {name: hf[name] for name in special if hf[name] is not None}
-    _write_json(staging / GENERATION_FILE, generation)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-    if path.exists():
+    try:
+        _save_weights(staging, params, config, dtype, max_shard_bytes)
+        _write_json(staging / CONFIG_FILE, hf)
+        _write_json(staging / GENERATION_FILE, generation)
+        if tokenizer is not None:
+            _save_tokenizer(staging, tokenizer)
+    except Exception as error:
+        refusal = disk_refusal(error)
+        if refusal is None or isinstance(error, OSError):
+            raise
+        raise OSError(refusal.errno, refusal.strerror, str(staging)) from error
+    if os.path.lexists(path):
         path.rename(old)
     staging.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is in the way of nothing but the next one
+        remove(old)
 
 
 def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, pathlib.Path]:
@@ -196,13 +229,13 @@ def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, 
                 "it with transformers' save_pretrained(..., safe_serialization=True)."
             )
         raise UserError(f"{path}: {WEIGHTS_FILE} is missing, and so is {INDEX_FILE}.")
-    names = _read_json(index).get("weight_map")
+    names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UserError(f"{index}: weight_map must map tensor names to files.")
     for tensor, name in names.items():
         # A name alone: an index must not lead out of its directory.
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise UserError(f"{index}: {tensor} lies in {name!r}, which is no file name.")
+            raise UserError(f"{index}: {tensor:.100} lies in {name!r:.100}, which is no file name.")
     for name in sorted(set(names.values())):
         if not (path / name).is_file():
             raise UserError(f"{path / name} is missing; {INDEX_FILE} lists it.")
@@ -218,24 +251,26 @@ def _check_tensors(
     """Compares names, shapes and dtypes in the headers with the architecture."""
     expected = {spec.name: spec.shape for spec in specs}
     problems = [f"{INDEX_FILE}: {name} is missing" for name in expected.keys() - files.keys()]
+    heads = []  # files that repeat the embedding as output matrix
     for file in sorted(set(files.values())):
         with _open(file) as weights:
             found = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
             for name, tensor in found.items():
-                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if IGNORED_TENSORS.fullmatch(name):
                     continue
-                if name == HEAD and config.tie_embeddings:
-                    _check_tied(file, files[EMBEDDING], shape, expected[EMBEDDING])
-                    continue
-                if name not in expected:
-                    problems.append(f"{file.name}: {name} is not part of the model")
-                elif shape != expected[name]:
-                    problems.append(f"{file.name}: {name} has shape {shape}, not {expected[name]}")
+                is_tied = name == HEAD and config.tie_embeddings
+                wanted = expected.get(EMBEDDING if is_tied else name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if wanted is None:
+                    problems.append(f"{file.name}: {name:.100} is not part of the model")
+                elif shape != wanted:
+                    problems.append(f"{file.name}: {name} has shape {shape}, not {wanted}")
                 elif dtype not in FILE_DTYPES:
                     problems.append(
                         f"{file.name}: {name} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}"
                     )
+                elif is_tied:
+                    heads.append(file)
             problems += [
                 f"{file.name}: {name} is missing"
                 for name in expected
@@ -244,27 +279,24 @@ def _check_tensors(
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"{path}: {'; '.join(sorted(problems)[:5])}{more}.")
+    for file in heads:
+        _check_tied(file, files[EMBEDDING], expected[EMBEDDING])
 
 
 def _check_tied(
-    head_file: pathlib.Path,
-    embedding_file: pathlib.Path,
-    head_shape: tuple[int, ...],
-    shape: tuple[int, ...],
+    head_file: pathlib.Path, embedding_file: pathlib.Path, shape: tuple[int, ...]
 ) -> None:
     """A tied output matrix may lie next to the embedding, but it must equal it."""
-    same = head_shape == shape
     step = max(1, PIECE_BYTES // (4 * shape[1]))
-    for start in range(0, shape[0] if same else 0, step):
+    for start in range(0, shape[0], step):
         with _open(head_file) as head, _open(embedding_file) as embedding:
             rows = slice(start, min(start + step, shape[0]))
             a, b = (f.get_slice(n)[rows] for f, n in ((head, HEAD), (embedding, EMBEDDING)))
-        same = same and np.array_equal(a, b)
-    if not same:
-        raise UserError(
-            f"{head_file.name}: {HEAD} differs from {EMBEDDING}, but config.json says "
-            "tie_word_embeddings=true; set it to false, or take the tensor out."
-        )
+        if not np.array_equal(a, b):
+            raise UserError(
+                f"{head_file.name}: {HEAD} differs from {EMBEDDING}, but config.json says "
+                "tie_word_embeddings=true; set it to false, or take the tensor out."
+            )
 
 
 def weights_hash(path: str | os.PathLike[str]) -> str:
@@ -273,6 +305,22 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
         with open(file, "rb") as content:
             digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def weights_sample(path: str | os.PathLike[str]) -> str:
+    """Hex SHA-256 over names, sizes and a few blocks of a directory's safetensors files.
+
+    It costs next to nothing, and tells two models apart. A change of a few values may escape it.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb", buffering=0) as content:
+            for i in range(NUM_SAMPLES):  # evenly spaced, the first and the last block included
+                content.seek(max(0, size - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+                digest.update(content.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -295,6 +343,17 @@ def _open(file: pathlib.Path) -> safe_open:
         return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
+
+
+def _save_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
+    """As transformers does, but for how this one was loaded, which is nobody else's matter."""
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("is_local", "local_files_only"):
+        config.pop(name, None)
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def _save_weights(
@@ -331,15 +390,3 @@ def _first_of(*values: Any) -> Any:
 
 def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(f"{file} is missing: model.path must be a Hugging Face model directory.")
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content

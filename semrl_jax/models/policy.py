@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from semrl_jax.choices import DTYPES, REMAT_POLICIES
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoder, KVCache
@@ -23,8 +24,6 @@ from semrl_jax.models.sharding import (
 )
 
 Params = dict[str, Any]
-DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
-REMAT_POLICIES = ("none", "full", "dots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Policy:
 
     def __post_init__(self):
         if self.compute_dtype not in DTYPES:
-            raise UserError(
-                f"model.compute_dtype={self.compute_dtype!r} must be one of {tuple(DTYPES)}."
-            )
+            raise UserError(f"model.compute_dtype={self.compute_dtype!r} must be one of {DTYPES}.")
         if self.remat not in REMAT_POLICIES:
             raise UserError(f"model.remat={self.remat!r} must be one of {REMAT_POLICIES}.")
 
@@ -193,7 +190,7 @@ class Policy:
     def _module(self, rngs: nnx.Rngs) -> Decoder:
         return Decoder(
             self.config,
-            dtype=DTYPES[self.compute_dtype],
+            dtype=jnp.dtype(self.compute_dtype),
             remat=self.remat,
             mesh=self._split,
             rngs=rngs,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
 import importlib
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.extraction import has_complete_box
-from semrl_jax.rewards.verdict import Verdict
+from semrl_jax.rewards.verdict import MAX_SCORE, Verdict
 
-MAX_SCORE = 3.4e38  # rewards are float32
+MAX_EXTRACTED_CHARS = 1_000_000
 
 
 def load_function(path: str) -> Callable[[str, str], Any]:
@@ -26,8 +26,8 @@ def load_function(path: str) -> Callable[[str, str], Any]:
     module_name, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())
+    except BaseException as e:
+        reason = " ".join(error_text(e).split())
         raise UserError(
             f"rewards.function={path!r} cannot be imported ({reason}); the module must be on "
             "PYTHONPATH or in the directory the command was started in."
@@ -43,39 +43,74 @@ def load_function(path: str) -> Callable[[str, str], Any]:
     return function
 
 
-class NonsenseError(Exception):
+def error_text(error: BaseException) -> str:
+    """Name and message of a user's exception, whose own methods may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:
+        return "an exception whose text cannot be read"
+
+
+class NonsenseError(ValueError):
     """A user's verifier returned something that is no verdict."""
 
 
 def as_verdict(result: Any, response: str) -> Verdict:
-    """Reads what a user's verifier returned.
+    """Reads what a user's verifier returned, whatever the methods of these objects do.
 
     Args:
       result: a score; or a mapping with `score` and, if wanted, `correct`, `boxed` and `extracted`;
         or a `Verdict`. Without `correct` a response counts as correct if its score is positive.
       response: the response, for the format flag.
 
+    Returns:
+      A verdict of plain Python values; a lone surrogate in `extracted` becomes "?".
+
     Raises:
       NonsenseError: if it is none of these, or holds a wrong type or a number that is not finite.
     """
+    try:
+        return _read(result, response)
+    except NonsenseError:
+        raise
+    except BaseException as e:
+        raise NonsenseError(f"what it returned cannot be read: {error_text(e)}") from e
+
+
+def _read(result: Any, response: str) -> Verdict:
+    known = ("score", "correct", "boxed", "extracted")
     if isinstance(result, Verdict):
-        fields = dataclasses.asdict(result)
-        fields.pop("error")
+        fields = {name: getattr(result, name) for name in known}
     elif isinstance(result, collections.abc.Mapping):
         fields = dict(result)
     else:
         fields = {"score": result}
-    if unknown := sorted(map(str, fields.keys() - {"score", "correct", "boxed", "extracted"})):
-        raise NonsenseError(f"unknown keys {unknown}; known: score, correct, boxed, extracted")
-    score = fields.get("score")
-    if not isinstance(score, numbers.Real) or not abs(score) <= MAX_SCORE:  # NaN is not
-        raise NonsenseError(f"score must be a finite number, not {score!r:.50}")
+    if unknown := sorted(map(str, fields.keys() - set(known))):
+        raise NonsenseError(f"unknown keys {unknown}; known: {', '.join(known)}")
+    score = _exact_score(fields.get("score"))
     correct = fields.get("correct", score > 0)
     boxed = fields.get("boxed", has_complete_box(response))
     extracted = fields.get("extracted")
     for name, flag in (("correct", correct), ("boxed", boxed)):
         if not isinstance(flag, numbers.Integral) and type(flag).__name__ not in ("bool", "bool_"):
             raise NonsenseError(f"{name} must be a bool, not {flag!r:.50}")
-    if not isinstance(extracted, str | None):
-        raise NonsenseError(f"extracted must be text or None, not {extracted!r:.50}")
-    return Verdict(float(score), bool(correct), bool(boxed), extracted)
+    if extracted is not None:
+        if not isinstance(extracted, str):
+            raise NonsenseError(f"extracted must be text or None, not {extracted!r:.50}")
+        extracted = str.encode(extracted, "utf-8", "replace").decode()  # of a subclass, too
+        if len(extracted) > MAX_EXTRACTED_CHARS:
+            raise NonsenseError(
+                f"extracted has {len(extracted)} characters; at most {MAX_EXTRACTED_CHARS} are kept"
+            )
+    return Verdict(score, bool(correct), bool(boxed), extracted)
+
+
+def _exact_score(value: Any) -> float:
+    """A plain float: a subclass could answer every comparison as it likes."""
+    try:
+        score = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        score = math.inf
+    if not abs(score) <= MAX_SCORE:  # NaN is not
+        raise NonsenseError(f"score must be a finite number, not {value!r:.50}")
+    return score

@@ -1,8 +1,8 @@
 """A pool of verifier processes with a hard deadline on every response.
 
 Each slot of the pool is one thread and the worker process it owns. The thread takes a job, asks its
-worker, and waits no longer than the deadline; a worker that is late or gone is killed with all its
-children and replaced, and only its own job scores as failed.
+worker, and waits no longer than the deadline. A worker that is late, gone, or replies to what was
+not asked is killed with all processes it started and replaced. Only its own job scores as failed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,29 @@ import dataclasses
 import json
 import os
 import queue
+import re
+import secrets
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 from semrl_jax.errors import UserError
+from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
 
 MAX_START_ATTEMPTS = 3
+KILL_TIMEOUT_S = 10.0
+# Words in the names of variables that hold credentials. TOKENIZERS_PARALLELISM and PWD stay.
+CREDENTIAL = re.compile(
+    r"(^|_)(AUTH|KEYS?|PAT|TOKENS?)(_|$)|_PWD$|(TOKEN|APIKEY)$|CREDENTIAL|PASSPHRASE|PASSW|SECRET",
+    re.IGNORECASE,
+)
+MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first plane
+KEPT_PREFIX = "VERIFIER_"  # what a verifier itself needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +215,7 @@ class VerifierPool:
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            if worker is not None and not worker.is_alive():  # died idle: not this job's doing
+            if worker is not None and not worker.is_idle():  # ended or wrote: not this job's doing
                 self._retire(worker)
                 worker = self._start_worker()
             if worker is None:
@@ -227,7 +239,7 @@ class VerifierPool:
             return worker.ask(job.response, job.reference, self._timeout_s)
         except TimeoutError:
             return failed_verdict(self._settings, job.response, "timeout")
-        except (OSError, ValueError, TypeError):  # gone, or a reply that is no verdict
+        except (OSError, ValueError):  # gone, or a reply that is not its own
             return failed_verdict(self._settings, job.response, "crash")
 
     def _start_worker(self) -> _Worker | None:
@@ -262,7 +274,7 @@ class VerifierPool:
         self._fail(
             RuntimeError(
                 f"verifier workers failed to start {MAX_START_ATTEMPTS} times in a row: {reason}. "
-                f"Their own message is above; rewards.start_timeout_s={self._start_timeout_s} or "
+                f"Their own message is above; start_timeout_s={self._start_timeout_s} or "
                 f"rewards.memory_limit_gib={self._settings.memory_limit_gib} may be too small."
             )
         )
@@ -285,58 +297,85 @@ class VerifierPool:
             self._counts[verdict.error_kind] += 1
 
 
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables a worker gets: those of `environ` but for credentials, by their names."""
+    # The worker finds what this process finds, the user's verifier included.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(KEPT_PREFIX) or not CREDENTIAL.search(name)
+    }
+    return {**kept, **single_thread, "PYTHONPATH": path}
+
+
 class _Worker:
-    """One worker process and the pipes to it. Only `kill` may be called from another thread."""
+    """One worker, its guard and the pipes to it. Only `kill` may be called from another thread."""
 
     def __init__(self, settings: VerifierSettings):
-        # The worker finds what this process finds, the user's verifier included.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "semrl_jax.rewards.worker"],
+        self._process = subprocess.Popen(  # the guard; the worker is its child
+            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, **single_thread, "PYTHONPATH": path},
-            start_new_session=True,  # a group of its own: killed whole, and deaf to Ctrl-C
+            env=worker_environment(os.environ),
+            start_new_session=True,  # a group of its own: deaf to Ctrl-C
         )
         self._stdin = self._process.stdin.fileno()
         self._stdout = self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._received = bytearray()
-        self._start = {"settings": dataclasses.asdict(settings), "parent_pid": os.getpid()}
+        self._start = {"settings": dataclasses.asdict(settings)}
         self.num_jobs = 0
 
     def wait_ready(self, timeout_s: float) -> str:
         """Waits for the worker's first word: "" or a problem of the user's to solve."""
-        return self._exchange(self._start, timeout_s).get("problem", "")
+        return str(self._exchange(self._start, timeout_s).get("problem", ""))
 
     def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
-        """Gets a verdict; TimeoutError after `timeout_s`, ConnectionError if the worker is gone."""
-        self.num_jobs += 1
-        request = {"response": response, "reference": reference}
-        return Verdict(**self._exchange(request, timeout_s))
+        """Gets a verdict.
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+        Raises:
+          TimeoutError: after `timeout_s`.
+          OSError: if the worker is gone.
+          ValueError: if it replied with anything but a verdict on this response.
+        """
+        self.num_jobs += 1
+        reply = self._exchange({"response": response, "reference": reference}, timeout_s)
+        error = str(reply.pop("error", ""))
+        return dataclasses.replace(as_verdict(reply, ""), error=error)
+
+    def is_idle(self) -> bool:
+        """Whether it lives and waits; one that writes unasked is no longer to be trusted."""
+        return (
+            self._process.poll() is None
+            and not self._received
+            and not _is_ready(self._stdout, select.POLLIN, 0.0)
+        )
 
     def kill(self) -> None:
-        """Sends SIGKILL to the worker and its children."""
-        if self._process.returncode is None:  # not reaped: the id is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """Has the guard kill the worker and all its descendants."""
+        self._signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Kills the worker, reaps it and closes the pipes."""
-        self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it dies later
-            self._process.wait(timeout=10)
+        """Kills the worker, reaps the guard and closes the pipes."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a child stuck in the kernel
+                self._process.wait(timeout=KILL_TIMEOUT_S)
         self._process.stdin.close()
         self._process.stdout.close()
 
+    def _signal(self, number: int) -> None:
+        if self._process.returncode is None:  # not reaped: the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def _exchange(self, request: dict, timeout_s: float) -> dict:
         deadline = time.monotonic() + timeout_s
+        request["id"] = secrets.token_hex(16)
         unsent = memoryview(json.dumps(request).encode() + b"\n")
         while unsent:
             _wait_for(self._stdin, select.POLLOUT, deadline)
@@ -347,14 +386,26 @@ class _Worker:
             if not chunk:
                 raise ConnectionResetError("the verifier worker ended")
             self._received += chunk
+            if len(self._received) > MAX_REPLY_BYTES:
+                raise ValueError(f"the verifier worker replied more than {MAX_REPLY_BYTES} bytes")
         line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
+        try:
+            reply = json.loads(line)
+        except RecursionError as e:
+            raise ValueError("the verifier worker replied with nested values") from e
+        if not isinstance(reply, dict) or reply.pop("id", None) != request["id"]:
+            raise ValueError("the verifier worker replied to something that was not asked")
+        return reply
 
 
 def _wait_for(fd: int, event: int, deadline: float) -> None:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0 or not _is_ready(fd, event, remaining_s):
+        raise TimeoutError("the verifier worker took too long")
+
+
+def _is_ready(fd: int, event: int, timeout_s: float) -> bool:
     """Waits until `fd` is ready; poll, as select fails for the many descriptors of a trainer."""
     poller = select.poll()
     poller.register(fd, event)
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0 or not poller.poll(remaining_s * 1000 + 1):
-        raise TimeoutError("the verifier worker took too long")
+    return bool(poller.poll(timeout_s * 1000))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.extraction import has_complete_box
 
 MODES = ("independent", "mix")
+MAX_SCORE = 3.4e38  # rewards are float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +61,17 @@ class VerifierSettings:
         if self.mode not in MODES:
             raise UserError(f"rewards.mode={self.mode!r} is unknown; choose from {MODES}.")
         for name in ("unboxed_penalty", "failure_score"):
-            if not math.isfinite(getattr(self, name)):
-                raise UserError(f"rewards.{name}={getattr(self, name)} must be a finite number.")
+            if not abs(getattr(self, name)) <= MAX_SCORE:  # NaN is not
+                raise UserError(
+                    f"rewards.{name}={getattr(self, name)} must be a finite float32 number."
+                )
         if self.function and not all(part.strip() for part in self._function_parts()):
             raise UserError(
                 f"rewards.function={self.function!r} must read 'package.module:name', the module "
                 "as Python imports it."
             )
         if self.max_answer_chars < 1:
-            raise UserError(f"rewards.max_answer_chars={self.max_answer_chars} must be at least 1.")
+            raise UserError(f"max_answer_chars={self.max_answer_chars} must be at least 1.")
         if not 0 <= self.memory_limit_gib < 2**20:
             raise UserError(
                 f"rewards.memory_limit_gib={self.memory_limit_gib} must be a positive number, or 0 "

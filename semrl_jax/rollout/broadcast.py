@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc
 import numpy as np
 
-from semrl_jax.rollout import codec
+from semrl_jax.rollout import codec, wire
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
@@ -48,10 +48,13 @@ def send_weights(
       ValueError: the arrays do not fit the specs.
       UserError, ValueError: a replica refuses for good; none serves the version then, unless it
         had committed before.
+      RuntimeError: a replica found values that are not finite.
     """
     deadline = time.monotonic() + job.timeout_s
-    receivers = [_Receiver(replica, job) for replica in replicas]
+    receivers: list[_Receiver] = []
     try:
+        for replica in replicas:
+            receivers.append(_Receiver(replica, job))
         begin = pb.BeginUpdate(
             run_id=job.run_id,
             attempt_id=job.attempt_id,
@@ -119,8 +122,14 @@ class _Receiver:
             except grpc.RpcError:
                 self._fail("failed without a reason")
             else:
-                if codec.decode_version(reply.version) != version:
-                    self.error = f"committed {codec.decode_version(reply.version)}, not {version}"
+                try:
+                    reply = wire.parse_reply(pb.UpdateWeightsResponse, reply)
+                    committed = codec.decode_version(reply.version)
+                except ValueError as error:
+                    self.error = f"sent an unreadable reply: {error}"
+                else:
+                    if committed != version:
+                        self.error = f"committed {committed}, not {version}"
                 self._end()
                 return
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from semrl_jax.errors import UserError
+from semrl_jax.files import through_no_link
 from semrl_jax.rollout.auth import TOKEN_VARIABLE, new_token
 
 END_S = 20.0  # from the end of its standard input to SIGKILL
@@ -81,7 +82,7 @@ class ChildReplica:
 
     def _start(self) -> subprocess.Popen:
         try:
-            with open(self._log, "ab") as log:
+            with open(self._log, "ab", opener=through_no_link) as log:
                 return subprocess.Popen(
                     self._command,
                     cwd=self._directory,

@@ -13,7 +13,7 @@ import numpy as np
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import check_token
+from semrl_jax.rollout.auth import check_certificates, check_token
 from semrl_jax.rollout.broadcast import Broadcast, send_weights
 from semrl_jax.rollout.dispatch import Job, dispatch
 from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
@@ -105,10 +105,10 @@ class RolloutClient:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since the start: responses, retries (samples asked for again), duplicates (dropped),
-        replica_failures, and the bytes of state_bytes, token_bytes, metric_bytes and
-        weight_bytes."""
-        names = ("responses", "retries", "duplicates", "replica_failures")
+        """Since the start: responses, retries (samples asked for again), aborted (responses that
+        were, and are asked for again), duplicates (dropped), replica_failures, and the bytes of
+        state_bytes, token_bytes, metric_bytes and weight_bytes."""
+        names = ("responses", "retries", "aborted", "duplicates", "replica_failures")
         sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
         return {name: self._counters[name] for name in names + sizes}
 
@@ -165,7 +165,7 @@ class RolloutClient:
         Raises:
           UserError: a replica belongs to another run, or refuses the token.
           ValueError: the arrays do not fit the specs, or these the replica's model.
-          RuntimeError: no replica took the weights within `sync_timeout_s`.
+          RuntimeError: no replica took the weights within `sync_timeout_s`, or they are not finite.
         """
         deadline = time.monotonic() + self._sync_timeout_s
         while True:
@@ -213,11 +213,13 @@ class RolloutClient:
         metrics: MetricParams | None = None,
         resync: Callable[[], WeightVersion] | None = None,
         allow_updates: bool = False,
+        allow_aborted: bool = False,
     ) -> Iterator[Rollout]:
         """Yields every requested response exactly once, as they arrive.
 
         Whole groups are dealt to the replicas that serve `version`. What a replica that fails,
-        hangs or cannot be reached leaves goes to the others, or is retried with growing pauses.
+        hangs or cannot be reached leaves goes to the others, or is retried with growing pauses. A
+        response that a replica aborts is sampled again, twice at most.
         Close the iterator to end the call early.
 
         Args:
@@ -226,14 +228,16 @@ class RolloutClient:
           version: from `sync_weights`; a response sampled with other weights is refused.
           allow_updates: take tokens of other versions, too: replicas that keep responses over a
             weight update (rollout.in_flight) say in `versions` which those are.
+          allow_aborted: take aborted responses as they are: as far as they went, even no token.
           metrics: what the replicas measure of the final hidden states, which need not travel then;
             fills `metrics` and `mean_state` of the rollouts. None: nothing.
           resync: called where no replica serves `version` any more, as after a restart; it should
             call `sync_weights` with the same weights, which gives the same version.
 
         Raises:
-          RuntimeError: the deadline passed, no replica serves `version`, or a replica's reply
-            contradicts the request; nothing is dropped silently.
+          RuntimeError: the deadline passed, no replica serves `version`, a response is aborted for
+            the third time, or a replica's reply contradicts the request; nothing is dropped
+            silently.
           UserError, ValueError: a replica refuses the call for good, or cannot send such states.
         """
         self._check_kinds(hidden_states)
@@ -248,6 +252,7 @@ class RolloutClient:
             progress=self._progress,
             resync=resync,
             allow_updates=allow_updates,
+            allow_aborted=allow_aborted,
         )
         return dispatch(job, requests, self._replicas, self._counters)
 
@@ -278,7 +283,8 @@ class RolloutClient:
     def abort(self) -> int:
         """Ends the running Generate calls; returns how many responses came back as "aborted".
 
-        Another thread has to go on reading the responses meanwhile.
+        Another thread has to go on reading the responses meanwhile. `generate` samples them again
+        unless it has `allow_aborted`; to end one for good, close its iterator.
         """
         return sum(
             self._control(replica, replica.abort, self._control_timeout_s)
@@ -306,10 +312,16 @@ class RolloutClient:
                     raise fatal from error
                 now, reason = time.monotonic(), describe_error(error)
                 if now >= deadline:
+                    way_out = "start it with `python -m launch.rollout`, correct rollout.addresses"
+                    # So end a replica with TLS and a trainer without, and the reverse.
+                    if any(sign in reason.lower() for sign in ("handshake", "socket closed")):
+                        way_out = (
+                            "give the replica --tls_certificate and --tls_key and the trainer that "
+                            "certificate's authority as rollout.tls_ca_file, or neither any"
+                        )
                     raise UserError(
                         f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
-                        f"({reason}); start it with `python -m launch.rollout`, correct "
-                        "rollout.addresses, or raise the connect timeout."
+                        f"({reason}); {way_out}, or raise rollout.connect_timeout_s."
                     ) from error
                 if now - told >= self._progress_every_s:
                     told = now
@@ -357,7 +369,12 @@ class RolloutClient:
 
 
 def _read_pem(path: str) -> bytes:
+    """The file, which gRPC would say nothing about."""
     try:
-        return pathlib.Path(path).read_bytes()
+        data = pathlib.Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"tls_ca={path!r} cannot be read: {error.strerror}.") from error
+        raise UserError(
+            f"rollout.tls_ca_file={path!r} cannot be read: {error.strerror}."
+        ) from error
+    check_certificates("rollout.tls_ca_file", path, data)
+    return data

@@ -32,9 +32,13 @@ PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
 CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
 MAX_RESPONSE_BYTES = 16 << 20  # one response without its state chunks
+MAX_CALL_S = 24 * 3600.0  # until the deadline of a call
 MAX_HIDDEN_WIDTH = 65_536
 MAX_NAME_LENGTH = 256
 MAX_END_TOKENS = 1024  # eos or stop token ids
+MAX_ENTRIES = 4096  # of a list in a replica's reply that has no other bound
+MAX_QUOTE = 200  # characters of what was sent, in a message about it
+_SPARE_ENTRIES = 16
 
 # Fields of a rollout and of its message, by kind, in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
@@ -93,6 +97,8 @@ def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
         value = getattr(message, field.name)
         fields[field.name] = value if isinstance(value, int | str) else None
     for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds"):
+        if (count := len(getattr(message, name))) > MAX_ENTRIES:
+            raise ValueError(f"{name} has {count} entries; at most {MAX_ENTRIES} are taken.")
         fields[name] = tuple(getattr(message, name))
     if message.HasField("version"):
         fields["version"] = decode_version(message.version)
@@ -122,11 +128,13 @@ def decode_specs(
     if repeated := [name for name, count in counts.items() if count > 1]:
         problems.append(f"repeated: {_some(repeated)}")
     for message in messages:
-        shape = tuple(message.shape)
-        if message.name in shapes and shape != shapes[message.name]:
-            problems.append(f"{message.name!r} is {list(shape)}, not {list(shapes[message.name])}")
+        shape = shapes.get(message.name)
+        if shape is not None and not _is_equal(message.shape, shape):
+            problems.append(f"{message.name!r} is {quoted(message.shape)}, not {list(shape)}")
         if message.dtype not in WEIGHT_DTYPES:
-            problems.append(f"{message.name!r} has dtype {message.dtype!r}, not {_WEIGHT_DTYPES}")
+            problems.append(
+                f"{quoted(message.name)} has dtype {quoted(message.dtype)}, not {_WEIGHT_DTYPES}"
+            )
     if problems:
         raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
     return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
@@ -167,8 +175,17 @@ def encode_request(
     return message
 
 
-def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> GenerateCall:
+def decode_request(
+    message: pb.GenerateRequest,
+    limits: ReplicaDescription,
+    prompts: Sequence[pb.Prompt] | None = None,
+) -> GenerateCall:
     """Reads a request and holds it against the replica's description.
+
+    Args:
+      message: what was sent.
+      limits: of the replica.
+      prompts: those of the message where it has none itself.
 
     Raises:
       LimitExceeded: more samples or longer prompts than the replica admits.
@@ -180,7 +197,8 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
     metrics = None
     if message.HasField("metrics"):
         metrics = _decode_metric_params(message.metrics, hidden_states, limits)
-    num_samples, num_prompts = len(message.samples), len(message.prompts)
+    prompts = message.prompts if prompts is None else prompts
+    num_samples, num_prompts = len(message.samples), len(prompts)
     if num_samples == 0:
         raise ValueError("samples is empty; a call needs at least one.")
     if num_samples > limits.max_prompts:
@@ -189,7 +207,8 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
         )
     if num_prompts > num_samples:
         raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
-    for i, prompt in enumerate(message.prompts):
+    arrays = []
+    for i, prompt in enumerate(prompts):
         length = len(prompt.token_ids)
         if length == 0:
             raise ValueError(f"prompts[{i}] is empty; it needs at least one token.")
@@ -197,17 +216,15 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
             raise LimitExceeded(
                 f"prompts[{i}] has {length} tokens; the replica takes {limits.max_prompt_tokens}."
             )
-    prompts = []
-    for i, prompt in enumerate(message.prompts):
         ids = np.array(prompt.token_ids, np.int32)
         _check_vocabulary(f"prompts[{i}]", ids, limits.vocab_size)
         ids.setflags(write=False)  # the samples of a group share it
-        prompts.append(ids)
+        arrays.append(ids)
     requests, seen = [], set()
     for i, sample in enumerate(message.samples):
         _check_name(f"samples[{i}].sample_id", sample.sample_id)
         if sample.sample_id in seen:
-            raise ValueError(f"samples[{i}].sample_id={sample.sample_id!r} is not unique.")
+            raise ValueError(f"samples[{i}].sample_id={quoted(sample.sample_id)} is not unique.")
         seen.add(sample.sample_id)
         if not 0 <= sample.prompt_index < num_prompts:
             raise ValueError(
@@ -222,7 +239,7 @@ def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> G
                 sample_id=sample.sample_id,
                 group_id=sample.group_id,
                 sample_index=sample.sample_index,
-                prompt_ids=prompts[sample.prompt_index],
+                prompt_ids=arrays[sample.prompt_index],
                 seed=sample.seed,
             )
         )
@@ -328,7 +345,7 @@ class RolloutDecoder:
 
     def _feed_response(self, message: pb.Response) -> Rollout | None:
         self.finish()  # the previous one must be whole
-        name = f"sample {message.sample_id!r}"
+        name = f"sample {quoted(message.sample_id)}"
         request = self._requests.get(message.sample_id)
         if request is None:
             raise ValueError(f"{name} was not asked for.")
@@ -338,7 +355,7 @@ class RolloutDecoder:
                 f"it was asked for as {request.group_id}, {request.sample_index}."
             )
         if message.finish_reason not in FINISH_REASONS:
-            raise ValueError(f"{name}: unknown finish reason {message.finish_reason!r}.")
+            raise ValueError(f"{name}: unknown finish reason {quoted(message.finish_reason)}.")
         num_tokens, max_tokens = len(message.token_ids), self._call.sampling.max_tokens
         if num_tokens > max_tokens or (num_tokens == 0 and message.finish_reason != "aborted"):
             raise ValueError(f"{name} has {num_tokens} tokens; 1 to {max_tokens} were asked for.")
@@ -397,7 +414,9 @@ class RolloutDecoder:
     def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
         rollout = self._open
         if rollout is None or rollout.sample_id != message.sample_id:
-            raise ValueError(f"a state chunk of sample {message.sample_id!r} came out of turn.")
+            raise ValueError(
+                f"a state chunk of sample {quoted(message.sample_id)} came out of turn."
+            )
         data, rest = message.data, self._unfilled[0]
         if not 0 < len(data) <= min(CHUNK_BYTES, len(rest)):
             raise ValueError(
@@ -444,17 +463,17 @@ class RolloutDecoder:
         if not is_asked:
             return None
         array = getattr(message, field)
-        shape = tuple(array.shape)
-        width = shape[-1] if shape else 0
-        if shape != (num_tokens, len(asked.layers), width) or not 0 < width <= MAX_HIDDEN_WIDTH:
+        width = array.shape[-1] if array.shape else 0
+        shape = (num_tokens, len(asked.layers), width)
+        if not _is_equal(array.shape, shape) or not 0 < width <= MAX_HIDDEN_WIDTH:
             raise ValueError(
-                f"{name}: {field} of shape {list(shape)} for {num_tokens} tokens and "
+                f"{name}: {field} of shape {quoted(array.shape)} for {num_tokens} tokens and "
                 f"{len(asked.layers)} layers."
             )
-        if tuple(message.layers) != asked.layers or array.dtype != asked.dtype:
+        if not _is_equal(message.layers, asked.layers) or array.dtype != asked.dtype:
             raise ValueError(
-                f"{name}: {array.dtype} states of layers {list(message.layers)}; asked for "
-                f"{asked.dtype} of {list(asked.layers)}."
+                f"{name}: {array.dtype[:MAX_QUOTE]} states of layers {quoted(message.layers)}; "
+                f"asked for {asked.dtype} of {list(asked.layers)}."
             )
         dtype = STATE_DTYPES[array.dtype]
         data = array.data
@@ -490,6 +509,15 @@ def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
+    """Whether none of the values, of a dtype that weights have, is infinite or NaN."""
+    if dtype == "float32":
+        return bool(np.isfinite(data.view(np.float32)).all())
+    # NumPy's own test of 16-bit floats is slow. The exponent of what is not finite has all bits.
+    exponent = np.uint16(0x7C00 if dtype == "float16" else 0x7F80)
+    return bool(((data.view(np.uint16) & exponent) != exponent).all())
+
+
 _WEIGHT_DTYPES = ", ".join(WEIGHT_DTYPES)
 
 
@@ -523,9 +551,11 @@ def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> 
 def _decode_hidden_state_params(
     message: pb.HiddenStateParams, limits: ReplicaDescription
 ) -> HiddenStateParams:
-    layers = tuple(message.layers)
-    if not layers:
+    if not message.layers:
         return HiddenStateParams()
+    _check_count("hidden_states.layers", message.layers, limits.layers)
+    _check_count("hidden_states.kinds", message.kinds, limits.state_kinds)
+    layers = tuple(message.layers)
     for layer in layers:
         if layer not in limits.layers:
             reason = f": {limits.layers_reason}" if limits.layers_reason else ""
@@ -536,13 +566,13 @@ def _decode_hidden_state_params(
         raise ValueError(f"hidden_states.layers={list(layers)} names a layer twice.")
     if message.dtype not in STATE_DTYPES:
         raise ValueError(
-            f"hidden_states.dtype={message.dtype!r} must be one of {', '.join(STATE_DTYPES)}."
+            f"hidden_states.dtype={quoted(message.dtype)} must be one of {', '.join(STATE_DTYPES)}."
         )
     kinds = tuple(message.kinds) or ("decode",)
     for kind in kinds:
         if kind not in limits.state_kinds:
             raise ValueError(
-                f"hidden_states.kinds has {kind[:MAX_NAME_LENGTH]!r}; the replica has "
+                f"hidden_states.kinds has {quoted(kind)}; the replica has "
                 f"{list(limits.state_kinds)}."
             )
     if len(set(kinds)) < len(kinds):
@@ -555,15 +585,16 @@ def _decode_metric_params(
 ) -> MetricParams:
     def check(field: str, holds: bool, rule: str) -> None:
         if not holds:
-            value = getattr(message, field)
-            raise ValueError(f"metrics.{field}={value!r} must be {rule}.")
+            raise ValueError(f"metrics.{field}={quoted(getattr(message, field))} must be {rule}.")
 
     if not message.names:
         raise ValueError("metrics.names is empty; leave metrics out to measure nothing.")
+    _check_count("metrics.names", message.names, limits.metric_kinds)
     for name in message.names:
         if name not in limits.metric_kinds:
             raise ValueError(
-                f"metrics.names has {name!r}; the replica measures {list(limits.metric_kinds)}."
+                f"metrics.names has {quoted(name)}; the replica measures "
+                f"{list(limits.metric_kinds)}."
             )
     if len(set(message.names)) < len(message.names):
         raise ValueError(f"metrics.names={list(message.names)} names a metric twice.")
@@ -613,7 +644,26 @@ def _check_name(field: str, value: str) -> None:
         raise ValueError(f"{field} has {len(value)} characters; it needs 1 to {MAX_NAME_LENGTH}.")
 
 
+def _check_count(field: str, values: Sequence, known: Sequence) -> None:
+    """Before the values are looked at. A few too many are, so that one can be named."""
+    if len(values) > len(known) + _SPARE_ENTRIES:
+        raise ValueError(f"{field} has {len(values)} entries; the replica has {len(known)}.")
+
+
+def _is_equal(values: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(values) == len(expected) and tuple(values) == tuple(expected)
+
+
+def quoted(value) -> str:
+    """As `repr`, or the beginning of it: what was sent may be of any length."""
+    if not isinstance(value, str | int | float):  # a repeated field
+        text = repr(list(value[:MAX_QUOTE]))
+    else:
+        text = repr(value[: MAX_QUOTE + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}..."
+
+
 def _some(items: Sequence[str], separator: str = ", ") -> str:
     """The first few, and how many more there are."""
     more = f"{separator}and {len(items) - 5} more" if len(items) > 5 else ""
-    return separator.join(items[:5]) + more
+    return separator.join(item[:MAX_QUOTE] for item in items[:5]) + more

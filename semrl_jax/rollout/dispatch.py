@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from semrl_jax.rollout import codec
+from semrl_jax import compilation
+from semrl_jax.rollout import codec, wire
 from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
 from semrl_jax.types import (
@@ -25,6 +26,7 @@ from semrl_jax.types import (
 
 _QUEUED_RESPONSES = 16  # beyond them a slow consumer slows the replicas
 _MAX_ENGINE_FAILURES = 3  # without a response in between
+_MAX_ABORTS = 3  # of one response
 _ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 
 
@@ -42,6 +44,7 @@ class Job:
     progress: Callable[[str], None]
     resync: Callable[[], WeightVersion] | None
     allow_updates: bool
+    allow_aborted: bool
 
 
 def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
@@ -64,7 +67,7 @@ def dispatch(
 
     Raises:
       RuntimeError: the deadline passed, no replica serves the version, an engine fails again and
-        again, or a replica sent what was not asked for.
+        again, a response is aborted again and again, or a replica sent what was not asked for.
       UserError, ValueError: a replica refuses the call for good.
     """
     dispatcher = _Dispatcher(job, requests, replicas, counters)
@@ -91,6 +94,7 @@ class _Dispatcher:
         )
         self._closed = threading.Event()
         self._num_engine_failures = 0
+        self._num_aborts: collections.Counter[str] = collections.Counter()
         self._deadline = time.monotonic() + job.timeout_s
 
     def run(self) -> Iterator[Rollout]:
@@ -110,9 +114,13 @@ class _Dispatcher:
                 told = self._check_clocks(told)
                 continue
             if isinstance(event, Rollout):
-                if self._pending.pop(event.sample_id, None) is None:
+                if event.sample_id not in self._pending:
                     self._counters["duplicates"] += 1
                     continue
+                if event.finish_reason == "aborted" and not self._job.allow_aborted:
+                    self._note_abort(stream, event.sample_id)
+                    continue
+                del self._pending[event.sample_id]
                 self._counters["responses"] += 1
                 self._num_engine_failures = 0
                 stream.replica.succeeded()
@@ -189,6 +197,18 @@ class _Dispatcher:
         if version != self._job.version:
             raise RuntimeError(f"syncing again gave weights {version}, not {self._job.version}.")
 
+    def _note_abort(self, stream: _Stream, sample_id: str) -> None:
+        """An aborted response is no answer; it is missing when its call ends."""
+        stream.aborted.add(sample_id)
+        self._counters["aborted"] += 1
+        self._num_aborts[sample_id] += 1
+        if self._num_aborts[sample_id] >= _MAX_ABORTS:
+            raise RuntimeError(
+                f"response {sample_id!r} was aborted {_MAX_ABORTS} times, last by "
+                f"{stream.replica.name}; let nothing call Abort on the replicas, or update weights "
+                "under rollout.in_flight='abort', while responses are sampled."
+            )
+
     def _end(self, stream: _Stream, error: Exception | None) -> None:
         """A call is over: fine, to be retried elsewhere, or a reason to stop."""
         replica = stream.replica
@@ -196,11 +216,16 @@ class _Dispatcher:
         if isinstance(error, ValueError):
             raise RuntimeError(f"{replica.name} sent an inconsistent reply: {error}") from error
         if error is None:
-            if missing:
+            if lost := [r for r in missing if r.sample_id not in stream.aborted]:
                 raise RuntimeError(
                     f"{replica.name} sent an inconsistent reply: the stream ended without "
-                    f"{len(missing)} of {len(stream.call.requests)} responses, the first "
-                    f"{missing[0].sample_id!r}."
+                    f"{len(lost)} of {len(stream.call.requests)} responses, the first "
+                    f"{lost[0].sample_id!r}."
+                )
+            if missing:
+                self._backlog += missing
+                self._job.progress(
+                    f"{replica.name} aborted {len(missing)} responses, which are sampled again"
                 )
             return
         if not isinstance(error, grpc.RpcError):
@@ -239,8 +264,11 @@ class _Dispatcher:
                 missing = [r for r in stream.call.requests if r.sample_id in self._pending]
                 error = f"no message for {silent_s:.1f} s"
                 self._set_aside(replica, missing, error, wait_s=self._job.stall_timeout_s)
+        kind = self._job.sampling, self._job.hidden_states
         state = ", ".join(
-            f"{replica.name} (silent for {stream.silent_s(now):.0f} s)"
+            f"{replica.name} (silent for {stream.silent_s(now):.0f} s"
+            + ("" if kind in replica.answered else "; a first response may wait for compilation")
+            + ")"
             for replica, stream in self._streams.items()
         )
         state = state or "; ".join(f"{r.name}: {r.error}" for r in self._replicas if r.error)
@@ -251,6 +279,9 @@ class _Dispatcher:
             )
         if now - told < self._job.progress_every_s:
             return told
+        if program := compilation.current():
+            self._job.progress(f"compiling {program}; {len(self._pending)} responses to come")
+            return now
         self._job.progress(
             f"waiting for {len(self._pending)} responses from {state}; a replica is given up after "
             f"{self._job.stall_timeout_s:g} s, the call in {self._deadline - now:.0f} s"
@@ -264,6 +295,7 @@ class _Stream:
     def __init__(self, replica, call, timeout_s, events, closed, *, allow_updates):
         self.replica: Replica = replica
         self.call: GenerateCall = call
+        self.aborted: set[str] = set()  # sample ids
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
         self._waiting_since = time.monotonic()
@@ -305,8 +337,9 @@ class _Stream:
         decoder = self._decoder
         try:
             for message in self._messages:
-                rollout = decoder.feed(message)
+                rollout = decoder.feed(wire.parse_generate_reply(message))
                 if rollout is not None:
+                    self.replica.answered.add((self.call.sampling, self.call.hidden_states))
                     self._put(rollout)  # a slow consumer is no stall: it does not look meanwhile
                 self._waiting_since = time.monotonic()
             decoder.finish()

@@ -26,7 +26,7 @@ class EmbeddedReplica:
       token: what the client must show.
     """
 
-    def __init__(self, engine: Engine, *, token: str | None = None, **settings: str):
+    def __init__(self, engine: Engine, *, token: str | None = None, **settings: str | float | int):
         self.token = new_token() if token is None else token
         self._loop = _acquire_loop()
         try:
@@ -86,5 +86,6 @@ def _release_loop() -> None:
         _loop.call_soon_threadsafe(_loop.stop)
         _thread.join()
         _loop.run_until_complete(_loop.shutdown_asyncgens())
+        _loop.run_until_complete(_loop.shutdown_default_executor())
         _loop.close()
         _loop = _thread = None

@@ -26,6 +26,7 @@ MAX_GROUP = 16
 MAX_GROUP_ENTRIES = 2**18  # larger responses hide their call's overhead and need the threads
 MAX_HELD_BYTES = 2**31  # of hidden states on a replica; beyond them the engine waits
 MAX_HELD_RESPONSES = 256
+MAX_COMPILED = 32  # functions with options of their own, a program per length bucket each
 FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replica up
 
 
@@ -302,9 +303,12 @@ def _cancel(group: list[_Waiting]) -> None:
         item.future.set_running_or_notify_cancel()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(function: Callable, **options: Hashable) -> Callable:
-    """The same function for the same options, so that every Measurer finds what one compiled."""
+    """The same function for the same options, so that every Measurer finds what one compiled.
+
+    Options come from clients: programs of those not used for long are dropped.
+    """
     return jax.jit(functools.partial(function, **options))
 
 

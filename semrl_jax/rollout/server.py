@@ -17,14 +17,15 @@ from grpc_reflection.v1alpha import reflection
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import TokenInterceptor, is_loopback
+from semrl_jax.rollout.auth import TokenInterceptor, check_certificates, check_key, is_loopback
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.proto import rollout_pb2, rollout_pb2_grpc
-from semrl_jax.rollout.service import RolloutService
+from semrl_jax.rollout.guard import Guard
+from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.service import SERVICE_NAME, RolloutService
 
 _log = logging.getLogger(__name__)
 
-SERVICE_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+_CALLS_END_S = 2.0  # for calls that a stopped server has cancelled
 KEEPALIVE_S = 20  # how often an idle connection is probed; the client's interval must not be less
 
 _OPTIONS = (
@@ -72,6 +73,7 @@ async def serve(
     tls_key: str = "",
     replica_id: str = "",
     in_flight: str = "wait",
+    stall_timeout_s: float = 600.0,
     max_calls: int = 64,
 ) -> RolloutServer:
     """Starts a server around an engine on the running event loop.
@@ -84,6 +86,7 @@ async def serve(
       tls_certificate, tls_key: PEM files, both or neither.
       replica_id: "" makes one of the host's name, the port and a random part.
       in_flight: what a weight update does with running calls; see `RolloutService`.
+      stall_timeout_s: a client that neither reads nor sends for so long loses its call.
       max_calls: calls served at once; more are refused.
 
     Raises:
@@ -94,12 +97,17 @@ async def serve(
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     _check_port(host, port)
     service = RolloutService(
-        engine, replica_id=replica_id or _replica_id(port), in_flight=in_flight
+        engine,
+        replica_id=replica_id or _replica_id(port),
+        in_flight=in_flight,
+        stall_timeout_s=stall_timeout_s,
     )
     await engine.start()
     health_servicer = health.aio.HealthServicer()
     server = grpc.aio.server(
-        interceptors=(interceptor,), options=_OPTIONS, maximum_concurrent_rpcs=max_calls
+        interceptors=(interceptor, Guard(service.request_readers(), service.dead.set)),
+        options=_OPTIONS,
+        maximum_concurrent_rpcs=max_calls,
     )
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -140,10 +148,19 @@ def serve_until_signal(
         for task in pending:
             task.cancel()
         await server.close(grace_s)
+        # gRPC prints a traceback of a call that the end of the loop cancels: let them end before.
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(rest, timeout=_CALLS_END_S)
         for task in done:
             task.result()
 
     asyncio.run(run())
+
+
+def check_place(host: str, port: int, tls_certificate: str = "", tls_key: str = "") -> None:
+    """Raises UserError where `serve` would refuse the place; it needs no engine yet."""
+    _credentials(host, tls_certificate, tls_key)
+    _check_port(host, port)
 
 
 def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCredentials | None:
@@ -164,6 +181,9 @@ def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCr
             pems.append(pathlib.Path(path).read_bytes())
         except OSError as error:
             raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
+    # gRPC would say neither which file is wrong nor how.
+    check_certificates("tls_certificate", tls_certificate, pems[1])
+    check_key(tls_certificate, tls_key)
     return grpc.ssl_server_credentials([tuple(pems)])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import hmac
 import importlib.util
@@ -14,10 +13,12 @@ from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import numpy as np
+from jaxtyping import UInt8
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout import codec, wire
+from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.guard import Refused
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.types import (
@@ -31,41 +32,7 @@ from semrl_jax.types import (
 
 _log = logging.getLogger(__name__)
 
-
-class _Refused(Exception):
-    """Ends a call with a status; the server goes on serving."""
-
-    def __init__(self, code: grpc.StatusCode, message: str):
-        super().__init__(message)
-        self.code = code
-
-
-def _checked(method):
-    """Demands a deadline, and turns what a method raises into one status line."""
-
-    @functools.wraps(method)
-    async def checked(self, request, context: grpc.aio.ServicerContext):
-        if context.time_remaining() is None:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the call has no deadline; every call needs one."
-            )
-        try:
-            return await method(self, request, context)
-        except _Refused as error:
-            await context.abort(error.code, str(error))
-        except codec.LimitExceeded as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except EngineDeadError as error:
-            _log.error("the engine is dead: %s", error)
-            self.dead.set()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the engine is dead: {error}")
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            _log.exception("%s failed", method.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
-
-    return checked
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -81,6 +48,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
       replica_id: unique name of this process.
       in_flight: what a commit does with running calls: "wait" until they have ended, "abort" them,
         or "keep" them, whose further tokens then come from the new weights.
+      stall_timeout_s: a client that takes no message for so long loses its call; one that sends
+        none of a weight update has twice the time, for it may itself wait so long for another
+        replica.
 
     Raises:
       UserError: if the engine cannot keep them.
@@ -89,7 +59,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
       dead: set once the engine has died.
     """
 
-    def __init__(self, engine: Engine, *, replica_id: str, in_flight: str = "wait"):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        replica_id: str,
+        in_flight: str = "wait",
+        stall_timeout_s: float = 600.0,
+    ):
         if in_flight == "keep" and not engine.keeps_in_flight:
             raise UserError(
                 f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
@@ -98,6 +75,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self.dead = asyncio.Event()
         self._engine = engine
         self._in_flight = in_flight
+        self._stall_timeout_s = stall_timeout_s
         self._replica_id = replica_id
         self._limits = engine.describe()
         if -1 in self._limits.layers and importlib.util.find_spec("jax"):
@@ -111,18 +89,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._commit_task: asyncio.Task | None = None
         self._num_aborted = 0
 
-    @_checked
+    def request_readers(self) -> dict[str, wire.Reader]:
+        """How the requests of each method are read, by its path."""
+        readers = wire.request_readers(self._limits, self._engine.expected_tensors())
+        return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
+
     async def Describe(self, request, context) -> pb.DescribeResponse:
         return codec.encode_description(self._description())
 
-    @_checked
-    async def Generate(self, request: pb.GenerateRequest, context) -> None:
-        try:
-            call = codec.decode_request(request, self._limits)
-        except codec.LimitExceeded:
-            raise
-        except ValueError as error:
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+    async def Generate(self, call: codec.GenerateCall, context) -> None:
         async with self._admitted(call.version):
             rollouts = await self._answers(call)
             async with contextlib.aclosing(rollouts):
@@ -130,14 +105,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                     self._num_aborted += rollout.finish_reason == "aborted"
                     for message in codec.encode_rollout(rollout):
                         # Waits for a slow reader: at most one response is held for it.
-                        await context.write(message)
+                        await self._write(context, message)
 
-    @_checked
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context
     ) -> pb.UpdateWeightsResponse:
         if self._updating:
-            raise _Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
         self._updating = True
         try:
             version = await self._receive_weights(request_iterator)
@@ -155,7 +129,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         await asyncio.shield(self._commit_task)
         return pb.UpdateWeightsResponse(version=codec.encode_version(version))
 
-    @_checked
     async def Pause(self, request, context) -> pb.PauseResponse:
         if not self._paused:
             self._paused = True
@@ -167,14 +140,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 raise
         return pb.PauseResponse(version=self._encoded_version())
 
-    @_checked
     async def Resume(self, request, context) -> pb.ResumeResponse:
         if self._paused:
             await self._engine.resume()
             self._paused = False
         return pb.ResumeResponse(version=self._encoded_version())
 
-    @_checked
     async def Abort(self, request, context) -> pb.AbortResponse:
         running, before = tuple(self._running), self._num_aborted
         if running:
@@ -183,6 +154,30 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.AbortResponse(
             num_aborted=self._num_aborted - before, version=self._encoded_version()
         )
+
+    async def _write(self, context, message: pb.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await context.write(message)
+        except TimeoutError:
+            raise _stalled("took no message", self._stall_timeout_s) from None
+
+    async def _next(
+        self, messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""
+    ):
+        """The next message's payload, which must be a begin, chunk or commit."""
+        timeout_s = 2 * self._stall_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            raise _invalid(f"the stream ended where a {kind} {what} was due.") from None
+        except TimeoutError:
+            raise _stalled(f"sent no {kind}", timeout_s) from None
+        payload = message.WhichOneof("payload")
+        if payload != kind:
+            raise _invalid(f"a {payload} came where a {kind} {what} was due.")
+        return getattr(message, kind)
 
     async def _answers(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
         """What the engine samples; measured here, where the call wants metrics."""
@@ -227,9 +222,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         while not self._gate.is_set():
             await self._gate.wait()
         if self._paused:
-            raise _Refused(grpc.StatusCode.UNAVAILABLE, "the replica is paused; resume it.")
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the replica is paused; resume it.")
         if self._version != version:
-            raise _Refused(
+            raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the replica serves weights {self._version}, not {version}; sync weights first.",
             )
@@ -245,14 +240,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, messages: AsyncIterator[pb.UpdateWeightsRequest]
     ) -> WeightVersion:
         """Fills the engine's staging buffers; returns the version they hold."""
-        begin = await _next(messages, "begin")
+        begin = await self._next(messages, "begin")
         for field in ("run_id", "attempt_id"):
             if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
                 raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
         if begin.step < 0:
             raise _invalid(f"begin.step={begin.step} must be at least 0.")
         if self._version is not None and begin.run_id != self._version.run_id:
-            raise _Refused(
+            raise Refused(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
                 f"{begin.run_id!r}. Restart the replica to hand it over.",
@@ -262,26 +257,68 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         except ValueError as error:
             raise _invalid(str(error)) from error
         buffers = self._engine.begin_weight_update(specs)
-        checksums = []
+        checksums, unsound = [], []
         for index, spec in enumerate(specs):
-            checksums.append(await _receive_tensor(messages, index, spec, buffers[spec.name]))
-        commit = await _next(messages, "commit")
+            checksum, is_finite = await self._receive_tensor(
+                messages, index, spec, buffers[spec.name]
+            )
+            checksums.append(checksum)
+            if not is_finite:
+                unsound.append(spec.name)
+        commit = await self._next(messages, "commit")
         if len(commit.checksums) != len(specs):
             raise _invalid(f"{len(commit.checksums)} checksums for {len(specs)} tensors.")
         for spec, checksum, received in zip(specs, commit.checksums, checksums):
             if not hmac.compare_digest(checksum, received):
-                raise _Refused(
+                raise Refused(
                     grpc.StatusCode.DATA_LOSS,
                     f"tensor {spec.name!r} arrived with SHA-256 {received.hex()[:12]}, "
                     f"not {checksum.hex()[:12]}.",
                 )
         digest = manifest_digest(specs, checksums)
         if commit.digest != digest:
-            raise _Refused(
+            raise Refused(
                 grpc.StatusCode.DATA_LOSS,
                 f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
             )
+        if unsound:  # said once it is known that they were sent so
+            more = f" and {len(unsound) - 1} more tensors" if len(unsound) > 1 else ""
+            raise Refused(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"the weights of step {begin.step} have values that are not finite, in tensor "
+                f"{unsound[0]!r}{more}.",
+            )
         return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest)
+
+    async def _receive_tensor(
+        self,
+        messages: AsyncIterator[pb.UpdateWeightsRequest],
+        index: int,
+        spec: TensorSpec,
+        buffer: UInt8[np.ndarray, " bytes"],
+    ) -> tuple[bytes, bool]:
+        """Fills one staging buffer; returns the SHA-256 of what arrived, and if it is finite."""
+        assert buffer.nbytes == spec.num_bytes
+        checksum, filled, is_finite = hashlib.sha256(), 0, True
+        item_size = codec.WEIGHT_DTYPES[spec.dtype].itemsize
+        while filled < spec.num_bytes:
+            chunk = await self._next(messages, "chunk", f"tensor {spec.name!r}")
+            data = chunk.data
+            end = filled + len(data)
+            if chunk.tensor_index != index or not 0 < len(data) <= codec.CHUNK_BYTES:
+                raise _invalid(
+                    f"a chunk of {len(data)} bytes for tensor {chunk.tensor_index}; tensor {index} "
+                    f"({spec.name!r}) is due in chunks of 1 to {codec.CHUNK_BYTES} bytes."
+                )
+            if end > spec.num_bytes:
+                raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
+            buffer[filled:end] = np.frombuffer(data, np.uint8)
+            checksum.update(data)
+            # Whole values only: a chunk may end inside one.
+            values = buffer[filled - filled % item_size : end - end % item_size]
+            is_finite = is_finite and codec.are_finite(values, spec.dtype)
+            filled = end
+        return checksum.digest(), is_finite
 
     async def _commit(self, version: WeightVersion) -> None:
         try:
@@ -299,44 +336,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._gate.set()
 
 
-async def _receive_tensor(
-    messages: AsyncIterator[pb.UpdateWeightsRequest], index: int, spec: TensorSpec, buffer
-) -> bytes:
-    """Fills one staging buffer; returns the SHA-256 of what arrived."""
-    assert buffer.nbytes == spec.num_bytes
-    checksum, filled = hashlib.sha256(), 0
-    while filled < spec.num_bytes:
-        chunk = await _next(messages, "chunk", f"tensor {spec.name!r}")
-        data = chunk.data
-        end = filled + len(data)
-        if chunk.tensor_index != index or not 0 < len(data) <= codec.CHUNK_BYTES:
-            raise _invalid(
-                f"a chunk of {len(data)} bytes for tensor {chunk.tensor_index}; tensor {index} "
-                f"({spec.name!r}) is due in chunks of 1 to {codec.CHUNK_BYTES} bytes."
-            )
-        if end > spec.num_bytes:
-            raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
-        buffer[filled:end] = np.frombuffer(data, np.uint8)
-        checksum.update(data)
-        filled = end
-    return checksum.digest()
-
-
-async def _next(messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""):
-    """The next message's payload, which must be a begin, chunk or commit."""
-    try:
-        message = await anext(messages)
-    except StopAsyncIteration:
-        raise _invalid(f"the stream ended where a {kind} {what} was due.") from None
-    if message.WhichOneof("payload") != kind:
-        raise _invalid(f"a {message.WhichOneof('payload')} came where a {kind} {what} was due.")
-    return getattr(message, kind)
-
-
 async def _all_set(events: Iterable[asyncio.Event]) -> None:
     for event in tuple(events):
         await event.wait()
 
 
-def _invalid(message: str) -> _Refused:
-    return _Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
+def _stalled(what: str, timeout_s: float) -> Refused:
+    return Refused(
+        grpc.StatusCode.ABORTED,
+        f"the client {what} for {timeout_s:g} s (rollout.stall_timeout_s of the replica).",
+    )
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)

@@ -1,6 +1,6 @@
 """Pure maps from advantages and metrics to shaped advantages."""
 
-from semrl_jax.shaping.advantages import Signal, compute_signal, reward_bonus, shape_advantages
+from semrl_jax.lazy import lazy_names
 from semrl_jax.shaping.options import (
     EXPLOIT_WEIGHTS,
     EXPLORE_WEIGHTS,
@@ -10,7 +10,6 @@ from semrl_jax.shaping.options import (
     ShapingOptions,
     validate_shaping,
 )
-from semrl_jax.shaping.state import ShapingState, init_shaping_state, update_shaping_state
 
 __all__ = [
     "EXPLOIT_WEIGHTS",
@@ -28,3 +27,10 @@ __all__ = [
     "update_shaping_state",
     "validate_shaping",
 ]
+
+# The options are checked before JAX is loaded.
+_STATE = ("ShapingState", "init_shaping_state", "update_shaping_state")
+_ADVANTAGES = ("Signal", "compute_signal", "reward_bonus", "shape_advantages")
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(_ADVANTAGES, "advantages") | dict.fromkeys(_STATE, "state")
+)

@@ -7,22 +7,37 @@ flipped bits without a word; a checkpoint without its manifest is a torn one.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src import asyncio_utils
 
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object, write_json
 from semrl_jax.models import Params
 from semrl_jax.training.state import DataPosition
 
+WRITES_TIMEOUT_S = 30.0  # for the other writes of a save that failed
+META_FILE = pathlib.Path("meta", "metadata")
 FORMAT_VERSION = 2  # 1: manifests leave out files named manifest.*, which tensorstore has too
+
+
+class UnreadableError(UserError):
+    """A checkpoint matches its manifest and cannot be read all the same."""
+
+    def __init__(self, folder: pathlib.Path, error: Exception):
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        super().__init__(
+            f"checkpoint {folder} matches its manifest, but cannot be read ({reason}); update "
+            "semrl_jax and its packages, or move the checkpoint away to go on from an older one."
+        )
 
 
 def checkpoint_steps(directory: pathlib.Path) -> list[int]:
@@ -48,8 +63,7 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
         found = file_checksums(folder)
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    meta_file = folder / "meta" / "metadata"
-    meta = _read_object(meta_file) or {}
+    meta = _read_object(folder / META_FILE) or {}
     if meta.get("format_version") == 1:
         found = {
             name: sums
@@ -63,13 +77,22 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
             return f"{folder / name} is not in its manifest"
         if found[name] != recorded[name]:
             return f"{folder / name} has been altered"
-    if not isinstance(meta.get("format_version"), int):
-        return f"{meta_file} has no format_version"
+    if not _is_count(meta.get("format_version"), 1):
+        return f"{folder / META_FILE} has no format_version"
     if meta["format_version"] > FORMAT_VERSION:
         raise UserError(
             f"checkpoint {folder} has format_version={meta['format_version']}, but this version "
             f"of semrl_jax reads up to {FORMAT_VERSION}; update semrl_jax."
         )
+    position = meta.get("position")
+    if not (
+        _is_count(meta.get("step"))
+        and _is_count(meta.get("num_processes", 1), 1)
+        and isinstance(position, dict)
+        and position.keys() == set(DataPosition._fields)
+        and all(map(_is_count, position.values()))
+    ):
+        return f"{folder / META_FILE} lacks a field, or one is no whole number"
     if str(meta["step"]) != folder.name:
         return f"it is that of step {meta['step']}, under another name"
     for process in range(1, meta.get("num_processes", 1)):
@@ -81,26 +104,34 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """`format_version`, `step` and `position` of a sound checkpoint."""
-    return json.loads((folder / "meta" / "metadata").read_text())
+    return read_json_object(folder / META_FILE)
 
 
 def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None:
-    """UserError naming the first array in which a checkpoint and `abstract` differ.
+    """Raises where a checkpoint holds other arrays than `abstract`.
 
     Args:
       folder: a sound checkpoint.
       abstract: tree of arrays, or of their shapes and dtypes.
       part: compare only arrays whose name starts so, as "params/".
+
+    Raises:
+      UnreadableError: if Orbax cannot read what it wrote about them.
+      UserError: naming the first array that differs.
     """
-    with open_checkpointer() as checkpointer:
-        metadata = checkpointer.metadata(folder).item_metadata["state"]
+    try:
+        with open_checkpointer() as checkpointer:
+            tree = checkpointer.metadata(folder.absolute()).item_metadata["state"].tree
+            ocp.tree.to_flat_dict(tree, sep="/")
+    except Exception as error:  # whatever Orbax stumbles over is in these files
+        raise UnreadableError(folder, error) from error
     stored, expected = (
         {
             name: f"{leaf.dtype}{list(leaf.shape)}"
             for name, leaf in ocp.tree.to_flat_dict(tree, sep="/").items()
             if name.startswith(part)
         }
-        for tree in (metadata.tree, abstract)
+        for tree in (tree, abstract)
     )
     # Parameters first: the optimiser's arrays differ because theirs do.
     for name in sorted(stored.keys() | expected.keys(), key=lambda n: (n[:7] != "params/", n)):
@@ -142,6 +173,9 @@ def restore_tree(folder: pathlib.Path, like: Any) -> Any:
     Args:
       folder: its files have been compared with the manifest, its structure with `like`.
       like: tree of arrays, or of shapes and dtypes; with a sharding where it is to lie so.
+
+    Raises:
+      UnreadableError: if tensorstore cannot read them.
     """
     abstract = jax.tree.map(_abstract, like)
     state = ocp.args.PyTreeRestore(
@@ -149,8 +183,12 @@ def restore_tree(folder: pathlib.Path, like: Any) -> Any:
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
         partial_restore=True,
     )
-    with open_checkpointer() as checkpointer:
-        return checkpointer.restore(folder, args=ocp.args.Composite(state=state)).state
+    try:
+        with open_checkpointer() as checkpointer:
+            args = ocp.args.Composite(state=state)
+            return checkpointer.restore(folder.absolute(), args=args).state
+    except ValueError as error:  # tensorstore's, of bytes that are no array
+        raise UnreadableError(folder, error) from error
 
 
 def file_checksums(folder: pathlib.Path) -> dict[str, list]:
@@ -171,12 +209,7 @@ def file_checksums(folder: pathlib.Path) -> dict[str, list]:
 def write_manifest(folder: pathlib.Path) -> None:
     """Vouches for the files of a checkpoint as they are now; durable when this returns."""
     manifest = folder / f"manifest.{jax.process_index()}.json"
-    staging = manifest.with_suffix(".writing")
-    with open(staging, "w") as out:
-        out.write(json.dumps(file_checksums(folder), indent=1) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    staging.rename(manifest)
+    write_json(manifest, file_checksums(folder), durable=True)
     # The names, too: older checkpoints are removed on the strength of this one.
     for directory in (folder, folder.parent):
         descriptor = os.open(directory, os.O_RDONLY)
@@ -184,6 +217,30 @@ def write_manifest(folder: pathlib.Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _let_failed_saves_end() -> None:
+    """Makes Orbax wait for all writes of a save of which one has failed.
+
+    Orbax 0.12 closes the event loop of such a save at once. Each of its writes that ends later then
+    prints a traceback, "Event loop is closed", from a thread of tensorstore.
+    """
+    run_in_loop = getattr(asyncio_utils, "_run_sync_via_new_loop", None)
+    if run_in_loop is None:  # another Orbax
+        return
+
+    async def to_the_end(work: Coroutine) -> Any:
+        try:
+            return await work
+        except BaseException:
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others, timeout=WRITES_TIMEOUT_S)
+            raise
+
+    asyncio_utils._run_sync_via_new_loop = lambda work: run_in_loop(to_the_end(work))
+
+
+_let_failed_saves_end()
 
 
 def open_checkpointer(
@@ -223,7 +280,10 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 def _read_object(file: pathlib.Path) -> Mapping[str, Any] | None:
     """The JSON object in a file; None if there is none."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
+        return read_json_object(file)
+    except (FileNotFoundError, UserError):
         return None
-    return content if isinstance(content, dict) else None
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least

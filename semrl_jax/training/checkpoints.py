@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable
 
 from semrl_jax.cluster.agreement import on_first, together
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import DISK_ERRNOS, UserError
+from semrl_jax.errors import UserError, disk_refusal
+from semrl_jax.files import remove
 from semrl_jax.training.checkpoint_files import (
+    UnreadableError,
     check_structure,
     checkpoint_problem,
     checkpoint_steps,
@@ -152,10 +154,11 @@ class Checkpoints:
                     together(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
-                except UserError:
-                    raise
                 except Exception as error:
-                    if meta["format_version"] > 1:
+                    is_damaged = isinstance(error, UnreadableError)
+                    if meta["format_version"] > 1 or (
+                        isinstance(error, UserError) and not is_damaged
+                    ):
                         raise
                     # Format 1 leaves tensorstore's own manifests out of ours.
                     problem = f"it cannot be read ({_first_line(error)})"
@@ -238,7 +241,7 @@ class Checkpoints:
             self._remove(step)
             probe.mkdir()
             (probe / "file").write_bytes(bytes(4096))
-            _delete(probe)
+            remove(probe)
         except OSError as error:
             if disk_refusal(error) is None:
                 raise
@@ -265,19 +268,19 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         """Removes a checkpoint, if it is there."""
         folder = self._directory / str(step)
-        if folder.exists():
+        if os.path.lexists(folder):
             # One rename first: a kill in the middle must not leave half a checkpoint.
             removed = folder.with_name(folder.name + REMOVED)
-            _delete(removed)
+            remove(removed)
             folder.rename(removed)
-            _delete(removed)
+            remove(removed)
 
     def _sweep(self) -> bool:
         """Removes what a kill or a failed save left half-written; False if some of it resists."""
         try:
             for entry in self._directory.iterdir():
                 if TMP_MARK in entry.name or entry.name.endswith(REMOVED):
-                    _delete(entry)
+                    remove(entry)
         except OSError:
             return False
         return True
@@ -327,32 +330,9 @@ class Checkpoints:
             time.sleep(0.1)
 
 
-def disk_refusal(error: BaseException | None) -> OSError | None:
-    """The disk's answer behind an error of a write; None if something else went wrong.
-
-    tensorstore's errors are ValueErrors with the system's words in their text.
-    """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return OSError(error.errno, os.strerror(error.errno))
-        for number in DISK_ERRNOS:
-            if os.strerror(number) in str(error):
-                return OSError(number, os.strerror(number))
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def _is_not_of_orbax_failing(record: logging.LogRecord) -> bool:
     source = record.pathname + record.getMessage()
     return record.levelno < logging.ERROR or "orbax" not in source
-
-
-def _delete(path: pathlib.Path) -> None:
-    """Removes a file or a directory, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
 class Clock:
-    """Adds up seconds by phase; `scalars` names them `time/<phase>_s`."""
+    """Adds up seconds by phase; `scalars` names them `time/<phase>_s`.
 
-    def __init__(self):
+    Args:
+      say: told in words of every phase that begins, those inside another one apart.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda phase: None):
+        self._say = say
+        self._num_open = 0
         self._started = time.monotonic()
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Times the block as part of `phase`."""
+        if not self._num_open:
+            self._say(phase.replace("_", " "))
+        self._num_open += 1
         started = time.monotonic()
         try:
             yield
         finally:
+            self._num_open -= 1
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - started
 
     def iterate(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:

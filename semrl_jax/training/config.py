@@ -1,21 +1,30 @@
-"""Checks a whole configuration once, before anything is started or written."""
+"""Checks a whole configuration once, before anything is started or written, and without JAX."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
 
-from semrl_jax.algorithms import IMPORTANCE_LEVELS, KL_ESTIMATORS
+from semrl_jax.choices import (
+    DTYPES,
+    IMPORTANCE_LEVELS,
+    KL_ESTIMATORS,
+    METHODS,
+    METRICS,
+    REMAT_POLICIES,
+    TOKEN_INDICATORS,
+    WINDOWS,
+    count_windows,
+)
 from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
-from semrl_jax.metrics import METHODS, METRICS, WINDOWS, count_windows
-from semrl_jax.models import DTYPES, REMAT_POLICIES
 from semrl_jax.shaping import ShapingOptions
-from semrl_jax.training.measuring import TOKEN_INDICATORS
+from semrl_jax.training.prompts import evaluation_files
 
 TASKS = ("arithmetic", "files")
 ENGINES = ("jax", "vllm")
@@ -45,9 +54,12 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "model.num_heads",
         "model.num_kv_heads",
     )  # fmt: skip
-    for field, value in _flatten(config).items():
+    for field, value in flatten(config).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{field}={value} must be a finite number.")
+        limit = 2**63 if field == "seed" else 2**31  # above, clocks and arrays overflow
+        if isinstance(value, int | float) and abs(value) >= limit:
+            raise UserError(f"{field}={value} must be below 2^{limit.bit_length() - 1}.")
     for field in positive:
         value = _get(config, field)
         if not value > 0:
@@ -80,8 +92,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
         "algorithms.importance.level": ("none", *IMPORTANCE_LEVELS),
         "algorithms.aggregation": ("token_mean", "response_mean"),
         "rewards.mode": ("independent", "mix"),
-        "model.compute_dtype": tuple(DTYPES),
-        "model.reference_dtype": tuple(DTYPES),
+        "model.compute_dtype": DTYPES,
+        "model.reference_dtype": DTYPES,
         "model.remat": REMAT_POLICIES,
         "metrics.placement": ("trainer", "rollout"),
         "metrics.window": WINDOWS,
@@ -99,7 +111,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
         )
     for name in config.metrics.names:
         if name not in METRICS:
-            raise UserError(f"metrics.names has {name!r}; it may have {tuple(METRICS)}.")
+            raise UserError(
+                f"metrics.names has {name!r}; it may have {METRICS}, one for each flag."
+            )
     if not 0 < config.algorithms.loss.clip_epsilon < 1:
         raise UserError(
             f"algorithms.loss.clip_epsilon={config.algorithms.loss.clip_epsilon} must be in (0, 1)."
@@ -121,6 +135,26 @@ def validate(config: ml_collections.ConfigDict) -> None:
         value = _get(config, field)
         if value > limit:
             raise UserError(f"{field}={value} must be at most {limit}.")
+    lists = {
+        "rollout.addresses": str,
+        "rollout.stop_token_ids": int,
+        "data.files": str,
+        "data.question_fields": str,
+        "evaluation.files": str,
+        "evaluation.question_fields": str,
+        "checkpoints.extra_steps": int,
+    }
+    for field, kind in lists.items():
+        for item in _get(config, field):
+            if type(item) is not kind:
+                kinds = {int: "whole numbers", str: "texts"}[kind]
+                raise UserError(f"{field} has {item!r}; it may have {kinds}, one for each flag.")
+    for address in config.rollout.addresses:
+        if not re.fullmatch(r".+:\d{1,5}", address):
+            raise UserError(
+                f"rollout.addresses has {address!r}; an address is host:port, such as "
+                "127.0.0.1:50051."
+            )
     for step in config.checkpoints.extra_steps:
         if step < 1:
             raise UserError(f"checkpoints.extra_steps has {step}; steps count from 1.")
@@ -141,6 +175,7 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
                 "the tokenizer of the arithmetic task alone; python -m launch.random_model makes a "
                 "small directory to try with."
             )
+        evaluation_files(evaluation.files)
         return
     if data.files or evaluation.files:
         raise UserError(
@@ -340,11 +375,12 @@ def _check_not_built(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Every field by its full name."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, ml_collections.ConfigDict):
-            flat |= {f"{name}.{field}": item for field, item in _flatten(value).items()}
+            flat |= {f"{name}.{field}": item for field, item in flatten(value).items()}
         else:
             flat[name] = value
     return flat

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -14,12 +13,29 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
+
+from semrl_jax import compilation
 
 RECENT_UNITS = 8
+
+
+class StatusColumn(ProgressColumn):
+    """What the current unit is at, and the program it may be waiting for."""
+
+    def __init__(self):
+        super().__init__(Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        program = compilation.current()
+        parts = (task.fields["status"], program and f"compiling {program}")
+        return Text(", ".join(filter(None, parts)))
 
 
 class Reporter:
@@ -40,61 +56,102 @@ class Reporter:
         """
         progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[pace]}"),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+            StatusColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
         )
         with progress:
-            progress.add_task(what, total=total, completed=done, rate=f"- {unit}/s", status="")
+            progress.add_task(what, total=total, completed=done, pace="", status="")
             yield Bar(progress, unit)
 
 
 class Bar:
-    """Moves one task and keeps its rate readable."""
+    """Moves one task and estimates its end.
+
+    The first unit has no part in the estimate: it compiles, here and wherever a run is resumed.
+    """
 
     def __init__(self, progress: Progress, unit: str):
         self._progress = progress
         self._unit = unit
-        # The last few units: the first one compiles, and would spoil the estimate for long.
-        self._ends = collections.deque([time.monotonic()], maxlen=RECENT_UNITS + 1)
+        self._last_end: float | None = None  # None until the first unit is over
+        self._paces: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)  # seconds
 
-    def advance(self, steps: int = 1, status: str = "") -> None:
-        self._ends.append(time.monotonic())
-        task = self._progress.tasks[0]
-        rate = f"{task.speed:.3g} {self._unit}/s" if task.speed else f"- {self._unit}/s"
-        self._progress.update(task.id, advance=steps, rate=rate, status=status)
+    def advance(self, status: str = "") -> None:
+        """One unit is done."""
+        now = time.monotonic()
+        if self._last_end is not None:
+            self._paces.append(now - self._last_end)
+        self._last_end = now
+        self._progress.advance(self._task.id)
+        pace = ""
+        if self._paces:
+            rate = 1 / max(statistics.median(self._paces), 1e-9)
+            pace = f"{rate:.3g} {self._unit}/s, left {duration(self.left_s())}"
+        self._progress.update(self._task.id, pace=pace, status=status)
 
-    def left_s(self) -> float:
-        """Seconds to the end, at the median pace of the last few units."""
-        task = self._progress.tasks[0]
-        paces = [later - earlier for earlier, later in itertools.pairwise(self._ends)]
-        return (task.total - task.completed) * statistics.median(paces or [0.0])
+    def left_s(self) -> float | None:
+        """Seconds to the end, at the median pace of the last few units; None before the second."""
+        if not self._paces:
+            return None
+        return (self._task.total - self._task.completed) * statistics.median(self._paces)
 
     def status(self, status: str) -> None:
         """Says what is going on inside the current unit."""
-        self._progress.update(self._progress.tasks[0].id, status=status)
+        self._progress.update(self._task.id, status=status)
+
+    @property
+    def _task(self) -> Task:
+        return self._progress.tasks[0]
 
 
-def summary_line(step: int, num_steps: int, scalars: Mapping[str, float], left_s: float) -> str:
-    """The numbers a person watches, one line; what is missing is left out."""
+def duration(seconds: float) -> str:
+    """As 9:05, from an hour on as 2h05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours = minutes // 60
+    return f"{hours}h{minutes % 60:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def summary_line(
+    step: int, num_steps: int, scalars: Mapping[str, float], left_s: float | None
+) -> str:
+    """The numbers a person watches, in at most 100 columns; what is missing is left out."""
     fields = (
-        ("correct", "reward/correct", lambda v: f"{100 * v:4.1f} %"),
-        ("reward", "reward/mean", lambda v: f"{v:+.3f}"),
-        ("length", "response/length/mean", lambda v: f"{v:.1f}"),
-        ("ER", "metrics/effective_rank/mean", lambda v: f"{v:.2f}"),
-        ("bonus", "shaping/bonus/mean", lambda v: f"{v:.4f}"),
-        ("loss", "policy/loss", lambda v: f"{v:+.4f}"),
-        ("grad", "policy/grad_norm", lambda v: f"{v:.2f}"),
-        ("sampled", "rollout/tokens_per_s", lambda v: f"{v / 1000:.1f}k tok/s"),
-        ("step", "time/step_s", lambda v: f"{v:.2f} s"),
+        ("correct ", "reward/correct", lambda v: f"{_short(100 * v):>4}%"),
+        ("reward ", "reward/mean", lambda v: f"{v:+.2f}"),
+        ("length ", "response/length/mean", _short),
+        ("ER ", "metrics/effective_rank/mean", _short),
+        ("bonus ", "shaping/bonus/mean", lambda v: f"{v:.4f}"),
+        ("", "time/step_s", lambda v: f"{_short(v)} s"),
     )
-    parts = [f"{name} {show(scalars[key])}" for name, key, show in fields if key in scalars]
-    minutes, seconds = divmod(round(left_s), 60)
-    return f"step {step:>4}/{num_steps}  " + "  ".join(parts) + f"  left {minutes}:{seconds:02d}"
+    parts = [f"step {step:>4}/{num_steps}"]
+    parts += [f"{name}{show(scalars[key])}" for name, key, show in fields if key in scalars]
+    if left_s is not None:
+        parts.append(f"left {duration(left_s)}")
+    return "  ".join(parts)
+
+
+def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
+    """A line for each benchmark of an evaluation."""
+    shown = {
+        "greedy_accuracy": "correct",
+        "boxed_fraction": "boxed",
+        "finished_fraction": "finished",
+    }
+    lines: dict[str, str] = {}
+    for key, value in scalars.items():
+        benchmark, _, name = key.removeprefix("eval/").rpartition("/")
+        if name in shown:
+            line = lines.get(benchmark, f"eval {step}  {benchmark}")
+            lines[benchmark] = f"{line}  {shown[name]} {_short(100 * value):>4}%"
+    return "\n".join(lines.values())
+
+
+def _short(value: float) -> str:
+    """One decimal below 100, none above."""
+    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import ml_collections
 
-from semrl_jax import data
+from semrl_jax import compilation, data
 from semrl_jax.cluster import find_place, join, leave_alone
 from semrl_jax.cluster.agreement import is_agreed, together
 from semrl_jax.cluster.connecting import connect
@@ -23,7 +23,7 @@ from semrl_jax.training.advantages import (
 )
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.config import validate
-from semrl_jax.training.console import Bar, Reporter, summary_line
+from semrl_jax.training.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.training.opening import open_run
 from semrl_jax.training.policy_setup import build_policy, starting_directory
 from semrl_jax.training.report import write_report
@@ -51,7 +51,7 @@ def run_steps(
     """
     config = run.config
     for step in range(int(state.step), config.training.num_steps):
-        clock = Clock()
+        clock = Clock(bar.status)
         with clock("sync_weights"):
             version = run.sync_weights(state.params, step)
         evaluation = run.evaluate(state.params, version, step, clock, bar)
@@ -69,8 +69,8 @@ def run_steps(
                 with_entropies=bool(run.token_indicators),
             )
         with clock("ref_logprobs"):
-            ref_logprobs = run.logprobs(run.reference, batch).logprobs
-        mismatch = run.mismatch(scored, batch, old, step)
+            ref_logprobs = run.ref_logprobs(batch)
+        mismatch = run.mismatch(scored, old, step)
         with clock("metrics"):
             scored = run.measured(scored, batch, old)
             metrics = metric_arrays(scored)
@@ -103,7 +103,7 @@ def run_steps(
         )
         yield state
     bar.status("last evaluation")
-    clock = Clock()
+    clock = Clock(bar.status)
     step = config.training.num_steps
     if run.evaluates(step):
         version = run.sync_weights(state.params, step)
@@ -166,11 +166,11 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
     directory = open_workdir(workdir, config)
     try:
-        with stop.installed(), stop.interruptible():
+        with stop.installed(), stop.interruptible(), compilation.watching(reporter.line):
             policy, tokenizer = build_policy(config)
             starting_directory(config, policy, tokenizer, directory.warm_start, reporter)
-    except UserError:
-        directory.discard()
+    except UserError as error:
+        directory.discard(str(error))
         raise
     except Preempted as preempted:
         reporter.line(f"{preempted}: stopped; the same command starts again")
@@ -216,17 +216,20 @@ def _train_together(
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
     peers.on_stop = stop.request
     directory = open_workdir_together(peers, workdir, config)
+    run = None
     try:
         with stop.installed(), contextlib.ExitStack() as stack:
-            try:
-                run = stack.enter_context(open_run(config, directory, reporter, stop, peers))
-            except (Exception, Preempted):
-                if peers.index == 0:
-                    directory.discard()
-                raise
+            stack.enter_context(compilation.watching(reporter.line))
+            run = stack.enter_context(open_run(config, directory, reporter, stop, peers))
             return _train(run)
-    except Preempted as preempted:  # before the first step: nothing to save yet
-        reporter.line(f"{preempted}: stopped before training began; the same command starts again")
+    except (Exception, Preempted) as error:
+        # Once it is open, replicas may know the run by its id: what is no mistake goes on with it.
+        if peers.index == 0 and (run is None or isinstance(error, UserError)):
+            directory.discard(str(error))
+        if not isinstance(error, Preempted):
+            raise
+        # Before the first step there is nothing to save.
+        reporter.line(f"{error}: stopped before training began; the same command starts again")
         return EXIT_PREEMPTED
     finally:
         directory.close()
@@ -258,29 +261,47 @@ def _train(run: Run) -> int:
                 if run.checkpoints.due(step, num_steps):
                     run.checkpoints.save(state)
                 every = config.logging.plot_every_steps
-                if run.leads and every and step % every == 0:
-                    write_report(directory.path)
+                if every and step % every == 0:
+                    draw_report(run)
     except Preempted as preempted:
         started = time.monotonic()
         reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
         run.checkpoints.save(state)
-        if failure := run.checkpoints.failure():
+        failure = run.checkpoints.failure()
+        if not failure:
+            run.stop.checkpoint_saved()
+            reporter.line(
+                f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command "
+                "resumes"
+            )
+        draw_report(run)
+        if failure:
             reporter.line(f"{preempted}: {failure}; make room, the same command goes on")
             return EXIT_NOT_SAVED
-        reporter.line(
-            f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command resumes"
-        )
         return EXIT_PREEMPTED
+    except Exception:
+        draw_report(run)
+        raise
     finally:
         if writer is not None:
             writer.close()
-    if failure := run.checkpoints.failure():
+    failure = run.checkpoints.failure()
+    draw_report(run)
+    if failure:
         reporter.line(f"not done: {failure}; make room, the same command goes on")
         return EXIT_NOT_SAVED
-    if run.leads:
-        write_report(directory.path)
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
+
+
+def draw_report(run: Run) -> None:
+    """Draws the report; that it cannot be drawn is said, and changes nothing of how a run ends."""
+    if not run.leads:
+        return
+    try:
+        write_report(run.workdir.path)
+    except Exception as error:
+        run.reporter.line(f"no report: {type(error).__name__}: {error}")
 
 
 def record_step(
@@ -299,9 +320,9 @@ def record_step(
         return
     num_steps = run.config.training.num_steps
     every = run.config.logging.rollouts_every_steps
-    if every and step % every == 0:
+    if every and (step % every == 0 or step + 1 == num_steps):
         with clock("write_rollouts"):
-            write_rollouts(run.workdir.rollouts, step, scored, run.decode)
+            write_rollouts(run.workdir.rollouts, step, scored, run.full_text)
     num_tokens = sum(len(item.rollout.response_ids) for item in scored)
     trained_s = sum(clock.seconds(phase) for phase in ("old_logprobs", "ref_logprobs", "update"))
     scalars |= {
@@ -316,13 +337,3 @@ def record_step(
     if evaluation:
         run.reporter.line(evaluation_line(step, evaluation))
     run.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
-
-
-def evaluation_line(step: int, scalars: dict[str, float]) -> str:
-    """One line for an evaluation."""
-    parts = [
-        f"{key.removeprefix('eval/')} {value:.3f}"
-        for key, value in scalars.items()
-        if key.endswith(("greedy_accuracy", "boxed_fraction", "finished_fraction"))
-    ]
-    return f"eval {step:>5}  " + "  ".join(parts)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool
 
+from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.training.update import TokenPass
-
-# Indicators that the pass behind `old_logprobs` gives, and where it has them.
-TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropies"}
 
 
 def token_indicators(

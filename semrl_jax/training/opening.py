@@ -16,6 +16,7 @@ from semrl_jax import data, models
 from semrl_jax.cluster.agreement import on_first, together
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object, write_json
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
@@ -29,7 +30,12 @@ from semrl_jax.training.policy_setup import (
     starting_directory,
     starting_params,
 )
-from semrl_jax.training.prompts import held_out_problems, training_prompts
+from semrl_jax.training.prompts import (
+    check_files,
+    held_out_problems,
+    sampled_problems,
+    training_prompts,
+)
 from semrl_jax.training.replicas import (
     check_addresses,
     check_fit,
@@ -112,6 +118,7 @@ def open_run(
 
         # What a mistake may be in comes first; the weights and the warm start are costly.
         def check_inputs() -> Inputs:
+            check_files(config)
             policy, tokenizer = build_policy(config)
             ends = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
@@ -119,7 +126,7 @@ def open_run(
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)
             prompts = training_prompts(config, tokenizer, reporter.line)
-            problems = held_out_problems(config, tokenizer)
+            problems = held_out_problems(config, tokenizer, reporter.line)
             if config.rewards.function:
                 answer = prompts.examples[0].answer
                 verifier.validate(f"\\boxed{{{answer}}}", answer)
@@ -127,22 +134,29 @@ def open_run(
 
         inputs = agreed("check_inputs", check_inputs)
         policy, tokenizer = inputs.policy, inputs.tokenizer
-        record_inputs(peers, workdir, inputs.hashes() | weights_of(config))
+        record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
         def connect() -> RolloutClient | None:
             if peers.index not in owners:
                 return None
             place = owners.index(peers.index), len(owners)
+            evaluated = inputs.problems if config.evaluation.every_steps else ()
+            asked = sampled_problems(evaluated, config.rollout.max_prompt_tokens)
             return stack.enter_context(
-                open_client(config, policy, tokenizer, workdir, device_lock, reporter, place)
+                open_client(
+                    config, policy, tokenizer, workdir, device_lock, reporter, place, len(asked)
+                )
             )
 
         def make_start() -> None:
             if peers.index == 0:
                 starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
 
-        def load() -> tuple[pathlib.Path, models.Params]:
+        def load() -> tuple[pathlib.Path, models.Params | None]:
             start = starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+            if config.algorithms.loss.kl_coefficient == 0:
+                models.check_params(start, policy.config)  # what the first state will load
+                return start, None
             return start, starting_params(start, policy, mesh, config.model.reference_dtype)
 
         client = agreed("connect", connect)
@@ -219,13 +233,19 @@ def sampling_processes(config: ml_collections.ConfigDict, mesh: Mesh) -> tuple[i
     return owners[: len(config.rollout.addresses)] if config.rollout.addresses else owners
 
 
-def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str]) -> None:
-    """Compares what the processes read with each other, and with what the run began with."""
-    found = peers.gather("inputs", hashes)
+def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
+    """Compares what the processes read with each other, and with what the run began with.
+
+    The weights of `model_path` are an input too: the run stays near to them. A warm start is the
+    run's own.
+    """
+    directory = models.find_directory(model_path) if model_path else None
+    sample = {"weights": models.weights_sample(directory)} if directory else {}
+    found = peers.gather("inputs", hashes | sample)
 
     def compare() -> None:
         for process, others in enumerate(found):
-            for name, value in hashes.items():
+            for name, value in (hashes | sample).items():
                 if others[name] != value:
                     raise UserError(
                         f"process {process} reads other {name} than process {peers.index}; give "
@@ -233,14 +253,34 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str]) -> Non
                     )
 
     together(peers, "inputs", compare)
-    on_first(peers, "inputs", lambda: workdir.check_inputs(hashes))
+
+    def check() -> None:
+        weights = {"weights": weights_hash(workdir, directory, **sample)} if directory else {}
+        workdir.check_inputs(hashes | weights)
+
+    on_first(peers, "inputs", check)
 
 
-def weights_of(config: ml_collections.ConfigDict) -> dict[str, str]:
-    """Hash of the weights a run begins with and stays near to; the warm start is its own."""
-    if not config.model.path:
-        return {}
-    return {"weights": models.weights_hash(models.find_directory(config.model.path))}
+def weights_hash(workdir: Workdir, directory: pathlib.Path, weights: str) -> str:
+    """`models.weights_hash`, without reading the files again where none has changed since.
+
+    As with make or git, an unchanged file is one of the same name, size and time of change; here
+    its sample must be the same, too, since copies and images may keep or level times.
+
+    Args:
+      workdir: records the hash, and what it is of.
+      directory: of the model.
+      weights: its `models.weights_sample`.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    state = {"sample": weights, "changed_ns": [file.stat().st_mtime_ns for file in files]}
+    with contextlib.suppress(OSError, UserError, KeyError):  # none yet, or torn
+        recorded = read_json_object(workdir.weights_record)
+        if recorded["state"] == state:
+            return recorded["sha256"]
+    sha256 = models.weights_hash(directory)
+    write_json(workdir.weights_record, {"sha256": sha256, "state": state})
+    return sha256
 
 
 def check_model_limits(

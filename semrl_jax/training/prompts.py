@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
+
+# How rows are read where nothing else is said; see `data.load_prompts`.
+ROW_DEFAULTS = {
+    "row_format": "question_answer",
+    "question_fields": ("question",),
+    "answer_field": "answer",
+    "answer_after": "",
+    "template": "plain",
+}
+# What an entry of evaluation.files may set for its file alone.
+FILE_SETTINGS = (*ROW_DEFAULTS, "num_problems", "name")
+
+
+class EvaluationFile(NamedTuple):
+    """An entry of `evaluation.files`: `FILE`, or `FILE:setting=value:setting=value`."""
+
+    entry: str
+    path: str
+    settings: dict[str, Any]  # of this file alone
+
+
+def check_files(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for a file of prompts that is not there, before anything slow is done."""
+    if config.data.task != "files":
+        return
+    evaluated = [file.path for file in evaluation_files(config.evaluation.files)]
+    for field, paths in (("data.files", config.data.files), ("evaluation.files", evaluated)):
+        for path in paths:
+            try:
+                data.check_file(path)
+            except UserError as error:
+                raise UserError(f"{field}: {error}") from None
 
 
 def training_prompts(
@@ -24,7 +57,10 @@ def training_prompts(
     prompts = data.load_prompts(
         config.data.files,
         tokenizer,
-        **_row_options(config, config.data),
+        **_row_settings(config.data),
+        system_prompt=config.data.system_prompt,
+        add_special_tokens=config.data.add_special_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
         skip_bad_rows=config.data.skip_bad_rows,
         report=report,
     )
@@ -33,47 +69,108 @@ def training_prompts(
 
 
 def held_out_problems(
-    config: ml_collections.ConfigDict, tokenizer: Any
+    config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
 ) -> Sequence[data.PromptExample]:
     """Problems to evaluate with; those of one data source are one benchmark.
 
+    A benchmark does not shrink: one over the token limit is among them, and `report` names it. See
+    `sampled_problems`.
+
     Raises:
-      UserError: as above, for a problem over the token limit (a benchmark must not shrink
-        silently), and for two files with one data source.
+      UserError: as above, and for two files with one data source.
     """
     options = config.evaluation
     if config.data.task == "arithmetic":
         return data.arithmetic_held_out_prompts(tokenizer, options.num_problems).examples
     problems: list[data.PromptExample] = []
-    for file in options.files:
+    for file in evaluation_files(options.files):
+        settings = _row_settings(options)
+        if file.settings.get("row_format", options.row_format) != options.row_format:
+            settings = dict(ROW_DEFAULTS)  # those of another format say nothing of this one
+        settings |= {"num_problems": options.num_problems, "name": ""} | file.settings
+        num_rows, name = settings.pop("num_problems"), settings.pop("name")
+        is_chat = data.is_chat(settings["template"])
         loaded = data.load_prompts(
-            (file,),
+            (file.path,),
             tokenizer,
-            **_row_options(config, options),
-            too_long="refuse",
-            num_rows=options.num_problems,
+            **settings,
+            # A chat template alone takes a system prompt, and writes the special tokens itself.
+            system_prompt=config.data.system_prompt if is_chat else "",
+            add_special_tokens=config.data.add_special_tokens and not is_chat,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            too_long="keep",
+            num_rows=num_rows,
+            data_source=name,
+            field_prefix=f"evaluation.files={file.entry!r}: ",
+            report=report,
         )
         seen = {problem.data_source for problem in problems}
         for example in loaded.examples:
             if example.data_source in seen:
                 raise UserError(
                     f"evaluation.files={tuple(options.files)}: two of them hold the data source "
-                    f"{example.data_source!r}; results are kept by that name, so rename one file."
+                    f"{example.data_source!r}; results are kept by that name, so give one another: "
+                    f"{file.path}:name=NAME."
                 )
         problems += loaded.examples
     return problems
 
 
-def _row_options(
-    config: ml_collections.ConfigDict, rows: ml_collections.ConfigDict
-) -> dict[str, Any]:
+def sampled_problems(
+    problems: Sequence[data.PromptExample], max_prompt_tokens: int
+) -> dict[int, data.PromptExample]:
+    """Those within the limit, by their place; the others are wrong without a response."""
     return {
-        "row_format": rows.row_format,
-        "question_fields": tuple(rows.question_fields),
-        "answer_field": rows.answer_field,
-        "answer_after": rows.answer_after,
-        "template": rows.template,
-        "system_prompt": config.data.system_prompt,
-        "add_special_tokens": config.data.add_special_tokens,
-        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+        place: problem
+        for place, problem in enumerate(problems)
+        if len(problem.prompt_ids) <= max_prompt_tokens
+    }
+
+
+def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
+    """Splits entries of `evaluation.files` into the file and the settings of its own.
+
+    A value ends before the next `:setting=`; `question_fields` may come several times.
+
+    Raises:
+      UserError: for a setting that is unknown, comes twice or has a value out of range.
+    """
+    files = []
+    for entry in entries:
+        path, *parts = re.split(r":(?=\w+=)", entry)
+        settings: dict[str, Any] = {}
+        for name, _, value in (part.partition("=") for part in parts):
+            if name not in FILE_SETTINGS:
+                raise UserError(
+                    f"evaluation.files={entry!r}: {name!r} is no setting of a file; it may have "
+                    f"{', '.join(FILE_SETTINGS)}."
+                )
+            if name == "question_fields":
+                settings[name] = (*settings.get(name, ()), value)
+                continue
+            if name in settings:
+                raise UserError(f"evaluation.files={entry!r}: {name} is set twice; keep one.")
+            settings[name] = _checked(entry, name, value)
+        files.append(EvaluationFile(entry, path, settings))
+    return files
+
+
+def _checked(entry: str, name: str, value: str) -> Any:
+    rules = {
+        "row_format": (value in data.ROW_FORMATS, f"be one of {data.ROW_FORMATS}"),
+        "num_problems": (
+            re.fullmatch("0*[1-9][0-9]{0,8}", value),
+            "be a whole number from 1 to 999999999",
+        ),
+        "name": (value.strip(), "not be empty"),
+    }
+    holds, rule = rules.get(name, (True, ""))
+    if not holds:
+        raise UserError(f"evaluation.files={entry!r}: {name}={value!r} must {rule}.")
+    return int(value) if name == "num_problems" else value
+
+
+def _row_settings(rows: ml_collections.ConfigDict) -> dict[str, Any]:
+    return {name: rows[name] for name in ROW_DEFAULTS} | {
+        "question_fields": tuple(rows.question_fields)
     }

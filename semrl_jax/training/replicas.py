@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 import configs
 from semrl_jax import data
 from semrl_jax.errors import UserError
+from semrl_jax.files import write_json
 from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
 from semrl_jax.models.config import config_to_hf
 from semrl_jax.rollout.auth import TOKEN_VARIABLE
@@ -28,7 +29,7 @@ from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.training.console import Reporter
-from semrl_jax.training.workdir import Workdir, jsonable, write_json
+from semrl_jax.training.workdir import Workdir, jsonable
 from semrl_jax.types import ReplicaDescription
 
 
@@ -41,10 +42,12 @@ def open_client(
     device_lock: threading.Lock,
     reporter: Reporter,
     place: tuple[int, int] = (0, 1),
+    num_problems: int = 0,
 ) -> Iterator[RolloutClient]:
     """A connected client of `rollout.addresses`, or of a replica of its own: `rollout.engine`.
 
     With several processes that sample, `place` (which of how many) takes every so many-th address.
+    `num_problems` is how many an evaluation samples, in all processes.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
@@ -56,7 +59,9 @@ def open_client(
                 replica = vllm_child(config, workdir.path / f"replica{place[0]}", reporter.line)
             else:
                 engine = jax_engine(config, policy, tokenizer, device_lock)
-                replica = EmbeddedReplica(engine, in_flight=rollout.in_flight)
+                replica = EmbeddedReplica(
+                    engine, in_flight=rollout.in_flight, stall_timeout_s=rollout.stall_timeout_s
+                )
             stack.enter_context(replica)
             addresses, token = (replica.address,), replica.token
         client = stack.enter_context(
@@ -79,7 +84,14 @@ def open_client(
             vocab_size=policy.config.vocab_size,
         )
         for description in descriptions:
-            _check_limits(description, config)
+            # It would refuse the weights, but only once a warm start has been made.
+            if description.version and description.version.run_id != workdir.run_id:
+                raise UserError(
+                    f"replica {description.replica_id} belongs to run "
+                    f"{description.version.run_id!r:.100}, and this one is {workdir.run_id!r}; "
+                    "restart the replica to hand it over."
+                )
+            _check_limits(description, config, num_problems, place[1])
         yield client
 
 
@@ -92,19 +104,30 @@ def check_addresses(addresses: Sequence[str]) -> None:
         )
 
 
-def _check_limits(replica: ReplicaDescription, config: ml_collections.ConfigDict) -> None:
-    """Raises UserError where a replica would refuse what the trainer is going to ask for."""
-    asked = {
-        "max_prompts": max(config.training.responses_per_step, config.evaluation.num_problems),
-        "max_prompt_tokens": config.rollout.max_prompt_tokens,
-        "max_response_tokens": config.rollout.max_response_tokens,
-    }
-    for field, value in asked.items():
+def _check_limits(
+    replica: ReplicaDescription,
+    config: ml_collections.ConfigDict,
+    num_problems: int = 0,
+    num_owners: int = 1,
+) -> None:
+    """Raises UserError where a replica would refuse what the trainer is going to ask for.
+
+    A call carries a process's share of a step, or of the problems of an evaluation.
+    """
+    groups, problems = (-(-n // num_owners) for n in (config.data.prompts_per_step, num_problems))
+    num_prompts = max(groups * config.rollout.group_size, problems)
+    fewer = "lower evaluation.num_problems, data.prompts_per_step or rollout.group_size"
+    same = "start the replica with the trainer's config"
+    for field, value, way_out in (
+        ("max_prompts", num_prompts, fewer),
+        ("max_prompt_tokens", config.rollout.max_prompt_tokens, same),
+        ("max_response_tokens", config.rollout.max_response_tokens, same),
+    ):
         limit = getattr(replica, field)
         if value > limit:
             raise UserError(
                 f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
-                f"{value}; start the replica with the trainer's config."
+                f"{value}; {way_out}."
             )
     wanted = config.hidden_states.source == "rollout" or config.evaluation.metrics
     if wanted and -1 not in replica.layers:

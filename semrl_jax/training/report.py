@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import base64
+import fnmatch
 import html
 import io
+import itertools
 import json
 import pathlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import matplotlib
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from semrl_jax.files import read_json_object, replacing
 from semrl_jax.training.writer import read_rows
 
 matplotlib.use("Agg")
 
-# Title, unit, and the keys to draw: key -> label.
+# Title, unit, and the keys to draw: key -> label. A key with * stands for all that fit; what stands
+# for the * is added to the label.
 PANELS = (
-    (
-        "Accuracy",
-        "share",
-        {
-            "eval/arithmetic/greedy_accuracy": "held-out, greedy",
-            "reward/correct": "training samples",
-        },
-    ),
+    ("Accuracy", "share", {"eval/*/greedy_accuracy": "greedy", "reward/correct": "training"}),
     ("Reward", "score", {"reward/mean": "mean", "reward/group_std": "spread within groups"}),
     (
         "Effective rank (ER)",
@@ -47,7 +45,7 @@ PANELS = (
     ),
     (
         "Acceleration (ERA)",
-        "rank a stride",
+        "rank per stride",
         {
             "metrics/effective_rank_acceleration/correct": "correct",
             "metrics/effective_rank_acceleration/incorrect": "incorrect",
@@ -71,7 +69,13 @@ PANELS = (
         },
     ),
 )
-COLOURS = ("#1f5fa8", "#d1662a", "#3a8f5c", "#7a4fa3")
+COLOURS = (
+    "#1f5fa8", "#d1662a", "#3a8f5c", "#7a4fa3", "#b8364a", "#8a6d1f", "#2a9db0", "#c2529d",
+    "#5f6b76",
+)  # fmt: skip
+LINE_STYLES = ("-", "--", ":")  # one more for each round of the colours
+MAX_LABEL = 28  # characters
+MAX_LABELS_INSIDE = 5  # of a panel; more of them stand below it
 NUM_SAMPLES = 6
 
 
@@ -83,30 +87,34 @@ def write_report(workdir: pathlib.Path) -> None:
     figure = draw_curves(rows)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
-    (workdir / "curves.png").write_bytes(image.getvalue())
-    record = json.loads((workdir / "config.json").read_text())
-    (workdir / "report.html").write_text(
-        _page(workdir.name, record, rows, image.getvalue(), _samples(workdir / "rollouts"))
-    )
+    with replacing(workdir / "curves.png") as out:
+        out.write(image.getvalue())
+    record = read_json_object(workdir / "config.json")
+    page = _page(workdir.name, record, rows, image.getvalue(), _samples(workdir / "rollouts"))
+    with replacing(workdir / "report.html") as out:
+        out.write(page.encode())
 
 
 def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
-    """One panel a quantity over the steps; a quantity that never came is left out."""
-    present = {key for row in rows for key in row}
-    panels = [
-        (title, unit, {key: label for key, label in keys.items() if key in present})
-        for title, unit, keys in PANELS
-    ]
+    """One panel per quantity over the steps; a quantity that never came is left out."""
+    present = {key for row in rows for key, value in row.items() if value is not None}
+    panels = [(title, unit, _present_keys(keys, present)) for title, unit, keys in PANELS]
     panels = [panel for panel in panels if panel[2]]
     num_columns = 3
     num_rows = -(-len(panels) // num_columns)
-    figure = Figure(figsize=(4.6 * num_columns, 3.0 * max(num_rows, 1)), layout="constrained")
+    num_below = max((len(keys) for *_, keys in panels if len(keys) > MAX_LABELS_INSIDE), default=0)
+    height = 3.0 * max(num_rows, 1) + 0.08 * num_below
+    figure = Figure(figsize=(4.6 * num_columns, height), layout="constrained")
     for index, (title, unit, keys) in enumerate(panels):
         axes = figure.add_subplot(num_rows, num_columns, index + 1)
-        for colour, (key, label) in zip(COLOURS, keys.items()):
+        styles = itertools.cycle(itertools.product(LINE_STYLES, COLOURS))
+        for (style, colour), (key, label) in zip(styles, keys.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             marker = "o" if len(points) < 30 else None
-            axes.plot(*zip(*points), color=colour, label=label, marker=marker, ms=3, lw=1.4)
+            axes.plot(
+                *zip(*points), color=colour, ls=style, label=label, marker=marker, ms=3, lw=1.4
+            )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(unit, fontsize=8)
         axes.set_xlabel("step", fontsize=8)
@@ -122,16 +130,34 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
             usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
             axes.set_ylim(0, 2.5 * usual)
         if len(keys) > 1 or title == "Shaping":
-            axes.legend(fontsize=7, frameon=False)
+            below = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}
+            axes.legend(
+                fontsize=7, frameon=False, **(below if len(keys) > MAX_LABELS_INSIDE else {})
+            )
     return figure
+
+
+def _present_keys(keys: Mapping[str, str], present: Collection[str]) -> dict[str, str]:
+    """The keys of a panel that were logged, and their labels."""
+    found = {}
+    for pattern, label in keys.items():
+        head, _, tail = pattern.partition("*")
+        for key in fnmatch.filter(sorted(present), pattern):
+            name = key.removeprefix(head).removesuffix(tail)
+            if len(name) > MAX_LABEL:
+                name = name[: MAX_LABEL - 3] + "..."
+            # A name comes from a file of prompts; a dollar would begin mathematics.
+            found[key] = f"{label} {name}".strip().replace("$", r"\$")
+    return found
 
 
 def _samples(directory: pathlib.Path) -> list[dict]:
     files = sorted(directory.glob("step_*.parquet"))
     if not files:
         return []
-    names = ["step", "prompt", "response", "reference", "score", "correct", "finish_reason"]
+    names = ["step", "prompt", "response", "reference", "extracted", "score", "correct"]
     table = pq.read_table(files[-1])
+    names = [name for name in (*names, "finish_reason") if name in table.column_names]
     metrics = [name for name in table.column_names if name.startswith("metrics/")]
     shown = [name for name in metrics if not name.endswith("_valid")]
     # One response of each of the first groups: neighbours share their prompt.

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import pathlib
 import threading
@@ -22,10 +23,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from semrl_jax import data, models
+from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.cluster.agreement import Retry, together
 from semrl_jax.cluster.exchange import gather_bytes
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.evaluation import greedy_scalars
+from semrl_jax.files import replacing
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measuring import Measurer
@@ -34,10 +37,11 @@ from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.measuring import TOKEN_INDICATORS, token_indicators
+from semrl_jax.training.measuring import token_indicators
 from semrl_jax.training.owners import pack_scored, share_of, unpack_scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
+from semrl_jax.training.prompts import sampled_problems
 from semrl_jax.training.scoring import ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import (
@@ -56,6 +60,7 @@ from semrl_jax.training.statistics import (
 from semrl_jax.training.syncing import send_together
 from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
+from semrl_jax.training.writer import write_rollouts
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -82,7 +87,7 @@ class Run:
     mesh: Mesh
     policy: models.Policy
     start: pathlib.Path  # model directory that training starts from
-    reference: models.Params  # its parameters, the anchor of the KL
+    reference: models.Params | None  # its parameters, the anchor of the KL; None without one
     optimizer: optax.GradientTransformation
     tokenizer: Any
     end_token_ids: tuple[int, ...]
@@ -155,6 +160,7 @@ class Run:
         """Greedy accuracy on the held-out problems, in a call of its own; {} where not due."""
         if not self.evaluates(step):
             return {}
+        asked = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
         requests = [
             SampleRequest(
                 sample_id=f"eval/{step}/{index}/0",
@@ -163,24 +169,29 @@ class Run:
                 prompt_ids=problem.prompt_ids,
                 seed=stream_seed(self.config.seed, EVALUATION, step, index, 0),
             )
-            for index, problem in enumerate(self.problems)
+            for index, problem in asked.items()
         ]
         with clock("evaluate"):
             scored = self._sample(
                 requests,
-                {index: problem.answer for index, problem in enumerate(self.problems)},
+                {index: problem.answer for index, problem in asked.items()},
                 (params, version, step),
                 temperature=0.0,
                 measured=self.config.evaluation.metrics,
                 arrived=counter(bar, "evaluate", len(requests)),
             )
+        if self.leads and self.config.logging.rollouts_every_steps:
+            with clock("write_rollouts"):
+                benchmarks = [self.problems[item.rollout.group_id].data_source for item in scored]
+                write_rollouts(self.workdir.rollouts, step, scored, self.full_text, benchmarks)
         scalars: dict[str, float] = {}
-        for benchmark in dict.fromkeys(problem.data_source for problem in self.problems):
-            of_it = [s for s, p in zip(scored, self.problems) if p.data_source == benchmark]
+        sizes = collections.Counter(problem.data_source for problem in self.problems)
+        for benchmark, num_problems in sizes.items():
+            of_it = [s for s, p in zip(scored, asked.values()) if p.data_source == benchmark]
             scalars |= greedy_scalars(
-                benchmark, [s.rollout for s in of_it], [s.verdict for s in of_it]
+                benchmark, [s.rollout for s in of_it], [s.verdict for s in of_it], num_problems
             )
-            if self.config.evaluation.metrics:
+            if self.config.evaluation.metrics and of_it:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
                 over_all = self.measurer.submit_batch([s.mean_state for s in of_it]).result()
@@ -250,6 +261,10 @@ class Run:
                 **with_also,
             )
 
+    def ref_logprobs(self, batch: RolloutBatch) -> Float[np.ndarray, "B T"] | None:
+        """Log-probabilities of the responses under the reference; None without one."""
+        return None if self.reference is None else self.logprobs(self.reference, batch).logprobs
+
     def measured(
         self, scored: list[ScoredRollout], batch: RolloutBatch, tokens: TokenPass
     ) -> list[ScoredRollout]:
@@ -268,13 +283,20 @@ class Run:
         return self._of_all(together(self.peers, "metrics", measure_own))
 
     def mismatch(
-        self, scored: Sequence[ScoredRollout], batch: RolloutBatch, tokens: TokenPass, step: int
+        self, scored: Sequence[ScoredRollout], tokens: TokenPass, step: int
     ) -> dict[str, float]:
         """`rollout/..._mismatch/{mean,max}`: how far the rollout engine is from the training model.
 
         States are compared of the responses that one process has from both.
         """
-        scalars = logprob_mismatch(batch, tokens.logprobs)
+        rollout = self.config.rollout
+        scalars = logprob_mismatch(
+            [item.rollout for item in scored],
+            tokens.logprobs,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
         if self.compares(step):
             own = state_differences(scored, tokens.states)
             scalars |= state_mismatch(self.peers.gather("mismatch", own))
@@ -295,7 +317,7 @@ class Run:
         state: TrainState,
         batch: RolloutBatch,
         old_logprobs: Float[np.ndarray, "B T"],
-        ref_logprobs: Float[np.ndarray, "B T"],
+        ref_logprobs: Float[np.ndarray, "B T"] | None,
         advantages: Float[Array, "B T"],
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimiser step a mini-batch of prompts; scalars are means over them.
@@ -356,9 +378,9 @@ class Run:
             means,
         )
 
-    def decode(self, token_ids: np.ndarray) -> str:
-        """Text of a response; special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def full_text(self, token_ids: np.ndarray) -> str:
+        """Text as it is recorded, special tokens kept."""
+        return data.full_text(self.tokenizer, token_ids)
 
     def first_state(self) -> TrainState:
         """The newest sound checkpoint, or the state before the first update."""
@@ -369,7 +391,7 @@ class Run:
         )
         if restored is not None:
             return restored
-        if self.config.model.reference_dtype == "float32":
+        if self.reference is not None and self.config.model.reference_dtype == "float32":
             params = jax.tree.map(jnp.copy, self.reference)  # updates donate theirs
         else:
             params = starting_params(self.start, self.policy, self.mesh)
@@ -522,7 +544,7 @@ class Run:
         with self.stop.interruptible(), contextlib.closing(rollouts):
             return score_and_measure(
                 clock.iterate("generate", rollouts) if clock else rollouts,
-                decode=self.decode,
+                decode=functools.partial(data.verifier_text, self.tokenizer),
                 references=references,
                 verifier=self.verifier,
                 measurer=self.measurer if here else None,
@@ -540,7 +562,8 @@ def counter(bar: Bar, what: str, total: int) -> Callable[[Rollout], None]:
 def save_arrays(file: pathlib.Path, tree: Any) -> None:
     """Saves the arrays of a pytree under their path names, for a look at what went wrong."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    np.savez(file, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
+    with replacing(file) as out:
+        np.savez(out, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
 
 
 def stream_seed(*path: int) -> int:

@@ -15,7 +15,7 @@ from semrl_jax.types import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with its text and verdict; `rollout.metrics` and `mean_state` of it are filled."""
+    """A rollout, its text as the verifier got it, and the verdict; `mean_state` is of it."""
 
     rollout: Rollout
     response: str
@@ -50,7 +50,7 @@ def score_and_measure(
 
     Args:
       rollouts: as they arrive, in any order.
-      decode: token ids to text, special tokens left out.
+      decode: token ids of a response to the text that its verifier gets.
       references: reference answer of each group.
       verifier: scores text against reference.
       measurer: measures the hidden states; None leaves `metrics` as the replica sent them.

@@ -34,6 +34,7 @@ class StopRequest:
         self._main_thread = 0  # that handles signals, while they are
         self._forward = forward
         self._depth = 0  # of nested interruptible blocks
+        self._late = "no checkpoint", "the run goes on from the one before"
         self._watchdog = threading.Timer(grace_s, self._give_up, (grace_s, exit_code))
         self._watchdog.daemon = True
 
@@ -75,6 +76,10 @@ class StopRequest:
         if depth:
             self.check()
 
+    def checkpoint_saved(self) -> None:
+        """Only the report is missing where the process has not ended within the grace time."""
+        self._late = "no report", "the checkpoint is saved"
+
     def request(self) -> None:
         """Does as a signal would; from any thread, once however often it is called."""
         if self._main_thread and not self._signal_name:
@@ -110,9 +115,9 @@ class StopRequest:
 
     def _give_up(self, grace_s: float, exit_code: int) -> None:
         """The sender of the signal will not wait longer; what is on disk is whole."""
+        missing, consequence = self._late
         print(
-            f"{self._signal_name}: no checkpoint within training.grace_s={grace_s:g} s; the run "
-            "goes on from the one before",
+            f"{self._signal_name}: {missing} within training.grace_s={grace_s:g} s; {consequence}",
             file=sys.stderr,
             flush=True,
         )

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
+from semrl_jax.algorithms import zero_variance_group_fraction
 from semrl_jax.training.scoring import ScoredRollout
-from semrl_jax.types import RolloutBatch
+from semrl_jax.types import FINISH_REASONS, Rollout
 
 
 def batch_scalars(
@@ -27,7 +28,6 @@ def batch_scalars(
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([len(item.rollout.response_ids) for item in scored], float)
-    spread = rewards.std(axis=1)
     scalars = {
         "reward/mean": rewards.mean(),
         "reward/max": rewards.max(),
@@ -36,8 +36,8 @@ def batch_scalars(
         "reward/num_correct": correct.sum(),
         "reward/num_incorrect": (~correct).sum(),
         "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),
-        "reward/group_std": spread.mean(),
-        "reward/zero_variance_group_fraction": np.mean(spread == 0),
+        "reward/group_std": rewards.std(axis=1).mean(),
+        "reward/zero_variance_group_fraction": zero_variance_group_fraction(rewards),
         "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
     }
     prompts = [len(item.rollout.prompt_ids) for item in scored]
@@ -45,7 +45,7 @@ def batch_scalars(
         scalars[f"prompt/length/{kind}"] = of(prompts)
     scalars |= _by_correctness("response/length", lengths, correct, np.ones_like(correct))
     reasons = [item.rollout.finish_reason for item in scored]
-    for reason in ("eos", "stop", "length"):
+    for reason in FINISH_REASONS:
         ended = np.array([found == reason for found in reasons])
         scalars[f"response/{reason}_fraction"] = ended.mean()
         for kind, mask in (("correct", correct), ("incorrect", ~correct)):
@@ -80,10 +80,32 @@ def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
 
 
 def logprob_mismatch(
-    batch: RolloutBatch, old_logprobs: Float[np.ndarray, "B T"]
+    rollouts: Sequence[Rollout],
+    old_logprobs: Float[np.ndarray, "B T"],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
 ) -> dict[str, float]:
-    """Absolute difference of the engine's and the training model's log-probabilities, nats."""
-    difference = np.abs(old_logprobs - batch.rollout_logprobs)[batch.response_mask]
+    """Absolute difference of the engine's and the training model's log-probabilities, nats.
+
+    The training model's are of the whole vocabulary at `temperature`. Under top-p or top-k the
+    engine sampled from a part of it; its raw log-probabilities are then compared, which are of the
+    whole vocabulary at temperature 1. {} where temperatures differ or an engine sends no raw ones.
+
+    Args:
+      rollouts: B responses.
+      old_logprobs: of the training model; whatever they hold behind a response.
+      temperature, top_p, top_k: what was sampled with.
+    """
+    is_cut = top_p < 1 or top_k > 0
+    if is_cut and temperature != 1:
+        return {}
+    theirs = [r.rollout_raw_logprobs if is_cut else r.rollout_logprobs for r in rollouts]
+    if any(logprobs is None for logprobs in theirs):
+        return {}
+    ours = [row[: len(logprobs)] for row, logprobs in zip(old_logprobs, theirs)]
+    difference = np.abs(np.concatenate(ours) - np.concatenate(theirs))
     return {
         "rollout/logprob_mismatch/mean": float(difference.mean()),
         "rollout/logprob_mismatch/max": float(difference.max()),

@@ -47,10 +47,13 @@ class RowPass(NamedTuple):
 
 
 class SlotValues(NamedTuple):
-    """What the loss takes beside the policy's own numbers; float32, weight 0 without a token."""
+    """What the loss takes beside the policy's own numbers; float32, weight 0 without a token.
+
+    `ref_logprobs` is None without a KL.
+    """
 
     old_logprobs: Float[Array, "M R U"]
-    ref_logprobs: Float[Array, "M R U"]
+    ref_logprobs: Float[Array, "M R U"] | None
     advantages: Float[Array, "M R U"]
     weights: Float[Array, "M R U"]
 
@@ -93,7 +96,7 @@ def update_policy(
     opt_state: Any,
     batch: RolloutBatch,
     old_logprobs: Float[np.ndarray, "B T"],
-    ref_logprobs: Float[np.ndarray, "B T"],
+    ref_logprobs: Float[np.ndarray, "B T"] | None,
     advantages: Float[np.ndarray, "B T"],
     *,
     policy: Policy,
@@ -115,7 +118,8 @@ def update_policy(
     layout = lay_out(batch, plan)
     mask = jnp.asarray(batch.response_mask)
     weights = np.asarray(token_weights(mask, aggregation=aggregation))
-    values = SlotValues(*map(layout.to_slots, (old_logprobs, ref_logprobs, advantages, weights)))
+    values = (old_logprobs, ref_logprobs, advantages, weights)
+    values = SlotValues(*(value if value is None else layout.to_slots(value) for value in values))
     params, opt_state, scalars = update_rows(
         params,
         opt_state,

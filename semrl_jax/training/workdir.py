@@ -11,13 +11,14 @@ import pathlib
 import re
 import secrets
 import subprocess
-from typing import Any
+from typing import IO, Any
 
 import ml_collections
 
 from semrl_jax.cluster.agreement import on_first, together
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object, remove, through_no_link, write_json
 
 # A resumed run may change these; anything else would make it another run.
 MAY_DIFFER = (
@@ -60,6 +61,8 @@ class Workdir:
       attempt_id: fresh for every start.
       resumed: whether an earlier attempt made the directory.
       changed: settings that differ from the first attempt's, as "field: old -> new".
+      lock: closed, it lets another process have the directory.
+      made: directories that this attempt made, the run's own first.
     """
 
     path: pathlib.Path
@@ -68,6 +71,7 @@ class Workdir:
     resumed: bool
     changed: tuple[str, ...]
     lock: Any
+    made: tuple[pathlib.Path, ...] = ()
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -78,12 +82,12 @@ class Workdir:
         return self.path / "warm_start"
 
     @property
-    def rollouts(self) -> pathlib.Path:
-        return self.path / "rollouts"
+    def weights_record(self) -> pathlib.Path:
+        return self.path / "weights.json"
 
     @property
-    def metrics_file(self) -> pathlib.Path:
-        return self.path / "metrics.jsonl"
+    def rollouts(self) -> pathlib.Path:
+        return self.path / "rollouts"
 
     def check_inputs(self, hashes: dict[str, str]) -> None:
         """Records what the run reads from elsewhere, or compares it with what it began with.
@@ -95,10 +99,15 @@ class Workdir:
           UserError: if one has changed since.
         """
         file = self.path / "inputs.json"
-        if not file.exists():
+        try:
+            recorded = read_json_object(file)
+        except FileNotFoundError:
             write_json(file, hashes)
             return
-        recorded = json.loads(file.read_text())
+        except UserError as error:
+            raise UserError(
+                f"{error} It has what the run began with; restore it or name a new workdir."
+            ) from None
         for name, value in hashes.items():
             if recorded.get(name, value) != value:
                 raise UserError(
@@ -106,15 +115,24 @@ class Workdir:
                     "what was there or name a new workdir."
                 )
 
-    def discard(self) -> None:
-        """Removes the record of a run that a wrong setting stopped before it had anything."""
-        if not any(
-            path.exists() for path in (self.checkpoints, self.metrics_file, self.warm_start)
-        ):
-            for name in ("config.json", "inputs.json", ".lock"):
-                (self.path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: what else is there is not ours
-                self.path.rmdir()
+    def discard(self, message: str = "") -> None:
+        """Removes what this attempt has made, if a mistake stopped it before it had anything.
+
+        Nothing goes where an earlier attempt began, or where there is a warm start, a row, a
+        checkpoint, or a file of another kind.
+
+        Args:
+          message: what the user is told; a replica's directory that it names is kept.
+        """
+        contents = [] if self.resumed else list(self.path.iterdir())
+        if not all(map(_is_worthless, contents)):
+            return
+        for path in contents:
+            if not (path.name.startswith("replica") and str(path) in message):
+                remove(path)
+        for directory in self.made:
+            with contextlib.suppress(OSError):  # not empty
+                directory.rmdir()
 
     def close(self) -> None:
         """Lets another process have the directory."""
@@ -129,18 +147,48 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         or to a run that is going on.
     """
     directory = pathlib.Path(path).absolute()
-    config_file = directory / "config.json"
+    settings = jsonable(config.to_dict())
+    made, lock = _make_and_lock(path, directory, settings)
+    try:
+        config_file = directory / "config.json"
+        resumed = config_file.exists()
+        if resumed:
+            record = _read_record(config_file)
+        else:
+            record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
+            write_json(config_file, record)
+        return Workdir(
+            path=directory,
+            run_id=record["run_id"],
+            attempt_id=secrets.token_hex(8),
+            resumed=resumed,
+            changed=_compare(path, record["config"], settings),
+            lock=lock,
+            made=made,
+        )
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _make_and_lock(
+    path: str, directory: pathlib.Path, settings: Any
+) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
+    """The directories made, and the lock; raises as `open_workdir`, with nothing made."""
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
-        contents = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
-        if "config.json" not in contents and not all(map(_is_left_by_a_start, contents)):
+        contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
+        if "config.json" in contents:
+            _compare(path, _read_record(directory / "config.json")["config"], settings)
+        elif not all(map(_is_left_by_a_start, contents)):
             raise UserError(
                 f"workdir={path} is not empty and holds no run (config.json is missing); name a "
                 "new directory."
             )
+        made = tuple(d for d in (directory, *directory.parents) if not d.exists())
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")  # noqa: SIM115 - held for the life of the run
+        lock = open(directory / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - for the run
     except OSError as error:
         raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
     try:
@@ -150,28 +198,18 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         raise UserError(
             f"workdir={path} belongs to a run that is going on; stop it or name another directory."
         ) from None
-    settings = jsonable(config.to_dict())
-    if config_file.exists():
-        try:
-            record = json.loads(config_file.read_text())
-            run_id, recorded = record["run_id"], record["config"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{config_file} is not the record of a run; name another workdir."
-            ) from None
-        changed = _compare(path, recorded, settings)
-    else:
-        run_id, changed = secrets.token_hex(8), ()
-        record = {"run_id": run_id, "config": settings, "versions": versions()}
-        write_json(config_file, record)
-    return Workdir(
-        path=directory,
-        run_id=run_id,
-        attempt_id=secrets.token_hex(8),
-        resumed="config.json" in contents,
-        changed=changed,
-        lock=lock,
-    )
+    return made, lock
+
+
+def _read_record(file: pathlib.Path) -> dict[str, Any]:
+    """`config.json` of a run; UserError if it is something else."""
+    try:
+        record = read_json_object(file)
+    except UserError as error:
+        raise UserError(f"{error} It is not the record of a run; name another workdir.") from None
+    if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
+        raise UserError(f"{file} is not the record of a run; name another workdir.")
+    return record
 
 
 def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
@@ -213,23 +251,29 @@ def _is_left_by_a_start(name: str) -> bool:
     return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
 
 
+def _is_worthless(path: pathlib.Path) -> bool:
+    """Whether what a run has made is nothing to go on from."""
+    if path.name == "checkpoints":
+        return path.is_dir() and not any(path.iterdir())
+    if path.name == "metrics.jsonl":
+        return path.is_file() and not path.stat().st_size
+    return (
+        path.name in ("config.json", "inputs.json", "weights.json", "tensorboard")
+        or path.suffix == ".writing"
+        or _is_left_by_a_start(path.name)
+    )
+
+
 def _check_shared(workdir: Workdir) -> None:
     try:
-        run_id = json.loads((workdir.path / "config.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError):
+        run_id = read_json_object(workdir.path / "config.json").get("run_id")
+    except (FileNotFoundError, UserError):
         run_id = None
     if run_id != workdir.run_id:
         raise UserError(
             f"workdir={workdir.path} does not show what process 0 wrote there; name a directory "
             "that all processes share."
         )
-
-
-def write_json(file: pathlib.Path, content: Any) -> None:
-    """Writes a file that appears whole or not at all."""
-    staging = file.with_suffix(".writing")
-    staging.write_text(json.dumps(content, indent=2) + "\n")
-    staging.rename(file)
 
 
 def versions() -> dict[str, str]:

@@ -205,12 +205,22 @@ def test_kl_coefficient_moves_towards_its_target(kl, factor):
 
 
 def test_no_reference_is_needed_without_kl():
-    logprobs, entropy, old, _, advantages = map(jnp.asarray, inputs(0))
-    arguments = {"old_logprobs": old, "ref_logprobs": None, "advantages": advantages}
-    arguments["weights"] = weights_of(MASK)
-    loss, report = algorithms.policy_loss(logprobs, entropy, **arguments, kl_coefficient=0.0)
-    assert np.isfinite(loss)
-    assert report["policy/kl"] == 0.0
+    logprobs, entropy, old, ref, advantages = map(jnp.asarray, inputs(0))
+    arguments = {"old_logprobs": old, "advantages": advantages, "weights": weights_of(MASK)}
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(logprobs, ref):
+        return algorithms.policy_loss(
+            logprobs, entropy, ref_logprobs=ref, **arguments, kl_coefficient=0.0
+        )
+
+    (with_ref, report), gradient = loss(logprobs, ref)
+    (without, rest), same = loss(logprobs, None)
+    assert report.pop("policy/kl") > 0  # measured where there is something to measure it against
+    assert (without, rest) == (with_ref, report)
+    np.testing.assert_array_equal(same, gradient)
+    arguments["ref_logprobs"] = None
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         algorithms.policy_loss(logprobs, entropy, **arguments)
     with pytest.raises(ValueError, match="clip_epsilon=1"):

@@ -109,7 +109,7 @@ def test_directions_grow_by_the_law(law):
     assert 0.4 * used[-1] < ranks[1] < used[-1] and ranks[0] < ranks[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_study_of_growth_has_every_source_and_shows_the_cap():
     found = growth.growth_study(num_responses=8, max_tokens=1200, strides=(100,))
     sources = (*growth.LAWS, growth.WIDE, growth.SAMPLED)

@@ -144,7 +144,7 @@ def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
     path = write(tmp_path / "train.jsonl", [simplerl()])
     with pytest.raises(UserError, match=r"template='abel' must be 'plain' with .*='simplerl'"):
         load_prompts(path, tokenizer, row_format="simplerl", template="abel")
-    with pytest.raises(UserError, match=r"data\.answer_field='x' are not read with"):
+    with pytest.raises(UserError, match=r"and answer_field='x' are not read with"):
         load_prompts(path, tokenizer, row_format="simplerl", answer_field="x")
     with pytest.raises(UserError, match=r"data\.row_format='verl' is unknown; choose from \('que"):
         load_prompts(path, tokenizer, row_format="verl")
@@ -160,7 +160,8 @@ def test_answer_after_the_last_mark(tokenizer, tmp_path):
     assert [e.answer for e in dataset.examples] == ["1,234", "-5"]
     for answer in ("no mark", "mark ####", "#### \n", 5):
         write(path, [*rows, problem("3", answer)])
-        with pytest.raises(UserError, match=r"set\.jsonl, line 3: field 'answer' has no answer af"):
+        place = r"set\.jsonl, line 3: field 'answer' has no answer af"
+        with pytest.raises(UserError, match=f"{place}.*without answer_after the whole field"):
             load_prompts(path, tokenizer, answer_after="####")
 
 
@@ -186,6 +187,7 @@ BAD_LINES = [
     (b"\0\0\0\0", r"not valid JSON"),
     (b'{"question": "\0"}', r"not valid JSON \(Invalid control character"),
     (b"[" * 100_000, r"not valid JSON"),
+    (b'{"a": ' * 900 + b"1" + b"}" * 900, r"not valid JSON \(nested more than 100 deep\)"),
     (b'{"question": "1", "answer": ' + b"1" * 5000 + b"}", r"not valid JSON"),
     (b"[1]", r"must be a JSON object, not list"),
     (b'{"answer": "1"}', r"field 'question' is missing; the row has \['answer'\]"),
@@ -327,23 +329,33 @@ def test_only_needed_columns_of_parquet_are_read(tmp_path):
     assert where == f"{path}, row 1" and row.keys() == {*ROWS[0], "unused"}
 
 
-def test_long_prompts_are_dropped_or_refused(tokenizer, tmp_path):
+def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
     path = write(tmp_path / "set.jsonl", [problem("1" * n) for n in (3, 4, 2, 9)])
     lines = []
     dataset = load_prompts(path, tokenizer, max_prompt_tokens=3, report=lines.append)
     assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_too_long == 2
     assert lines == ["2 of 4 prompts have more than max_prompt_tokens=3 tokens and are left out."]
     # The template counts, to the last token.
-    fits = {"template": "Q:{input}", "too_long": "refuse"}
-    assert len(load_prompts(path, tokenizer, max_prompt_tokens=11, **fits)) == 4
-    with pytest.raises(UserError, match=r"set\.jsonl, line 4: the prompt has 11 tokens, more than"):
-        load_prompts(path, tokenizer, max_prompt_tokens=10, **fits)
-    with pytest.raises(
-        UserError, match=r"none of the 4 prompts has at most .*=1 .* shortest has 2"
-    ):
-        load_prompts(path, tokenizer, max_prompt_tokens=1)
+    kept = {"template": "Q:{input}", "too_long": "keep", "report": lines.append}
+    lines.clear()
+    assert len(load_prompts(path, tokenizer, max_prompt_tokens=11, **kept)) == 4 and not lines
+    dataset = load_prompts(path, tokenizer, max_prompt_tokens=10, **kept)
+    assert [len(e.prompt_ids) for e in dataset.examples] == [5, 6, 4, 11]
+    assert lines == [
+        f"benchmark set: {path}, line 4: the prompt has 11 tokens, more than max_prompt_tokens=10; "
+        "it is not sampled and counts as wrong."
+    ]
+    for too_long in ("drop", "keep"):  # nothing would be sampled: a wrong limit
+        with pytest.raises(
+            UserError, match=r"none of the 4 prompts has at most .*=1 .* shortest has 2"
+        ):
+            load_prompts(path, tokenizer, max_prompt_tokens=1, too_long=too_long)
     with pytest.raises(UserError, match="too_long='truncate' is unknown"):
         load_prompts(path, tokenizer, too_long="truncate")
+    write(path, [problem(), *(problem("1" * n) for n in range(2, 9))])
+    lines.clear()
+    load_prompts(path, tokenizer, max_prompt_tokens=1, too_long="keep", report=lines.append)
+    assert len(lines) == 6 and lines[-1].startswith("7 of 8 prompts have more than")
     for numbers in ({"max_prompt_tokens": 0}, {"num_rows": -1}):
         with pytest.raises(UserError, match="must be at least 1 and num_rows"):
             load_prompts(path, tokenizer, **numbers)

@@ -88,7 +88,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer):
     np.testing.assert_array_equal(dataset.examples[1].prompt_ids, [3, 3])
     assert dataset.examples[1].prompt_ids.dtype == np.int32
     with pytest.raises(
-        UserError, match=r"none of its 5 prompts has at most data.max_prompt_tokens=1"
+        UserError, match=r"none of its 5 prompts has at most rollout.max_prompt_tokens=1"
     ):
         build_dataset(rows, tokenizer, data_source="x", max_prompt_tokens=1)
     with pytest.raises(UserError, match="1 prompts have no token"):

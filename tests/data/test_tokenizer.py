@@ -56,6 +56,7 @@ def test_config_names_a_class_older_versions_know(directory):
     assert config["eos_token"] == "<eos>" and config["pad_token"] == "<pad>"
 
 
+@pytest.mark.slow
 def test_hash_is_the_same_in_another_process(tokenizer, directory):
     program = (
         "import sys; from semrl_jax.data import load_tokenizer, tokenizer_hash\n"
@@ -131,7 +132,6 @@ def test_missing_end_token_is_the_users_error(directory):
         # Neither beyond the vocabulary nor a digit, which would vanish from decoded text.
         ({"config.json": {"model_type": "llama", "pad_token_id": -1}}, "<eos>"),
         ({"config.json": {"model_type": "llama", "pad_token_id": 5}}, "<eos>"),
-        ({"generation_config.json": []}, "<eos>"),
     ],
 )
 def test_missing_pad_token_is_the_declared_or_the_end_token(directory, files, pad_token):
@@ -148,10 +148,54 @@ def test_missing_pad_token_is_the_declared_or_the_end_token(directory, files, pa
     assert (tokenizer_hash(tokenizer) == before) is (pad_token == "<pad>")
 
 
-def test_unreadable_model_file_is_the_users_error(directory):
-    drop_role(directory, "pad")
-    (directory / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config\.json' cannot be read"):
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "null", DEEP, '{"a": ' + DEEP[:900] + "]" * 900 + "}"]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "config.json",
+        "generation_config.json",
+    ],
+)
+def test_a_damaged_file_is_named(directory, name, content):
+    (directory / name).write_text(content)
+    with pytest.raises(UserError, match=rf"/{name} (is not JSON|must hold a JSON object)"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": 7}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": []}),
+        ("tokenizer_config.json", {"model_max_length": "long"}),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"added_tokens": [{"id": -1}]}),
+        ("tokenizer.json", {"decoder": [[]] * 10_000}),
+        ("config.json", {"model_type": "llama", "num_attention_heads": 0}),
+    ],
+)
+def test_whatever_transformers_stumbles_over_is_the_users_error(directory, name, fields):
+    file = directory / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | fields))
+    with pytest.raises(UserError, match="no tokenizer can be loaded from") as caught:
+        load_tokenizer(directory)
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_too_large_to_read_is_named(directory):
+    with open(directory / "tokenizer.json", "r+b") as file:
+        file.truncate(2**28 + 1)  # takes no room on the disk
+    with pytest.raises(UserError, match=r"tokenizer\.json is larger than 256 MiB"):
         load_tokenizer(directory)
 
 

@@ -17,6 +17,7 @@ def main() -> int:
 
     def hanging(*args, **kwargs):
         if next(calls) == 2:
+            print("hangs", flush=True)
             time.sleep(3600)
         return update(*args, **kwargs)
 

@@ -21,6 +21,7 @@ def states(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
     output = tmp_path / "deep" / "study"
     result = run(
@@ -50,10 +51,13 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
         (["metrics", "--nope"], "--nope is unknown"),
     ],
 )
-def test_mistakes_are_named_before_jax_is_loaded(arguments, message):
-    assert_one_line(run("launch.analyze", *arguments, timeout=20), message)
+def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('JAX is loaded')")
+    result = run("launch.analyze", *arguments, timeout=20, env={"PYTHONPATH": str(tmp_path)})
+    assert_one_line(result, message)
 
 
+@pytest.mark.slow
 def test_wrong_files_are_named(states, tmp_path):
     missing = run("launch.analyze", "metrics", f"--input={tmp_path / 'x.npz'}")
     assert_one_line(missing, "x.npz is no file")

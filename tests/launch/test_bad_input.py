@@ -1,23 +1,26 @@
 """A user's mistake: one line, exit code 2, nothing left behind."""
 
+import json
 import socket
+import subprocess
+import sys
 
+import jax
 import pytest
 
-from tests.launch.conftest import TINY, run
+from semrl_jax import data, models
+from tests.launch.conftest import ROOT, TINY, environment, run
 
 MISTAKES = {
-    "unknown field": (["--config.foo=1"], "has no field 'foo'"),
-    "unknown nested field": (["--config.rollout.foo=1"], "has no field 'foo'"),
-    "wrong type": (["--config.seed=abc"], "config.seed=abc"),
-    "unknown flag": (["--foo=1"], "--foo is unknown"),
+    "unknown field": (["--config.foo=1"], "has no field 'foo' where"),
+    "unknown flag": (["--foo=1"], "--foo is unknown; see --help"),
     "stray word": (["foo"], "'foo' is not a flag"),
     "contradictory sizes": (["--config.training.responses_per_step=7"], "is derived"),
     "not built": (["--config.rollout.max_staleness=1"], "not built yet"),
     "model directory missing": (["--config.model.path=/nowhere"], "does not exist"),
     "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
     "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
-    "mesh": (["--config.mesh.tensor=3"], "devices"),
+    "mesh": (["--config.mesh.tensor=3"], "needs 3 devices, but 1 are there"),
     "engine": (["--config.rollout.jax_tensor_parallelism=16"], "product must be at most"),
     "replica unreachable": (
         ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],
@@ -38,7 +41,7 @@ def assert_one_line(result, message):
 
 
 # Those that import JAX first take seconds each; they wait for the slower suites.
-QUICK = ("unknown field", "unknown nested field", "wrong type", "unknown flag", "stray word")
+QUICK = ("unknown field", "unknown flag", "stray word")
 
 
 @pytest.mark.parametrize(
@@ -74,12 +77,40 @@ def test_train_names_a_directory_it_cannot_make():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[" * 100_000, "config.json is not JSON: nested more than 100 deep"),
+        ("config.json", '{"num_hidden_layers": 1000000000}', "num_hidden_layers=1000000000 must"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object, not list"),
+    ],
+)
+def test_a_hostile_model_directory_is_named(tmp_path, name, content, message):
+    model = tmp_path / "model"
+    config = models.DecoderConfig(
+        vocab_size=34, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=8,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(model, params, config, data.character_tokenizer())
+    if content.startswith("{"):
+        content = json.dumps(json.loads((model / name).read_text()) | json.loads(content))
+    (model / name).write_text(content)
+    result = run(
+        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
+        f"--config.model.path={model}",
+    )  # fmt: skip
+    assert_one_line(result, message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
 def test_wrong_token_is_refused(replica, tmp_path):
     result = run(
         "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}",
         f"--config.rollout.addresses={replica}", env={"SEMRL_ROLLOUT_TOKEN": "another"},
     )  # fmt: skip
-    assert_one_line(result, "token")
+    assert_one_line(result, f"{replica} refuses the token")
     assert not (tmp_path / "run").exists()
 
 
@@ -148,6 +179,27 @@ def test_sft_is_one_process(tmp_path):
     )
     assert_one_line(result, "process 1 of 2 (from settings), but a warm start is made by one")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_no_command_is_advised_to_install_pytorch():
+    """As transformers says at its import where PyTorch is missing, which is only pretended here."""
+    program = """
+import importlib.util, os, sys
+{first}
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "torch" else real(name, *package)
+from transformers import AutoTokenizer
+"""
+    variables = environment()
+    # A test that has imported a command of ours has set it in this process.
+    variables.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
+    for first, advised in (("", True), ("import launch.train", False)):
+        result = subprocess.run(
+            [sys.executable, "-c", program.format(first=first)],
+            cwd=ROOT, env=variables, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert ("PyTorch was not found" in result.stderr) == advised, result.stderr
 
 
 @pytest.mark.parametrize("command", ["launch.train", "launch.rollout", "launch.sft"])

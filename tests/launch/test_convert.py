@@ -90,6 +90,35 @@ def test_a_run_becomes_a_model_directory(directory, made, tmp_path, capsys):
     assert "done" in capsys.readouterr().out
 
 
+def test_a_run_may_be_named_relative_to_where_the_command_is_started(
+    directory, made, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(directory.parent)
+    convert(pathlib.Path(directory.name), tmp_path / "newest")
+    assert_same_params(tmp_path / "newest", made[1][2])
+
+
+def test_the_tokenizer_is_written_as_transformers_writes_it_without_how_it_was_loaded(
+    directory, tmp_path
+):
+    import transformers
+
+    file = directory / "warm_start" / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"chat_template": "{{ 'é' }}", "extra": "ü"}
+    file.write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(directory / "warm_start")
+    written = {pathlib.Path(file).name for file in theirs.save_pretrained(tmp_path / "theirs")}
+    convert(directory, tmp_path / "ours")
+    for name in written - {"tokenizer_config.json"}:
+        content = (tmp_path / "ours" / name).read_bytes()
+        assert content == (tmp_path / "theirs" / name).read_bytes(), name
+    text = (tmp_path / "theirs" / "tokenizer_config.json").read_text()
+    kept = [
+        line for line in text.splitlines() if "is_local" not in line and "files_only" not in line
+    ]
+    assert (tmp_path / "ours" / "tokenizer_config.json").read_text().splitlines() == kept
+
+
 def test_weights_go_to_several_files_and_to_bfloat16(directory, made, tmp_path):
     convert(directory, tmp_path / "hf", dtype="bfloat16", max_shard_gb=2e-6)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1

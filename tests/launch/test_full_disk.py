@@ -8,7 +8,6 @@ from tests.launch.comparison import assert_same_run
 from tests.launch.conftest import ROOT, read_until, run, start
 
 NUM_STEPS = 6
-pytestmark = pytest.mark.slow
 FLAGS = (
     f"--config={ROOT / 'tests' / 'launch' / 'kills_config.py'}",
     "--config.logging.plot_every_steps=0",  # figures are larger than the limit
@@ -43,6 +42,7 @@ def finish(workdir):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_failed_checkpoints_are_said_and_the_run_goes_on(uninterrupted, workdir):
     result = train_on_full_disk("checkpoints:2:3", workdir)
     assert result.returncode == 0, result.stderr
@@ -53,6 +53,7 @@ def test_failed_checkpoints_are_said_and_the_run_goes_on(uninterrupted, workdir)
     assert_same_run(workdir, uninterrupted, NUM_STEPS)
 
 
+@pytest.mark.soak
 def test_a_last_checkpoint_that_fails_ends_with_code_1_and_the_same_command_goes_on(
     uninterrupted, workdir
 ):
@@ -65,6 +66,7 @@ def test_a_last_checkpoint_that_fails_ends_with_code_1_and_the_same_command_goes
     assert_same_run(workdir, uninterrupted, NUM_STEPS)
 
 
+@pytest.mark.soak
 def test_a_last_checkpoint_that_fails_after_a_signal_ends_with_code_1(uninterrupted, workdir):
     process = start(
         "tests.launch.full_disk", "checkpoints:2:99", *FLAGS, f"--workdir={workdir}",
@@ -80,6 +82,7 @@ def test_a_last_checkpoint_that_fails_after_a_signal_ends_with_code_1(uninterrup
     assert_same_run(workdir, uninterrupted, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_lost_row_ends_the_run_cleanly_and_the_same_command_goes_on(uninterrupted, workdir):
     result = train_on_full_disk("row:3", workdir)
     assert result.returncode == 1

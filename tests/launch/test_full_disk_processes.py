@@ -24,7 +24,7 @@ def train_on_full_disk(workdir, refused):
     "refused",
     [
         pytest.param((1,), marks=pytest.mark.slow),
-        pytest.param((0,), marks=pytest.mark.slow),
+        pytest.param((0,), marks=pytest.mark.soak),
         pytest.param((0, 1), marks=pytest.mark.soak),
     ],
     ids=str,

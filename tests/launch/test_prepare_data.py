@@ -112,6 +112,7 @@ def test_long_work_says_how_far_it_is(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == ["1 rows read", "2 rows read"]
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     source = write(tmp_path / "source.jsonl", GSM8K)
     output = tmp_path / "made.jsonl"

@@ -22,6 +22,7 @@ def text(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_the_directory_holds_a_working_model(text, tmp_path):
     output = tmp_path / "model"
     result = run("launch.random_model", f"--text={text}", f"--output={output}", "--vocab_size=270")
@@ -37,6 +38,7 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
     assert_one_line(again, "is there already; name a new directory")
 
 
+@pytest.mark.slow
 def test_mistakes_are_named(text, tmp_path):
     output = f"--output={tmp_path / 'model'}"
     assert_one_line(run("launch.random_model", output), "--text is needed")
@@ -47,9 +49,13 @@ def test_mistakes_are_named(text, tmp_path):
         run("launch.random_model", f"--text={text}", output, "--num_heads=3"),
         "--num_heads=3 must divide --hidden_size=64",
     )
-    for flag in ("--num_heads=0", "--seed=99999999999999999999", "--context=0"):
+    for flag, message in (
+        ("--num_heads=0", "--num_heads=0 must divide"),
+        ("--seed=99999999999999999999", "--seed=99999999999999999999"),
+        ("--context=0", "max_position_embeddings=0 must be"),
+    ):
         result = run("launch.random_model", f"--text={text}", output, flag)
-        assert_one_line(result, flag.split("=")[1])
+        assert_one_line(result, message)
     text.write_text('{"question": "?"}\n{')
     assert_one_line(run("launch.random_model", f"--text={text}", output), "line 2: not valid JSON")
     assert not (tmp_path / "model").exists()

@@ -50,6 +50,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted, warmed):
     assert process.returncode == 75, err
     assert time.monotonic() - asked < 30
     assert "the same command resumes" in out
+    assert "<html" in (warmed / "report.html").read_text()[:500]
     result = train(warmed)
     assert result.returncode == 0 and "resumed" in result.stdout
     assert_same_run(warmed, uninterrupted, NUM_STEPS)
@@ -70,16 +71,20 @@ def test_sigterm_ends_a_wait_for_a_replica(tmp_path):
 
 
 def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
-    """The update compiles for longer than the grace; nothing has been checkpointed yet."""
+    """Nothing but the end of the grace ends it; nothing has been checkpointed yet."""
     process = start(
-        "launch.train",
+        "tests.launch.hung",
         f"--config={TINY}",
         f"--workdir={warmed}",
         "--config.training.grace_s=0.2",
         "--config.checkpoints.every_steps=100",
     )
-    read_until(process, "step    1/6")
+    read_until(process, "hangs")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
+    try:
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 75, out + err
+    assert "no checkpoint within training.grace_s=0.2 s" in err
     assert train(warmed, "--config.checkpoints.every_steps=1").returncode == 0

@@ -1,61 +1,260 @@
-"""The configs of the published runs, beside the launcher's table (METHOD.md section 11, [D]).
+"""The configs of the published runs, beside every setting of the launcher.
+
+`tests/golden/verl_launcher.json` records them. Each is compared with a field of ours or has its
+reason in `NONE`; each field of ours is compared or has its reason in `OURS_ALONE`. So neither a
+setting of the launcher nor a new field of configs/default.py is forgotten.
 
 `python -m pytest -s tests/launch/test_verl_configs.py -k difference` prints the comparison.
 """
 
 import importlib
+import json
+import pathlib
 
 import pytest
 
 from semrl_jax.training import validate
+from semrl_jax.training.config import flatten
 
-# Field of ours -> the launcher's value. Where a row is a departure, `DEPARTURES` has ours.
-LAUNCHER = {
-    "data.prompts_per_step": 48,
-    "training.prompts_per_minibatch": 24,
-    "rollout.group_size": 4,
-    "training.learning_rate": 5e-7,
-    "training.learning_rate_warmup_steps": 0,  # schedule: constant
-    "training.adam_b1": 0.9,
-    "training.adam_b2": 0.999,
-    "training.weight_decay": 0.01,
-    "training.max_grad_norm": 1.0,
-    "training.micro_batch_size": 4,  # 1 on each of its 4 devices
-    "rollout.max_prompt_tokens": 512,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
-    "training.num_steps": 160,
-    "checkpoints.every_steps": 40,
-    "evaluation.every_steps": 10,
-    "algorithms.loss.clip_epsilon": 0.2,
-    "algorithms.loss.kl_coefficient": 0.001,
-    "algorithms.loss.entropy_coefficient": 0.001,
-    "algorithms.loss.kl_estimator": "low_var_kl",
-    "algorithms.aggregation": "response_mean",  # what a micro-batch of one response comes to
-    "metrics.stride": 40,
-    "metrics.names": ("effective_rank", "traditional_rank"),
-    "metrics.window": "release",
-    "shaping.target": "advantage",
-    "shaping.tokens": "last",
-    "shaping.alpha": 0.3,
-    "shaping.gain": 2.0,
-    "shaping.eta": 1.0,
-    "shaping.kappa": 2.0,
-    "model.compute_dtype": "bfloat16",
-    "model.reference_dtype": "bfloat16",
-    "rewards.mode": "independent",
+RECORD = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden" / "verl_launcher.json").read_text()
+)
+RANKS = {
+    "Effective Rank": "effective_rank",
+    "Effective Rank diff": "effective_rank_velocity",
+    "Effective Rank diff 2": "effective_rank_acceleration",
 }
-RUNS = {
-    "grpo_llama3_2_3b": {"rollout.max_response_tokens": 1280},
-    "grpo_qwen2_5_7b": {},  # its limit is not published
-    "grpo_mathstral_7b": {"rollout.max_response_tokens": 1536},
+FAMILIES = {
+    "grpo_llama3_2_3b": "llama",
+    "grpo_qwen2_5_7b": "qwen2.5, 7b",
+    "grpo_mathstral_7b": "mistral, 7b-v0.1",  # by "mistralai" in its path
 }
+
+
+def same(value):
+    return value
+
+
+def only(value, ours):
+    """Ours for the one value that is known; another one in the record would be a KeyError."""
+    return {value: ours}.__getitem__
+
+
+def prompt_file(path):
+    return (path.replace("DATA/", "data/").replace("/t", "_t"),)
+
+
+# The launcher's setting -> field of ours, and what the value reads there.
+COUNTERPARTS = {
+    "actor_rollout_ref.actor.clip_ratio": ("algorithms.loss.clip_epsilon", same),
+    "actor_rollout_ref.actor.entropy_coeff": ("algorithms.loss.entropy_coefficient", same),
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": ("mesh.fsdp", same),
+    "actor_rollout_ref.actor.grad_clip": ("training.max_grad_norm", same),
+    "actor_rollout_ref.actor.kl_loss_coef": ("algorithms.loss.kl_coefficient", same),
+    "actor_rollout_ref.actor.kl_loss_type": ("algorithms.loss.kl_estimator", same),
+    "actor_rollout_ref.actor.optim.lr": ("training.learning_rate", same),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
+        "training.learning_rate_warmup_steps",
+        only(0, 0),
+    ),
+    # Responses on each of its 4 devices; ours counts those of the whole mesh.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
+        "training.micro_batch_size",
+        lambda size: 4 * size,
+    ),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": ("training.prompts_per_minibatch", same),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": ("mesh.sequence", same),
+    "actor_rollout_ref.actor.use_dynamic_bsz": ("training.micro_batch_tokens", only(False, 0)),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": ("model.remat", only(True, "full")),
+    "actor_rollout_ref.model.path": ("model.path", lambda path: path.removeprefix("MODELS/")),
+    "actor_rollout_ref.rollout.dtype": ("model.compute_dtype", same),
+    "actor_rollout_ref.rollout.n": ("rollout.group_size", same),
+    "actor_rollout_ref.rollout.return_decode": ("hidden_states.source", only(True, "rollout")),
+    "actor_rollout_ref.rollout.temperature": ("rollout.temperature", same),
+    "actor_rollout_ref.rollout.top_k": ("rollout.top_k", only(-1, 0)),
+    "actor_rollout_ref.rollout.top_p": ("rollout.top_p", same),
+    "algorithm.add_adv": ("shaping.target", only(True, "advantage")),
+    "algorithm.adv_shaping_kappa": ("shaping.kappa", same),
+    "calculator.diff_stride": ("metrics.stride", same),
+    "calculator.diff_svd_method": ("metrics.method", only("full", "svd")),
+    "calculator.enable": ("evaluation.metrics", same),
+    "calculator.global_diff_stride_train": ("metrics.dataset_stride", same),
+    "calculator.global_diff_stride_val": ("metrics.dataset_stride", same),
+    "calculator.metric_indices": (
+        "metrics.names",
+        lambda indices: tuple(("", "effective_rank", "traditional_rank")[i] for i in indices),
+    ),
+    "data.max_prompt_length": ("rollout.max_prompt_tokens", same),
+    "data.max_response_length": ("rollout.max_response_tokens", same),
+    "data.prompt_key": ("data.row_format", only("prompt", "simplerl")),
+    "data.train_batch_size": ("data.prompts_per_step", same),
+    "data.train_files": ("data.files", prompt_file),
+    "data.val_files": ("evaluation.files", prompt_file),
+    "reward_manager.add_reward": ("shaping.target", only(False, "advantage")),
+    "reward_manager.aux_fix": ("shaping.scale", only(True, "fixed")),
+    "reward_manager.aux_reward_global_weight": ("shaping.eta", same),
+    "reward_manager.ema_alpha": ("shaping.alpha", same),
+    "reward_manager.hypothesis_type": ("shaping.mixing", only("PlanB", "adaptive")),
+    "reward_manager.indicator_names": (
+        "shaping.indicators",
+        lambda names: tuple(RANKS[name] for name in names),
+    ),
+    "reward_manager.modulation_gain": ("shaping.gain", same),
+    "reward_manager.weights": ("shaping.explore_weights", tuple),
+    "reward_manager.weights_exploit": ("shaping.exploit_weights", tuple),
+    "trainer.except_save": ("checkpoints.extra_steps", tuple),
+    "trainer.remove_previous_ckpt": ("checkpoints.keep_every", only(False, 40)),
+    "trainer.save_freq": ("checkpoints.every_steps", same),
+    "trainer.test_freq": ("evaluation.every_steps", same),
+    "trainer.total_training_steps": ("training.num_steps", lambda steps: steps - 1),  # D23
+    "trainer.val_sample_size": ("evaluation.num_problems", only(-1, 10_000)),  # all there are
+    "REWORD_FUNCTION_TYPE": ("rewards.mode", same),
+}
+# The same of what is written in its code; the file goes before the colon.
+COUNTERPARTS_IN_CODE = {
+    "compute": ("model.compute_dtype", same),
+    "reference": ("model.reference_dtype", same),
+    "betas": (("training.adam_b1", "training.adam_b2"), tuple),
+    "weight_decay": ("training.weight_decay", same),
+    "loss is a token mean over a micro-batch, micro-batches a mean": (
+        "algorithms.aggregation",
+        only(True, "response_mean"),  # what micro-batches of one response come to
+    ),
+    "add_special_tokens": ("data.add_special_tokens", same),
+    "epsilon of the advantage": ("algorithms.advantage.epsilon", same),
+    "tokens seen by differences": ("metrics.window", only(512, "release")),
+    "tokens of the bonus": ("shaping.tokens", same),
+    "first value of the baseline": ("shaping.ema_init", only(0.0, "zero")),
+    "steps the baseline lags": ("shaping.ema_lag", same),
+    "difference of a short response": ("shaping.invalid", only(0.0, "zeros")),
+    "guidance": ("shaping.guidance", only("the first indicator", "effective_rank_acceleration")),
+    "score of a wrong response without a box": ("rewards.unboxed_penalty", same),
+    "stop_token_ids": ("rollout.stop_token_ids", tuple),
+}
+# The launcher's settings, or sections ending in a dot, without a field of ours.
+NONE = {
+    "actor_rollout_ref.actor.fsdp_config.grad_offload": "placement",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "placement",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "placement",
+    "actor_rollout_ref.actor.fsdp_config.use_orig_params": "placement",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy.": "placement",
+    "actor_rollout_ref.actor.lora_": "LoRA, which is off",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "of another schedule",
+    "actor_rollout_ref.actor.optim.total_training_steps": "of another schedule",
+    "actor_rollout_ref.actor.optim.warmup_style": "constant, always",
+    "actor_rollout_ref.actor.ppo_epochs": "a batch is passed over once, always",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "of use_dynamic_bsz, which is off",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "unset; the one per device counts",
+    "actor_rollout_ref.actor.shuffle": "off: mini-batches are taken in order",
+    "actor_rollout_ref.actor.strategy": "the mesh",
+    "actor_rollout_ref.actor.use_kl_loss": "always: algorithms.loss.kl_coefficient",
+    "actor_rollout_ref.actor.use_lora": "LoRA, which is off",
+    "actor_rollout_ref.hybrid_engine": "replicas may run beside the trainer",
+    "actor_rollout_ref.model.external_lib": "unset",
+    "actor_rollout_ref.model.override_config": "empty",
+    "actor_rollout_ref.model.use_remove_padding": "speed: rows are padded to buckets, or packed",
+    "actor_rollout_ref.ref.": "as the policy's; its dtype is under 'code'",
+    "actor_rollout_ref.rollout.disable_log_stats": "output of its engine",
+    "actor_rollout_ref.rollout.do_sample": "training samples, evaluation is greedy, always",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": "speed of its engine",
+    "actor_rollout_ref.rollout.enforce_eager": "speed of its engine; vllm_enforce_eager",
+    "actor_rollout_ref.rollout.free_cache_engine": "memory of an engine on the same device",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "of an engine on the same device",
+    "actor_rollout_ref.rollout.ignore_eos": "off, always",
+    "actor_rollout_ref.rollout.load_format": "weights are streamed",
+    "actor_rollout_ref.rollout.log_prob_": "as training.micro_batch_size",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "speed of its engine",
+    "actor_rollout_ref.rollout.max_num_seqs": "speed of its engine",
+    "actor_rollout_ref.rollout.micro_rollout_batch_size": "speed of its engine",
+    "actor_rollout_ref.rollout.model_path": "repeats model.path",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.prompt_length": "repeats data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "repeats data.max_response_length",
+    "actor_rollout_ref.rollout.return_hidden_states": "with return_decode: hidden_states.source",
+    "actor_rollout_ref.rollout.return_prefill": "states of the prompt are measured by neither",
+    "actor_rollout_ref.rollout.swap_space": "memory of its engine",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "placement of its engine",
+    "algorithm.adv_estimator": "grpo, always",
+    "algorithm.gamma": "of PPO",
+    "algorithm.kl_ctrl.": "of a KL in the reward, which GRPO with a KL loss has not",
+    "algorithm.kl_penalty": "of a KL in the reward",
+    "algorithm.lam": "of PPO",
+    "calculator.compute_cumulative_global_metrics": "metrics.dataset_stride above 0",
+    "calculator.compute_global_metrics": "metrics.dataset_stride above 0",
+    "calculator.compute_log_effective_rank": "off, always",
+    "calculator.diff_calculator_method": "speed of its code",
+    "calculator.svd_": "of a low-rank method that is not chosen",
+    "calculator.zeroth_order_svd_method": "as diff_svd_method",
+    "critic.": "of PPO",
+    "data.return_raw_": "off",
+    "data.shuffle": "always",
+    "data.tokenizer": "the model's",
+    "data.val_batch_size": "not read: the set is one batch",
+    "reward_model.": "off: rewards are rules",
+    "trainer.confidence_metric_config.": "of its analysis mode",
+    "trainer.critic_warmup": "of PPO",
+    "trainer.default_": "--workdir",
+    "trainer.experiment_name": "--workdir",
+    "trainer.logger": "files in the run directory",
+    "trainer.n_gpus_per_node": "the mesh",
+    "trainer.nnodes": "the mesh",
+    "trainer.plot_config.": "its analysis mode: launch.analyze",
+    "trainer.project_name": "--workdir",
+    "trainer.remove_clip": "off: the advantage of truncated responses is kept",
+    "trainer.repetition_metric_config.": "of its analysis mode",
+    "trainer.resume_": "the same command resumes",
+    "trainer.total_epochs": "training.num_steps ends the run first",
+    "trainer.val_before_train": "always, with evaluation.every_steps above 0",
+    "trainer.val_only": "off",
+}
+# Fields of ours, or beginnings of them, that no setting of the launcher corresponds to.
+OURS_ALONE = {
+    "seed": "the launcher fixes none",
+    "distributed.": "connection of processes",
+    "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
+    "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
+    "mesh.replica": "placement", "mesh.tensor": "placement",
+    "data.task": "files", "data.num_prompts": "of the generator",
+    "data.question_fields": "of another row format", "data.answer_": "of another row format",
+    "data.template": "the rows hold it", "data.system_prompt": "of a chat template",
+    "data.skip_bad_rows": "a bad row ends the run",
+    "evaluation.row_format": "follows data", "evaluation.question_fields": "follows data",
+    "evaluation.answer_": "follows data", "evaluation.template": "follows data",
+    "rollout.addresses": "connection", "rollout.token_file": "connection",
+    "rollout.tls_ca_file": "connection", "rollout.engine": "connection",
+    "rollout.connect_timeout_s": "connection", "rollout.call_timeout_s": "connection",
+    "rollout.stall_timeout_s": "connection",
+    "rollout.in_flight": "nothing is in flight during a sync of the trainer's",
+    "rollout.weight_dtype": "empty: model.compute_dtype", "rollout.max_staleness": "0, as there",
+    "rollout.jax_": "speed of the JAX engine", "rollout.vllm_": "speed and memory of the engine",
+    "hidden_states.dtype": "on the wire", "hidden_states.compare_every": "a check",
+    "metrics.window_growth": "an approximation, off", "metrics.placement": "where, not what",
+    "metrics.num_threads": "speed", "metrics.device_batch": "speed",
+    "algorithms.importance.": "not in the release, off",
+    "rewards.function": "the release's own rules", "rewards.failure_score": "of such a function",
+    "rewards.memory_limit_gib": "safety", "rewards.timeout_s": "safety",
+    "rewards.num_workers": "speed", "rewards.shuffle": "a control, off",
+    "warm_start.": "of a random model",
+    "training.responses_per_step": "derived", "training.pack_sequences": "speed",
+    "training.balance_lengths": "speed", "training.max_skipped_updates": "safety",
+    "training.grace_s": "safety",
+    "checkpoints.keep": "beside those that keep_every keeps",
+    "logging.": "files in the run directory",
+}  # fmt: skip
+# Where ours differ on purpose: a comment in configs/verl says why.
 DEPARTURES = {
     "algorithms.aggregation": "token_mean",
+    "metrics.method": "gram",
     "metrics.names": ("effective_rank",),
     "metrics.window": "exact",
+    "model.remat": "dots",
+    "shaping.ema_init": "first_batch",
+    "shaping.ema_lag": 1,
+    "shaping.invalid": "excluded",
     "shaping.tokens": "all",
+}
+DEPARTURES_OF = {
+    "grpo_mathstral_7b": {"rollout.stop_token_ids": (23246, 25762, 27075, 10745, 1701, 3588)}
 }
 
 
@@ -63,26 +262,66 @@ def load(name):
     return importlib.import_module(f"configs.verl.{name}").get_config()
 
 
-def value(config, field):
-    for part in field.split("."):
-        config = config[part]
-    return config
+def launcher_settings(run):
+    """What the launcher gives a run, under its own names; those of its code by the part after the
+    file."""
+    code = {name.partition(": ")[2]: value for name, value in RECORD["code"].items()}
+    code["stop_token_ids"] = code["stop_token_ids"][FAMILIES[run]]
+    settings = RECORD["settings"] | RECORD["environment"] | RECORD["runs"][run]
+    return settings, code
 
 
-@pytest.mark.parametrize("name", RUNS)
+def counterparts(run):
+    """(field of ours, the launcher's value in our terms, the launcher's name) of all that have."""
+    for settings, known in zip(launcher_settings(run), (COUNTERPARTS, COUNTERPARTS_IN_CODE)):
+        for name, (fields, translate) in known.items():
+            value = translate(settings[name])
+            fields, values = (fields, value) if isinstance(fields, tuple) else ([fields], [value])
+            yield from ((field, value, name) for field, value in zip(fields, values, strict=True))
+
+
+def listed(name, reasons):
+    """Whether a name, or a beginning of it that ends in '.' or '_', is among the reasons."""
+    return any(name == key or (key[-1] in "._" and name.startswith(key)) for key in reasons)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_difference_from_the_launcher_is_what_the_comments_say(name):
-    config = load(name)
+    ours = flatten(load(name))
     departures = {}
     print(f"\n{name}")
-    for field, launcher in (LAUNCHER | RUNS[name]).items():
-        ours = value(config, field)
-        mark = " " if ours == launcher else "*"
-        print(f"{mark} {field:42} launcher {launcher!s:44} ours {ours}")
-        if ours != launcher:
-            departures[field] = ours
-    assert departures == DEPARTURES
+    for field, theirs, setting in counterparts(name):
+        mark = " " if ours[field] == theirs else "*"
+        print(f"{mark} {field:38} {ours[field]!s:32} launcher {theirs!s:32} {setting}")
+        if ours[field] != theirs:
+            departures[field] = ours[field]
+    assert departures == DEPARTURES | DEPARTURES_OF.get(name, {})
 
 
-@pytest.mark.parametrize("name", RUNS)
+def test_every_setting_of_the_launcher_has_its_field_or_its_reason():
+    settings, code = launcher_settings("grpo_mathstral_7b")
+    assert code.keys() == COUNTERPARTS_IN_CODE.keys()
+    assert not COUNTERPARTS.keys() - settings.keys()
+    for name in settings:
+        assert (name in COUNTERPARTS) != listed(name, NONE), (
+            f"{name}={settings[name]!r} must be in one of COUNTERPARTS and NONE."
+        )
+    for reason in NONE:
+        assert any(listed(name, {reason}) for name in settings), f"{reason} is no setting"
+
+
+def test_every_field_of_ours_is_compared_or_has_its_reason():
+    fields = flatten(load("grpo_mathstral_7b"))
+    compared = {field for field, _, _ in counterparts("grpo_mathstral_7b")}
+    for field in fields:
+        assert (field in compared) != listed(field, OURS_ALONE), (
+            f"{field} must be compared or be in OURS_ALONE: has tests/golden/verl_launcher.json "
+            "such a setting? Put it in COUNTERPARTS, else say in OURS_ALONE why there is none."
+        )
+    for reason in OURS_ALONE:
+        assert any(listed(field, {reason}) for field in fields), f"{reason} is no field"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_published_runs_pass_the_check_of_configs(name):
     validate(load(name).lock())

@@ -65,9 +65,9 @@ def test_orders_grow_as_derived():
         ("exact", "gram"),
         ("release", "svd"),
         ("later", "svd"),
-        pytest.param("exact", "svd", marks=pytest.mark.slow),
-        pytest.param("release", "gram", marks=pytest.mark.slow),
-        pytest.param("later", "gram", marks=pytest.mark.slow),
+        pytest.param("exact", "svd", marks=pytest.mark.soak),
+        pytest.param("release", "gram", marks=pytest.mark.soak),
+        pytest.param("later", "gram", marks=pytest.mark.soak),
     ],
 )
 @given(seed=seeds, num_tokens=st.integers(0, 26), holes=st.booleans())

@@ -129,7 +129,8 @@ def run(program, timeout_s, cores=None):
     )
 
 
-@pytest.mark.parametrize("num_cores", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cores", [1, 2])
 def test_twelve_windows_under_vmap_return_to_four_threads(num_cores):
     # Batched eigen-solvers on CPU wait inside the pool that runs them and never return.
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
@@ -139,6 +140,7 @@ def test_twelve_windows_under_vmap_return_to_four_threads(num_cores):
     assert result.stdout == "returned\n", result.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_are_refused_while_tracing():
     result = run(REFUSALS, timeout_s=180)
     assert result.stdout.startswith("refused"), result.stderr

@@ -66,7 +66,7 @@ def test_svd_keeps_its_promise_beside_any_column(shape):
         np.testing.assert_allclose(found[1:3], oracle.orders(series), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("side_by_side", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_metrics_run_inside_the_callers_shard_map(side_by_side):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
     states = np.random.default_rng(0).normal(size=(4, 16, 20)).astype(np.float32)
@@ -161,7 +161,7 @@ def test_this_jaxlib_has_the_kernels():
     assert eigenvalue_kernel(np.dtype(np.float64)) == "lapack_dsyevd_ffi"
 
 
-@pytest.mark.parametrize("method", ["svd", pytest.param("gram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["svd", pytest.param("gram", marks=pytest.mark.soak)])
 def test_every_composition_gives_the_same_bits(method):
     # Float64 inside: vmap of a jitted function would round its constants to float32.
     states = np.random.default_rng(0).normal(size=(2, 14, 6)).astype(np.float32)
@@ -236,8 +236,9 @@ def test_prefixes_longer_than_the_width_add_to_one_scatter_matrix(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(("effective_rank",), marks=pytest.mark.slow), metrics.METRICS]
+    "names", [pytest.param(("effective_rank",), marks=pytest.mark.soak), metrics.METRICS]
 )
+@pytest.mark.slow
 def test_side_by_side_is_one_after_the_other(names):
     rng = np.random.default_rng(0)
     states = rng.normal(size=(4, 24, 40)).astype(np.float32)

@@ -52,7 +52,7 @@ LAWS = {
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
-    "growth", [pytest.param(g, marks=pytest.mark.slow) for g in (1.25, 2.0)] + [1.5]
+    "growth", [pytest.param(g, marks=pytest.mark.soak) for g in (1.25, 2.0)] + [1.5]
 )
 @given(num_windows=st.integers(1, 60))
 def test_series_that_grow_like_a_metric_are_filled_in(law, growth, num_windows):
@@ -81,7 +81,8 @@ def responses():
     return states.astype(np.float32), mask
 
 
-@pytest.mark.parametrize("window", ["exact", pytest.param("later", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", ["exact", "later"])
 def test_orders_hardly_move_when_windows_grow(window):
     states, mask = responses()
     measure = functools.partial(

@@ -63,6 +63,7 @@ def outcome(places, arrays, window, **options):
 # Sums of at most 48 products of numbers near 1, in another order: 100 float32 roundings of them.
 ASSERT_CLOSE = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,10 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     [
         (7, 20, None),  # the last block of 20 is padded
         (None, 8, (1, 1, 4, 1)),
-        slow(None, 16, None),
-        slow(7, 8, (1, 1, 4, 1)),
-        slow(7, 16, (1, 1, 8, 1)),
-        slow(None, 16, (1, 2, 2, 2)),
+        soak(None, 16, None),
+        soak(7, 8, (1, 1, 4, 1)),
+        soak(7, 16, (1, 1, 8, 1)),
+        soak(None, 16, (1, 2, 2, 2)),
         slow(7, 16, (1, 2, 2, 2)),
         slow(None, 16, (1, 1, 1, 2)),  # blocks, and no ring
         slow(7, 16, (1, 1, 2, 4)),  # too few kv heads to split

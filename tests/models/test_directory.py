@@ -1,10 +1,12 @@
 """Hugging Face directories: what we write transformers reads, and the other way round."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -150,10 +152,11 @@ ONE, FOUR, EIGHT = (1, 1, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2)
         ("bfloat16", FOUR),
         # Each device compiles programs of its own: too slow for the fast suite.
         *(
-            pytest.param(dtype, sizes, marks=pytest.mark.slow)
-            for dtype, sizes in (
-                ("bfloat16", ONE), ("float32", FOUR), ("float32", EIGHT), ("float16", (8, 1, 1, 1)),
-                ("bfloat16", (1, 8, 1, 1)),
+            pytest.param(dtype, sizes, marks=mark)
+            for dtype, sizes, mark in (
+                ("float32", EIGHT, pytest.mark.slow), ("bfloat16", ONE, pytest.mark.soak),
+                ("float32", FOUR, pytest.mark.soak), ("float16", (8, 1, 1, 1), pytest.mark.soak),
+                ("bfloat16", (1, 8, 1, 1), pytest.mark.soak),
             )
         ),
     ],
@@ -226,6 +229,73 @@ def test_harmless_extras_are_ignored(pair, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"eos_token_id": 2**64}, "eos_token_id=18446744073709551616 must be a token id"),
+        ({"eos_token_id": 2**31}, "eos_token_id=2147483648 must be a token id, below"),
+        ({"eos_token_id": -1}, "eos_token_id=-1 must be"),
+        ({"eos_token_id": True}, "eos_token_id=True must be"),
+        ({"eos_token_id": 1.0}, "eos_token_id=1.0 must be"),
+        ({"eos_token_id": [1, [2]]}, r"eos_token_id=\[1, \[2\]\] must be"),
+        ({"eos_token_id": {"1": 1}}, "eos_token_id={'1': 1} must be"),
+        ({"eos_token_id": [1] * 1001}, r"eos_token_id=\[1, 1,.* a list of at most 1000"),
+        ([], "must hold a JSON object, not list"),
+    ],
+)
+def test_end_tokens_that_are_none_are_named(tmp_path, content, message):
+    for name in ("generation_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps(content))
+        with pytest.raises(UserError, match=rf"{name}.*{message}") as error:
+            models.eos_token_ids(tmp_path)
+        assert len(str(error.value)) < 500
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(UserError, match="is no regular file"):
+        models.eos_token_ids(tmp_path)
+
+
+def test_a_tied_head_without_its_embedding_is_named(pair, tmp_path):
+    """And one of a dtype that is not read; neither is compared with anything."""
+    config = dataclasses.replace(pair.policy.config, tie_embeddings=True)
+    tensors = load_file(pair.directory / "model.safetensors")
+    head = tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"] = head
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json: model\.embed_tokens\.weight is missing"):
+        models.load_params(tmp_path, config)
+    tensors |= {"lm_head.weight": head[1:].astype(np.int8), "model.embed_tokens.weight": head}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight has shape"):
+        models.load_params(tmp_path, config)
+
+
+@pytest.mark.parametrize("end", ["", ".writing", ".replaced"])
+def test_a_directory_is_saved_through_no_link(pair, tmp_path, end):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("years of work")
+    (tmp_path / f"model{end}").symlink_to(tmp_path / "mine", target_is_directory=True)
+    models.save_directory(tmp_path / "model", pair.params, pair.policy.config, None)
+    assert (tmp_path / "mine" / "config.json").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
+    assert models.load_config(tmp_path / "model") == pair.policy.config
+
+
+def test_what_the_disk_answers_to_a_library_is_an_error_of_the_system(pair, tmp_path):
+    """Only those are told in one line."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            models.save_directory(tmp_path / "model", pair.params, pair.policy.config, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_tied_head_of_its_own_is_refused(pair, tmp_path):
     """transformers would not tie then: other logits, and not a word."""
     tensors = load_file(pair.directory / "model.safetensors")
@@ -245,7 +315,12 @@ def test_files_that_cannot_be_read_are_named(pair, tmp_path):
         models.load_params("nowhere", config)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         models.load_config(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object, not list")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object, not list"),
+        ("[" * 100_000, "nested more than 100 deep"),
+        ('{"run_id": "a", "config": {}}', r"of a run, not of a model.* launch.convert --source=/"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=message):
             models.load_config(tmp_path)
@@ -304,6 +379,18 @@ def at_an_unknown_shard(directory, index):
     index["weight_map"]["model.norm.weight"] = "model-00003.safetensors"
 
 
+def not_an_object(directory, index):
+    index["weight_map"] = [["model.norm.weight", "model.safetensors"]]
+
+
+def in_no_text(directory, index):
+    index["weight_map"]["model.norm.weight"] = 3
+
+
+def at_the_directory_above(directory, index):
+    index["weight_map"]["model.norm.weight"] = ".."
+
+
 def outside(directory, index):
     index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
 
@@ -322,6 +409,9 @@ def torn(directory, index):
         (at_the_wrong_shard, r"model-00001-of-00002.safetensors: model.norm.weight is missing"),
         (at_an_unknown_shard, r"model-00003.safetensors is missing"),
         (outside, r"model.norm.weight lies in '../secret.safetensors', which is no file name"),
+        (not_an_object, r"weight_map must map tensor names to files"),
+        (in_no_text, r"model.norm.weight lies in 3, which is no file name"),
+        (at_the_directory_above, r"/\.\. is missing; .*index.json lists it"),
         (torn, r"model-00002-of-00002.safetensors cannot be read"),
     ],
 )
@@ -415,7 +505,7 @@ def test_end_ids_come_from_generation_config_then_config(tmp_path, generation, c
 @pytest.mark.parametrize("value", ["</s>", -1, [1, None], True])
 def test_end_ids_that_are_no_ids_are_refused(tmp_path, value):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserError, match=r"config.json: eos_token_id=.* must be a token id or a li"):
+    with pytest.raises(UserError, match=r"config.json: eos_token_id=.* must be a token id, .*or a"):
         models.eos_token_ids(tmp_path)
 
 
@@ -495,9 +585,15 @@ print(load(sys.argv[1], pathlib.Path(sys.argv[2]))["peak MiB"])
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_shard_bytes", [10**10, 10**8], ids=["single", "sharded"])
-@pytest.mark.parametrize("way", ["host", "devices"])
+@pytest.mark.parametrize(
+    ("way", "max_shard_bytes"),
+    [
+        pytest.param("host", 10**10, marks=pytest.mark.soak),
+        pytest.param("host", 10**8, marks=pytest.mark.slow),
+        pytest.param("devices", 10**10, marks=pytest.mark.slow),
+        pytest.param("devices", 10**8, marks=pytest.mark.soak),
+    ],
+)
 def test_loading_holds_the_parameters_and_one_layer(tmp_path, way, max_shard_bytes):
     """Peak of resident memory in a process of its own; the embedding is larger than a layer."""
     config = models.DecoderConfig(

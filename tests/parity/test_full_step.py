@@ -276,7 +276,13 @@ def too_large(found: dict, expected: dict) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("base", "first step", "clipped ratios", "everything")  # together they have every option
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_every_intermediate_matches(world, name):
     found, expected = world.found(CASES[name]), world.expected(CASES[name])
     missing = expected.keys() - found.keys()
@@ -343,6 +349,7 @@ def test_shaping_acts(world):
     assert apart["changes"] > 100 * CHANGE_TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_run_cuts_mini_batches_the_same_way(world):
     """The update of a whole run, which slices the batch itself."""
     case = CASES["two mini-batches"]
@@ -409,7 +416,14 @@ def parse(text: str) -> dict:
         return {name: value}
 
 
-@pytest.mark.parametrize("wrong", BREAKS_BEFORE_UPDATE)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        # These compile the metrics once more.
+        pytest.param(wrong, marks=pytest.mark.slow) if wrong.startswith("metrics.") else wrong
+        for wrong in BREAKS_BEFORE_UPDATE
+    ],
+)
 def test_a_wrong_setting_shows_before_the_update(world, wrong):
     found = world.prepare(BASE, **parse(wrong)).found
     off, kept = BREAKS_BEFORE_UPDATE[wrong]

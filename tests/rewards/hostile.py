@@ -1,8 +1,41 @@
 """Verifiers as users might write them, for the pool's tests; imported by name in the workers."""
 
+import contextlib
+import json
 import os
 import sys
+import threading
 import time
+
+
+class Unreadable(BaseException):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def to_all_descriptors(fields, newline="\n"):
+    """Writes a forged reply to whatever is open for writing, standard error left out."""
+    for entry in os.listdir("/proc/self/fd"):
+        if int(entry) > 2:
+            with contextlib.suppress(OSError):
+                os.write(int(entry), (json.dumps(fields) + newline).encode())
+
+
+def start_daemon(pid_file):
+    """A grandchild in a session of its own, with all that was inherited; its id in `pid_file`."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(pid_file, "w") as file:
+                file.write(str(os.getpid()))
+            time.sleep(3600)
+        os._exit(0)
+    os.wait()
+    while not (os.path.exists(pid_file) and os.path.getsize(pid_file)):
+        time.sleep(0.01)
+
+
+FORGED = {"score": 5.0, "correct": True, "boxed": True, "extracted": None, "error": ""}
 
 
 def obey(response, reference):
@@ -17,8 +50,37 @@ def obey(response, reference):
             with open(reference, "w") as file:
                 file.write(str(child.pid))
             time.sleep(3600)
+        case "daemon and hang":
+            start_daemon(reference)
+            time.sleep(3600)
+        case "daemon and exit":
+            start_daemon(reference)
+            os._exit(3)
+        case "daemon":
+            start_daemon(reference)
+            return 1.0
+        case "forge":
+            to_all_descriptors(FORGED)
+        case "forge later":
+            threading.Timer(0.05, to_all_descriptors, (FORGED,)).start()
+            return 1.0
+        case "forge nested":
+            to_all_descriptors([], newline="[" * 100_000 + "\n")
+        case "flood":
+            while True:
+                to_all_descriptors("x" * 60_000, newline="")
+        case "child answers":
+            if os.fork() == 0:
+                time.sleep(0.05)
+                to_all_descriptors(FORGED)
+                os._exit(0)
+            return 1.0
+        case "variables":
+            return {"score": 1.0, "extracted": " ".join(sorted(os.environ))}
         case "exit":
             os._exit(3)
+        case "unreadable":
+            raise Unreadable
         case "sys.exit":
             sys.exit(3)
         case "raise":

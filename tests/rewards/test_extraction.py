@@ -93,24 +93,23 @@ def test_format_flag_takes_two_nested_levels(text, boxed):
     assert has_complete_box(text) is boxed
 
 
-def balanced(text):
-    """Depth of the deepest group of `text`, None if braces do not balance; an oracle in a loop."""
-    depth = deepest = 0
-    for char in text:
-        depth += (char == "{") - (char == "}")
-        deepest = max(deepest, depth)
-        if depth < 0:
-            return None
-    return deepest if depth == 0 else None
+# Texts in which braces balance, and how deep they are.
+BALANCED = st.recursive(
+    st.tuples(st.text("a$ ", max_size=2), st.just(0)),
+    lambda part: st.one_of(
+        part.map(lambda inner: ("{" + inner[0] + "}", inner[1] + 1)),
+        st.tuples(part, part).map(lambda two: (two[0][0] + two[1][0], max(two[0][1], two[1][1]))),
+    ),
+    max_leaves=8,
+)
 
 
-@given(content=st.text("a{}$ ", max_size=12))
+@given(content=BALANCED)
 def test_box_content_agrees_with_counting_braces(content):
-    deepest = balanced(content)
-    if deepest is not None:
-        text = "so \\boxed{" + content + "} ends"
-        assert has_complete_box(text) is (deepest <= 2)
-        assert extract_answer(text) == normalize_answer(content)
+    content, deepest = content
+    text = "so \\boxed{" + content + "} ends"
+    assert has_complete_box(text) is (deepest <= 2)
+    assert extract_answer(text) == normalize_answer(content)
 
 
 @given(text=st.text(max_size=200))

@@ -81,7 +81,7 @@ def test_bad_settings_name_the_field():
         ({"unboxed_penalty": float("nan")}, r"rewards\.unboxed_penalty=nan"),
         ({"function": "module"}, r"rewards\.function='module' must read"),
         ({"function": ":name"}, r"rewards\.function=':name' must read"),
-        ({"max_answer_chars": 0}, r"rewards\.max_answer_chars=0"),
+        ({"max_answer_chars": 0}, r"max_answer_chars=0"),
         ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
     ]:
         with pytest.raises(UserError, match=message):

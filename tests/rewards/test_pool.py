@@ -13,6 +13,7 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict, VerifierPool
+from semrl_jax.rewards import pool as pool_module
 
 HERE = pathlib.Path(__file__).parent
 RIGHT = Verdict(1.0, True, False, None)
@@ -56,6 +57,9 @@ def wait_until(condition, limit_s=10.0):
         ("exit", "crash", "num_crashes"),
         ("sys.exit", "exception: SystemExit: 3", "num_exceptions"),
         ("raise", r"exception: KeyError: 'two\nlines'", "num_exceptions"),
+        ("unreadable", "exception: an exception whose text", "num_exceptions"),
+        ("forge", "crash", "num_crashes"),
+        ("forge nested", "crash", "num_crashes"),
         ("allocate", "exception: MemoryError:", "num_exceptions"),
         ("huge", "invalid: score must be a finite number, not 1000", "num_invalid"),
         ("nan", "invalid: score must be a finite number, not nan", "num_invalid"),
@@ -100,6 +104,57 @@ def test_late_worker_is_killed_with_its_children(obey, tmp_path):
     assert obey.submit("spawn and hang", str(pid_file)).result(timeout=10).error == "timeout"
     child = int(pid_file.read_text())
     wait_until(lambda: not is_running(child))
+
+
+@pytest.mark.parametrize("command", ["forge later", "child answers"])
+def test_a_reply_that_nobody_asked_for_costs_no_job(obey, command):
+    """Taken for the next verdict, it would shift all later ones by one."""
+    before = obey.counters
+    assert obey.submit(command, "").result(timeout=10) == RIGHT
+    time.sleep(0.15)
+    for response in ("7", "8", "7"):
+        assert obey.submit(response, "7").result(timeout=10).correct == (response == "7")
+    assert obey.counters == before | {"num_verdicts": before["num_verdicts"] + 4}
+
+
+def test_a_reply_without_end_does_not_fill_the_memory(obey, monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_REPLY_BYTES", 200_000)
+    assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before its time-out
+    assert obey.submit("7", "7").result(timeout=10) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("command", "error"), [("daemon and hang", "timeout"), ("daemon and exit", "crash")]
+)
+def test_a_worker_ends_with_what_left_its_session(obey, tmp_path, command, error):
+    pid_file = tmp_path / "pid"
+    assert obey.submit(command, str(pid_file)).result(timeout=10).error == error
+    daemon = int(pid_file.read_text())
+    wait_until(lambda: not is_running(daemon))
+    assert obey.submit("7", "7").result(timeout=10) == RIGHT
+
+
+def test_a_closed_pool_leaves_nothing_that_left_its_session(tmp_path):
+    pid_file = tmp_path / "pid"
+    with VerifierPool(num_workers=1, function="hostile:obey") as pool:
+        assert pool.submit("daemon", str(pid_file)).result(timeout=10) == RIGHT
+        daemon = int(pid_file.read_text())
+        assert is_running(daemon)  # a verifier may have helpers
+    assert not is_running(daemon)
+
+
+def test_workers_get_no_credentials(monkeypatch):
+    hidden = {
+        "SEMRL_ROLLOUT_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD",
+        "AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "MYSQL_PWD",
+        "my_token", "GITLABTOKEN",
+    }  # fmt: skip
+    kept = {"PATH", "PWD", "TOKENIZERS_PARALLELISM", "KEYBOARD", "VERIFIER_API_KEY"}
+    for name in hidden | kept - {"PATH"}:
+        monkeypatch.setenv(name, "x")
+    with VerifierPool(num_workers=1, function="hostile:obey") as pool:
+        found = set(pool.submit("variables", "").result(timeout=10).extracted.split())
+    assert kept <= found and not found & hidden
 
 
 def test_worker_that_died_idle_costs_no_job(obey):
@@ -237,6 +292,9 @@ def test_workers_that_never_start_fail_the_pool():
 
 
 def test_bad_limits_are_the_users_error():
+    for value in (float("nan"), 1e39):  # float32 has no such number
+        with pytest.raises(UserError, match=r"rewards\.failure_score=.* finite float32"):
+            VerifierPool(failure_score=value)
     for name in ("num_workers", "max_response_chars", "max_jobs_per_worker"):
         with pytest.raises(UserError, match=rf"rewards\.{name}=0"):
             VerifierPool(**{name: 0})
@@ -244,12 +302,13 @@ def test_bad_limits_are_the_users_error():
         VerifierPool(timeout_s=float("inf"))
 
 
-def test_hung_worker_dies_with_a_killed_parent():
+def test_hung_worker_dies_with_a_killed_parent(tmp_path):
     program = (
         "import time\n"
         "from semrl_jax.rewards import VerifierPool\n"
         "pool = VerifierPool(num_workers=1, timeout_s=600.0, function='hostile:obey')\n"
         "print(int(pool.submit('pid', '').result().score), flush=True)\n"
+        f"pool.submit('daemon', {str(tmp_path / 'pid')!r}).result()\n"
         "pool.submit('hang', '')\n"
         "time.sleep(0.2)\n"
         "print('hung', flush=True)\n"
@@ -263,8 +322,9 @@ def test_hung_worker_dies_with_a_killed_parent():
             stack.callback(parent.kill)
             worker = int(parent.stdout.readline())
             assert parent.stdout.readline() == "hung\n"
-            assert is_running(worker)
-    wait_until(lambda: not is_running(worker))
+            daemon = int((tmp_path / "pid").read_text())
+            assert is_running(worker) and is_running(daemon)
+    wait_until(lambda: not is_running(worker) and not is_running(daemon))
 
 
 def test_rewards_load_no_accelerator_library():

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import logging
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,9 +19,10 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout import codec
+from semrl_jax.rollout import replica as replica_module
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.dispatch import split_by_group
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, _aborted
 from semrl_jax.rollout.proto import rollout_pb2 as pb
 from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
@@ -143,6 +146,16 @@ def test_two_addresses_of_one_replica(world):
     client = world.client(replica, alias, connect=False)
     with pytest.raises(UserError, match="lead to the same replica"):
         client.connect(**FAKE)
+
+
+def test_replica_that_others_keep_busy_is_waited_for(world):
+    replica = world.replica(FakeScript(hang_after=1), max_calls=1)
+    client = world.client(replica)
+    rollouts = client.generate(make_requests(), SamplingParams(16), version=sync(client))
+    next(rollouts)
+    threading.Timer(0.3, rollouts.close).start()
+    late = world.client(replica, progress_every_s=0.1)
+    assert "RESOURCE_EXHAUSTED: Concurrent RPC limit exceeded!" in late.lines[0]
 
 
 # --- weights
@@ -454,6 +467,7 @@ def test_hung_replica_is_given_up(world):
     assert client.counters["retries"] == 2
     assert any(f"{hung.address} is set aside (no message for 1" in line for line in client.lines)
     assert any("waiting for 2 responses from" in line for line in client.lines)
+    assert not any("may wait for compilation" in line for line in client.lines)
     assert hung.engine.num_closed == 1  # the call was cancelled there
 
 
@@ -613,6 +627,7 @@ def test_early_close_ends_the_work_and_the_threads(world):
     version = sync(client)
     rollouts = client.generate(make_requests(50, 2), SamplingParams(16), version=version)
     next(rollouts)
+    assert [t for t in threading.enumerate() if t.name.startswith("generate")]
     rollouts.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("generate")]
     wait_until(lambda: replica.engine.num_closed == 1)
@@ -627,7 +642,7 @@ def test_pause_resume_abort(world):
     client = world.client(replica, stall_timeout_s=30.0)
     version = sync(client)
     requests, sampling = make_requests(), SamplingParams(16)
-    rollouts = client.generate(requests, sampling, version=version)
+    rollouts = client.generate(requests, sampling, version=version, allow_aborted=True)
     received = [next(rollouts), next(rollouts)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         aborted = pool.submit(client.abort)
@@ -642,6 +657,68 @@ def test_pause_resume_abort(world):
     again = list(client.generate(requests, sampling, version=version))  # retried until resumed
     assert_complete(again, requests, sampling, version=version)
     assert any("paused" in line for line in client.lines)
+
+
+def test_aborted_responses_are_sampled_again(world):
+    replica = world.replica(FakeScript(hang_after=2))
+    client = world.client(replica, stall_timeout_s=30.0)
+    abort = replica.engine.abort
+
+    async def abort_and_hang_no_more():
+        replica.engine.script.hang_after = None
+        await abort()
+
+    replica.engine.abort = abort_and_hang_no_more
+    version, requests, sampling = sync(client), make_requests(), SamplingParams(16)
+    rollouts = client.generate(requests, sampling, version=version)
+    received = [next(rollouts), next(rollouts)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        aborted = pool.submit(client.abort)
+        received += rollouts
+        assert aborted.result() == 6
+    assert_complete(received, requests, sampling, version=version)
+    counters = client.counters
+    assert (counters["aborted"], counters["retries"], counters["responses"]) == (6, 6, 8)
+    assert counters["replica_failures"] == 0
+    (line,) = client.lines
+    assert f"{replica.address} aborted 6 responses" in line
+
+
+def abort_first(engine, num_calls, fail=False):
+    """Has the first response of so many calls aborted, and the call fail then."""
+    generate, calls = engine.generate, itertools.count(1)
+
+    async def aborting(requests, *rest):
+        aborts = next(calls) <= num_calls
+        async for rollout in generate(requests, *rest):
+            if aborts and rollout.sample_id == requests[0].sample_id:
+                rollout = _aborted(rollout)
+            yield rollout
+            if aborts and fail:
+                raise RuntimeError("the test says so")
+
+    engine.generate = aborting
+
+
+def test_a_response_that_is_aborted_again_and_again_ends_the_call(world):
+    replica = world.replica()
+    client = world.client(replica)
+    abort_first(replica.engine, 99)
+    rollouts = client.generate(make_requests(), SamplingParams(16), version=sync(client))
+    expected = f"'0/0' was aborted 3 times, last by .*{replica.address}.*rollout.in_flight='abort'"
+    with pytest.raises(RuntimeError, match=expected):
+        list(rollouts)
+    assert client.counters["aborted"] == 3
+
+
+def test_an_aborted_response_of_a_call_that_fails_is_asked_for_once(world):
+    replica = world.replica()
+    client = world.client(replica)
+    abort_first(replica.engine, 2, fail=True)
+    requests, sampling, version = make_requests(), SamplingParams(16), sync(client)
+    rollouts = list(client.generate(requests, sampling, version=version))
+    assert_complete(rollouts, requests, sampling, version=version)
+    assert (client.counters["aborted"], client.counters["retries"]) == (2, 16)
 
 
 def test_control_call_that_fails_names_the_replica(world):
@@ -660,3 +737,52 @@ def test_progress_is_logged_by_default(caplog):
     with caplog.at_level(logging.WARNING), client, pytest.raises(UserError):
         client.connect(**FAKE)
     assert "waiting for rollout replica 127.0.0.1:1" in caplog.text
+
+
+# --- closing
+
+
+class Torn(BaseException):
+    """What a handler of signals raises."""
+
+
+@pytest.mark.parametrize("start", ["sync_weights", "generate"])
+def test_signal_while_a_call_is_begun_keeps_no_channel_open(world, monkeypatch, start):
+    """gRPC has counted the call by then, and has yet to make the thread that serves it."""
+    client = RolloutClient([world.replica().address], TOKEN, run_id="r", attempt_id="a")
+    client.connect(**FAKE)
+    version = sync(client) if start == "generate" else None
+    wait_until(lambda: not client._replicas[0]._channel._call_state.managed_calls)
+    spin = grpc._channel._run_channel_spin_thread
+
+    def interrupted(state):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        spin(state)
+
+    def tear(*_):
+        raise Torn
+
+    monkeypatch.setattr(grpc._channel, "_run_channel_spin_thread", interrupted)
+    previous = signal.signal(signal.SIGTERM, tear)
+    try:
+        with pytest.raises(Torn):
+            if start == "generate":
+                list(client.generate(make_requests(), SamplingParams(16), version=version))
+            else:
+                sync(client)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(2.0)
+    assert not closing.is_alive()
+
+
+def test_close_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(replica_module, "_CLOSE_S", 0.05)
+    replica = replica_module.Replica("127.0.0.1:1", TOKEN, tls_ca=None)
+    never = threading.Event()
+    monkeypatch.setattr(replica._channel, "close", never.wait)
+    replica.close()
+    never.set()

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import gc
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -215,7 +217,9 @@ def test_a_caller_that_goes_away_ends_the_engines_call(world, sampling, monkeypa
 def test_aborted_responses_come_too(world, sampling):
     replica = world.replica(FakeScript(hang_after=2))
     client = world.client(replica)
-    rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
+    rollouts = client.generate(
+        make_requests(), sampling, version=sync(client), metrics=PARAMS, allow_aborted=True
+    )
     first = next(rollouts)
     assert client.abort() >= 6
     rest = list(rollouts)
@@ -263,3 +267,17 @@ with EmbeddedReplica(FakeEngine()) as replica:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["False", "False", "True", "True"], result.stderr
+
+
+def test_functions_of_options_not_used_for_long_are_dropped():
+    """A client chooses the options: without a bound it could fill the memory with programs."""
+
+    def function(**options):
+        return options
+
+    first = weakref.ref(measuring._compiled(function, stride=0))
+    kept = measuring._compiled(function, stride=1)
+    for stride in range(2, measuring.MAX_COMPILED + 1):
+        measuring._compiled(function, stride=stride)
+    gc.collect()
+    assert first() is None and measuring._compiled(function, stride=1) is kept

@@ -35,10 +35,8 @@ async def serve_and_close(**settings):
     return server.address
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
+def make_certificate(folder):
     """A self-signed certificate of localhost, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
     command = [
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
         "-nodes", "-days", "2", "-subj", "/CN=localhost",
@@ -50,6 +48,16 @@ def certificate(tmp_path_factory):
         "tls_certificate": str(folder / "certificate.pem"),
         "tls_key": str(folder / "key.pem"),
     }
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def other_authority(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_taken_port_is_one_line():
@@ -104,6 +112,43 @@ def test_missing_key_file(certificate):
         run_on_a_loop(serve_and_close(**certificate | {"tls_key": "/nowhere"}))
 
 
+@pytest.mark.parametrize(
+    ("certificate_file", "key_file", "match"),
+    [
+        ("key", "certificate", "tls_certificate=.*must be a PEM file of certificates"),
+        ("certificate", "certificate", "tls_key=.*must be a PEM file of a private key"),
+        ("certificate", "other key", "tls_key=.*is not the key of tls_certificate="),
+        ("certificate", "locked key", "tls_key=.*without a password"),
+        ("no PEM", "key", "tls_certificate=.*BEGIN CERTIFICATE"),
+        ("empty", "key", "tls_certificate=.*BEGIN CERTIFICATE"),
+        ("certificate", "no PEM", "tls_key=.*BEGIN PRIVATE KEY"),
+    ],
+)
+def test_files_of_tls_that_do_not_fit(
+    certificate, other_authority, tmp_path, certificate_file, key_file, match
+):
+    (tmp_path / "no PEM").write_bytes(b"\x30\x82\xff")
+    (tmp_path / "empty").touch()
+    locked = ["openssl", "ec", "-in", certificate["tls_key"], "-aes256", "-passout", "pass:x"]
+    if key_file == "locked key":
+        subprocess.run([*locked, "-out", tmp_path / key_file], check=True, capture_output=True)
+    files = {
+        "certificate": certificate["tls_certificate"],
+        "key": certificate["tls_key"],
+        "other key": other_authority["tls_key"],
+    }
+    fields = {"tls_certificate": certificate_file, "tls_key": key_file}
+    paths = {field: files.get(name, str(tmp_path / name)) for field, name in fields.items()}
+    with pytest.raises(UserError, match=match) as caught:
+        run_on_a_loop(serve_and_close(**paths))
+    assert "\n" not in str(caught.value)
+
+
+def test_authority_that_is_no_certificate(world, certificate):
+    with pytest.raises(UserError, match=r"rollout\.tls_ca_file=.*must be a PEM file of certif"):
+        world.client("192.0.2.1:1234", connect=False, tls_ca=certificate["tls_key"])
+
+
 @pytest.mark.parametrize("token", ["", "two words", "tökén", "a\nb"])
 def test_bad_token(token):
     with pytest.raises(UserError, match="one printable ASCII word"):
@@ -146,28 +191,25 @@ def test_tls_round_trip(world, start_process, certificate):
     assert_complete(rollouts, requests, sampling, version=version)
 
 
-def test_tls_demands_the_right_authority(world, start_process, certificate, tmp_path):
+def test_tls_demands_the_right_authority(world, start_process, certificate, other_authority):
     _, address = start_process(**certificate)
     plain = world.client(address, connect=False, connect_timeout_s=0.5)
-    with pytest.raises(UserError, match=r"cannot be reached within 0\.5 s"):
+    with pytest.raises(UserError, match=r"be reached within 0\.5 s.*tls_ca_file, or neither"):
         plain.connect(**FAKE)
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", tmp_path / "key.pem", "-out", tmp_path / "other.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
     wrong = world.client(
-        address, connect=False, connect_timeout_s=1.0, tls_ca=str(tmp_path / "other.pem")
+        address,
+        connect=False,
+        connect_timeout_s=1.0,
+        tls_ca=other_authority["tls_certificate"],
     )
-    with pytest.raises(UserError, match="cannot be reached within 1 s"):
+    with pytest.raises(UserError, match=r"within 1 s .*--tls_key.* as rollout.tls_ca_file"):
         wrong.connect(**FAKE)
 
 
 def test_token_never_leaves_the_machine_in_the_clear(world):
     with pytest.raises(UserError, match=r"not loopback.*tls_ca"):
         world.client("192.0.2.1:1234", connect=False)
-    with pytest.raises(UserError, match="tls_ca='/nowhere' cannot be read"):
+    with pytest.raises(UserError, match="tls_ca_file='/nowhere' cannot be read"):
         world.client("192.0.2.1:1234", connect=False, tls_ca="/nowhere")
 
 

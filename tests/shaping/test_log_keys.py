@@ -70,7 +70,8 @@ def table(part):
     return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
 
 
-BESIDE, OURS = map(table, PAGE.split("\n## Ours\n"))
+_BESIDE, _OURS = PAGE.split("\n## Ours\n")
+BESIDE, OURS = table(_BESIDE), table(_OURS.split("\n## ")[0])  # after it: columns of files
 OUR_KEYS = {
     key for cell in [here for _, here in BESIDE] + [key for key, _ in OURS] for key in keys_of(cell)
 }
@@ -98,7 +99,11 @@ def test_what_is_computed_a_step_is_on_the_page():
     values = dict.fromkeys(names, 1.0) | {f"{name}_valid": True for name in names}
     scored = [make_scored(i, score=float(i % 2), metrics=values) for i in range(4)]
     keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
-    keys |= set(greedy_scalars("a_set", [s.rollout for s in scored], [s.verdict for s in scored]))
+    keys |= set(
+        greedy_scalars(
+            "a_set", [s.rollout for s in scored], [s.verdict for s in scored], len(scored)
+        )
+    )
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}
     state = shaping.init_shaping_state(guidance="curvature")
     mask = jnp.ones((4, 2), bool)

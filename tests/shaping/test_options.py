@@ -148,7 +148,7 @@ def test_every_combination_of_choices_matches_float64_loops(target):
     "options",
     [
         {},
-        ENTROPY | {"guidance": "curvature", "tokens": "last"},
+        pytest.param(ENTROPY | {"guidance": "curvature", "tokens": "last"}, marks=pytest.mark.slow),
         {"mixing": "sum", "ema_init": "zero", "ema_lag": 2, "invalid": "zeros", "target": "both"},
     ],
     ids=["default", "foreign guidance", "release"],

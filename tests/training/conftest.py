@@ -33,7 +33,11 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         metrics=metrics or {},
     )
     verdict = Verdict(
-        score=score, correct=score > 0, boxed=True, extracted=None, error=fields.get("error", "")
+        score=score,
+        correct=score > 0,
+        boxed=True,
+        extracted=fields.get("extracted"),
+        error=fields.get("error", ""),
     )
     return ScoredRollout(rollout, fields.get("response", "text"), "7", verdict)
 
@@ -85,3 +89,15 @@ def rewarded(monkeypatch):
         return (lengths + tokens).reshape(-1, config.rollout.group_size)
 
     monkeypatch.setattr(loop, "group_rewards", by_length)
+
+
+@pytest.fixture
+def report():
+    """For tests that look at the report of a run; see `reports_where_looked_at`."""
+
+
+@pytest.fixture
+def reports_where_looked_at(request, monkeypatch):
+    """Drawing a report takes longer than a small run: only for tests that ask for `report`."""
+    if "report" not in request.fixturenames:
+        monkeypatch.setattr("semrl_jax.training.loop.write_report", lambda workdir: None)

@@ -14,6 +14,8 @@ from semrl_jax.training import train
 from tests.training.conftest import read_rows, stable
 from tests.training.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
+
 QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many are there?" for n in range(6)]
 
 
@@ -64,8 +66,13 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     config.training.num_steps = 2
     config.evaluation.metrics = True
     config.metrics.dataset_stride = 4
+    # A problem over the limit is left out of training, and wrong in the benchmark.
+    write_problems(problems, ["why? " * 200, *QUESTIONS])
+    config.evaluation.num_problems = 5
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert train(config, str(straight)) == 0
+    named = [line for line in capsys.readouterr().out.splitlines() if "counts as wrong" in line]
+    assert len(named) == 1 and "benchmark apples: " in named[0] and "line 1: " in named[0]
     config.training.num_steps = 1
     assert train(config, str(resumed)) == 0
     (tmp_path / "moved").mkdir()
@@ -79,7 +86,7 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     assert [row["step"] for row in actual] == [0, 1, 2]
     assert actual == expected
     first = expected[0]
-    assert first["eval/apples/num_problems"] == 4
+    assert first["eval/apples/num_problems"] == 5
     assert 0 < first["reward/correct"] < 1  # by the user's verifier
     assert first["policy/grad_norm"] > 0
     for key in (
@@ -181,9 +188,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("mistake", MODELS)
-def test_a_model_that_cannot_be_used_is_named(mistake, config, model, tmp_path):
+@pytest.mark.parametrize(
+    ("mistake", "kl_coefficient"), [*((name, 0.001) for name in MODELS), ("misshapen tensor", 0.0)]
+)
+def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, model, tmp_path):
     spoil, message = MODELS[mistake]
+    config.algorithms.loss.kl_coefficient = kl_coefficient  # 0: there is no reference to load
     config.model.path = spoil(model, tmp_path)
     with pytest.raises(UserError, match=message) as caught:
         train(config, str(tmp_path / "run"))
@@ -193,7 +203,7 @@ def test_a_model_that_cannot_be_used_is_named(mistake, config, model, tmp_path):
 
 FILES = {
     "missing": (None, r"apples.jsonl.* does not exist"),
-    "empty": ("", "apples.jsonl"),
+    "empty": ("", "apples.jsonl: the file has no rows"),
     "not JSON": ('{"question": ', "apples.jsonl, line 1: not valid JSON"),
     "no field": ('{"frage": "?"}', "line 1: field 'question' is missing"),
     "wrong type": ('{"question": 3, "answer": "#### 1"}', "line 1: field 'question'"),
@@ -215,16 +225,6 @@ def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, t
         train(config, str(tmp_path / "run"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_benchmark_does_not_shrink_silently(config, problems, tmp_path):
-    long = write_problems(tmp_path / "long.jsonl", [QUESTIONS[0], "why? " * 200])
-    config.evaluation.files = (str(long),)
-    with pytest.raises(UserError, match=r"long.jsonl, line 2.* tokens"):
-        train(config, str(tmp_path / "run"))
-    config.evaluation.files = (str(problems), str(problems))
-    with pytest.raises(UserError, match="two of them hold the data source 'apples'"):
-        train(config, str(tmp_path / "run"))
 
 
 VERIFIERS = {

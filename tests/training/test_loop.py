@@ -1,5 +1,6 @@
 """Whole small runs in this process, on 8 forced devices."""
 
+import contextlib
 import json
 
 import jax
@@ -8,12 +9,15 @@ import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.errors import UserError
+from semrl_jax.errors import Preempted, UserError
 from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.training import loop, train
+from tests.launch.comparison import assert_same_files
 from tests.oracles import algorithms as oracle
 from tests.training.conftest import read_rows, stable
 from tests.training.tiny import tiny_config
+
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 
 
 def final_params(workdir, step):
@@ -32,7 +36,8 @@ def largest_difference(actual, expected):
     )
 
 
-def test_a_run_leaves_what_a_later_tool_needs(config, tmp_path, rewarded):
+def test_a_run_leaves_what_a_later_tool_needs(config, tmp_path, rewarded, report):
+    config.warm_start.num_steps = 12
     workdir = tmp_path / "run"
     assert train(config, str(workdir)) == 0
     rows = read_rows(workdir)
@@ -62,6 +67,14 @@ def test_a_run_leaves_what_a_later_tool_needs(config, tmp_path, rewarded):
     assert list((workdir / "tensorboard").iterdir())
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "3"]
 
+    # A finished run cannot be shortened.
+    before = (workdir / "metrics.jsonl").read_bytes()
+    config.training.num_steps = 2
+    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
+        train(config, str(workdir))
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert (workdir / "config.json").exists()
+
 
 def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     tmp_path, rewarded, capsys
@@ -82,39 +95,76 @@ def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     for row, want in zip(actual, expected, strict=True):
         for key, value in want.items():
             assert row[key] == value, key
-    for step in range(4):
-        name = f"step_{step:06d}.parquet"
-        tables = [pq.read_table(path / "rollouts" / name) for path in (straight, resumed)]
-        assert tables[0].equals(tables[1]), name
+    assert sorted(file.name for file in (straight / "rollouts").iterdir()) == [
+        *(f"eval_{step:06d}.parquet" for step in (0, 2, 4)),
+        *(f"step_{step:06d}.parquet" for step in range(4)),
+    ]
+    assert_same_files(resumed / "rollouts", straight / "rollouts")
+    table = pq.read_table(straight / "rollouts" / "eval_000004.parquet").to_pydict()
+    assert set(table["benchmark"]) == {"arithmetic"} and len(table["correct"]) == 8
+    assert expected[4]["eval/arithmetic/greedy_accuracy"] == np.mean(table["correct"])
 
 
-def test_a_finished_run_cannot_be_shortened(config, tmp_path, rewarded):
-    train(config, str(tmp_path / "run"))
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    config.training.num_steps = 2
-    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
-        train(config, str(tmp_path / "run"))
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    assert (tmp_path / "run" / "config.json").exists()
+@pytest.mark.slow
+def test_what_ends_a_run_early_keeps_it_and_leaves_a_report(
+    config, tmp_path, rewarded, monkeypatch, capsys, report
+):
+    """A mistake of the user's, as when a replica comes back with another token; then a signal, of
+    which the report cannot be drawn."""
+    workdir, real, drawn = tmp_path / "run", loop.Run.sync_weights, []
+    ends = {1: UserError("the replica refuses the token"), 2: Preempted("SIGTERM")}
+    config.checkpoints.every_steps = 5
 
-
-def test_a_users_mistake_in_mid_run_keeps_the_run(config, tmp_path, rewarded, monkeypatch):
-    """As when a replica comes back with another token."""
-    real = loop.Run.sync_weights
-
-    def refused(run, params, step):
-        if step == 2:
-            raise UserError("the replica refuses the token")
+    def ended(run, params, step):
+        if step in ends:
+            raise ends.pop(step)
         return real(run, params, step)
 
-    monkeypatch.setattr(loop.Run, "sync_weights", refused)
+    def not_drawn(path):
+        drawn.append([file.parent.name for file in path.glob("checkpoints/*/manifest.0.json")])
+        raise OSError("no font")
+
+    monkeypatch.setattr(loop.Run, "sync_weights", ended)
     with pytest.raises(UserError, match="refuses the token"):
-        train(config, str(tmp_path / "run"))
+        train(config, str(workdir))
+    assert [row["step"] for row in read_rows(workdir)] == [0]
+    assert "1 steps" in (workdir / "report.html").read_text()
+    monkeypatch.setattr(loop, "write_report", not_drawn)
+    assert train(config, str(workdir)) == 75
+    assert drawn == [["2"]]  # after the checkpoint
+    assert capsys.readouterr().out.splitlines()[-1] == "no report: OSError: no font"
     monkeypatch.undo()
-    assert train(config, str(tmp_path / "run")) == 0
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1, 2, 3]
+    assert train(config, str(workdir)) == 0
+    assert [row["step"] for row in read_rows(workdir)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(UserError("refused"), False), (RuntimeError("not reached"), True)]
+)
+def test_what_stays_of_a_run_that_ends_in_its_first_step(
+    config, tmp_path, monkeypatch, error, is_kept
+):
+    """Nothing after a mistake; otherwise the id by which replicas may know the run already."""
+
+    @contextlib.contextmanager
+    def opened(config, workdir, *_):
+        workdir.check_inputs({"data": "0"})
+        workdir.checkpoints.mkdir()
+        (workdir.path / "metrics.jsonl").touch()
+        yield object()
+
+    def train_until_error(run):
+        raise error
+
+    monkeypatch.setattr(loop, "open_run", opened)
+    monkeypatch.setattr(loop, "_train", train_until_error)
+    with pytest.raises(type(error), match=str(error)):
+        train(config, str(tmp_path / "run"))
+    assert (tmp_path / "run" / "config.json").exists() is is_kept
+    assert (tmp_path / "run").exists() is is_kept
+
+
+@pytest.mark.slow
 def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
     config.metrics.names = ("curvature",)
     config.shaping.target = "none"
@@ -124,25 +174,41 @@ def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
 
 
 def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
-    """The first update has no baselines and is the same; from the second on the bonus tells."""
-    params = {}
+    """The first update has no baselines and is the same; from the second on the bonus tells.
+
+    Evaluations of the same weights are the same, also where the shaping acts: at step 1.
+    """
+    params, rows = {}, {}
     for target in ("advantage", "none"):
         config = tiny_config()
+        config.training.num_steps = 2
+        config.evaluation.every_steps = 1
         config.shaping.target = target
         config.checkpoints.keep = 3
         train(config, str(tmp_path / target))
         params[target] = [final_params(tmp_path / target, step) for step in (1, 2)]
+        rows[target] = read_rows(tmp_path / target)
     assert_same(params["advantage"][0], params["none"][0])
     assert largest_difference(params["advantage"][1], params["none"][1]) > 1e-5
-    rows = read_rows(tmp_path / "advantage")
-    assert rows[1]["shaping/bonus/mean"] > 0
-    assert "shaping/bonus/mean" not in read_rows(tmp_path / "none")[1] or (
-        read_rows(tmp_path / "none")[1]["shaping/bonus/mean"] == 0
-    )
+    shaped, plain = rows["advantage"], rows["none"]
+    assert shaped[1]["shaping/active"] == 1 and shaped[1]["shaping/bonus/mean"] > 0
+    assert plain[1]["shaping/bonus/mean"] == 0
+    for step in (0, 1):
+        evaluations = [
+            {key: value for key, value in found[step].items() if key.startswith("eval/")}
+            for found in (shaped, plain)
+        ]
+        assert "eval/arithmetic/mean_score" in evaluations[0]
+        assert evaluations[0] == evaluations[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.soak),
+    ],
+)
 def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
     metrics = {}
     for source in ("rollout", "policy"):
@@ -161,20 +227,52 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
     np.testing.assert_allclose(metrics["policy"], metrics["rollout"], rtol=tolerance)
 
 
-def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded):
+def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
+    """And without a KL no reference: neither its parameters nor a pass of it."""
+    real, passes = loop.Run.logprobs, []
+
+    def logprobs(run, params, batch, **options):
+        passes.append(run.reference)
+        return real(run, params, batch, **options)
+
+    monkeypatch.setattr(loop.Run, "logprobs", logprobs)
     config.hidden_states.source = "none"
     config.shaping.target = "none"
+    config.algorithms.loss.kl_coefficient = 0.0
     config.training.num_steps = 2
+    config.logging.rollouts_every_steps = 5
     assert train(config, str(tmp_path / "run")) == 0
+    responses = sorted(file.stem for file in (tmp_path / "run" / "rollouts").iterdir())
+    assert responses == ["eval_000000", "eval_000002", "step_000000", "step_000001"]  # the last
     rows = read_rows(tmp_path / "run")
+    assert all(reference is None for reference in passes) and len(passes) == 2
+    assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
     assert rows[1]["rollout/state_bytes"] == 0
     assert not any(key.startswith("metrics/effective_rank") for key in rows[1])
     # The evaluation has its statistics without any metric.
     assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
 
 
+@pytest.mark.slow
+def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
+    config, tmp_path, rewarded
+):
+    config.algorithms.loss.kl_coefficient = 0.0
+    config.rollout.top_p, config.rollout.top_k = 0.7, 5
+    for num_steps, name in ((2, "straight"), (1, "resumed"), (2, "resumed")):
+        config.training.num_steps = num_steps
+        assert train(config, str(tmp_path / name)) == 0
+    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
+    assert_same(final_params(resumed, 2), final_params(straight, 2))
+    rows = stable(read_rows(straight))[:2]
+    assert stable(read_rows(resumed))[:2] == rows
+    # float32 engine and policy, both of the whole vocabulary
+    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
 def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
-    config, tmp_path, monkeypatch
+    config, tmp_path, monkeypatch, report
 ):
     real = loop.shaped_advantages
 
@@ -191,8 +289,10 @@ def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
     saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
     assert any(np.isinf(saved[name]).any() for name in saved)
+    assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_indicators_of_the_tokens_shape_without_hidden_states(config, tmp_path, rewarded):
     config.hidden_states.source = "none"
     config.shaping.indicators = ("avg_log_probs",)
@@ -226,7 +326,8 @@ def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
     assert packed_row["policy/padding_fraction"] != row["policy/padding_fraction"]
 
 
-@pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["token", "sequence"])
 def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkeypatch, level):
     """An engine with bfloat16 weights samples from another distribution than the policy's."""
     real_update, real_shaping, seen = loop.Run.update, loop.shaped_advantages, {}
@@ -275,6 +376,7 @@ def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkey
     assert largest_difference(params["none"], params[level]) > 0
 
 
+@pytest.mark.slow
 def test_a_replica_that_measures_gives_the_same_run_without_the_states(
     tmp_path, rewarded, monkeypatch
 ):
@@ -315,6 +417,7 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(
     assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_replica_that_measures_sends_states_where_they_are_compared(tmp_path, config):
     config.training.num_steps = 2
     config.metrics.placement = "rollout"

@@ -2,16 +2,23 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 
+import numpy as np
 import pytest
 
-from semrl_jax import models
+from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.child import ChildReplica
-from semrl_jax.rollout.engines.fake import FakeEngine
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 from semrl_jax.training import replicas, train
 from semrl_jax.training.opening import sampling_processes
+from semrl_jax.training.policy_setup import build_policy
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_replica_that_cannot_measure_is_refused_before_training(config):
@@ -29,6 +36,44 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     with pytest.raises(UserError, match="has 'curvature'; start the replica from this") as caught:
         replicas._check_limits(partly, config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_replica_is_asked_for_the_problems_that_there_are(config):
+    """Not for those that evaluation.num_problems allows per file."""
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    assert config.training.responses_per_step <= 64
+    config.evaluation.num_problems = 10_000
+    replicas._check_limits(replica, config, num_problems=64)
+    config.evaluation.num_problems = 40  # of each of two files
+    with pytest.raises(UserError, match=r"max_prompts=64, .* asks for 80; lower evaluation.num_p"):
+        replicas._check_limits(replica, config, num_problems=80)
+    # Each of two processes asks for its share.
+    replicas._check_limits(replica, config, num_problems=80, num_owners=2)
+    with pytest.raises(UserError, match="asks for 65"):
+        replicas._check_limits(replica, config, num_problems=129, num_owners=2)
+
+
+def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_path, monkeypatch):
+    """It would refuse the weights, but only when warm start, rows and checkpoints are begun."""
+    policy, tokenizer = build_policy(config)
+    hashes = {
+        "model_hash": policy.config.hash,
+        "tokenizer_hash": data.tokenizer_hash(tokenizer),
+        "vocab_size": policy.config.vocab_size,
+    }
+    arrays = [np.zeros(spec.shape, spec.dtype) for spec in FAKE_SPECS]
+    with EmbeddedReplica(FakeEngine(**hashes)) as replica:
+        with RolloutClient(
+            (replica.address,), replica.token, run_id="other", attempt_id="1"
+        ) as client:
+            client.connect(**hashes)
+            client.sync_weights(FAKE_SPECS, lambda: iter(arrays), step=0)
+        monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
+        config.rollout.addresses = (replica.address,)
+        config.rewards.num_workers = 1
+        with pytest.raises(UserError, match=r"belongs to run 'other', and this one is '\w+'; rest"):
+            train(config, str(tmp_path / "runs" / "mine"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_named_twice_is_refused_by_every_process(config):
@@ -63,7 +108,7 @@ def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch)
         child = replicas.vllm_child(config, tmp_path / "replica0", print)
         settings = json.loads((tmp_path / "replica0" / "config.json").read_text())["config"]
         assert settings["model"]["path"] == expected
-        assert settings["rollout"]["token_file"] == "" and child.directory != tmp_path
+        assert settings["rollout"]["token_file"] == "" and child.directory == ROOT
 
 
 ARCHITECTURE = models.DecoderConfig(

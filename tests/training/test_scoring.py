@@ -2,18 +2,24 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
+import types
 import weakref
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from semrl_jax import data
 from semrl_jax.metrics import hidden_state_metrics
-from semrl_jax.rewards import VerifierPool
+from semrl_jax.rewards import VerifierPool, verify_math
 from semrl_jax.rollout.measuring import Measured, Measurer
+from semrl_jax.training.run import Run
 from semrl_jax.training.scoring import score_and_measure
+from semrl_jax.training.signals import StopRequest
+from semrl_jax.types import WeightVersion
 from tests.training.conftest import make_scored
 
 OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
@@ -59,7 +65,8 @@ def test_results_follow_the_sample_not_the_arrival():
         arrived=lambda rollout: seen.append(rollout.sample_id),
     )
     assert sorted(seen, key=int) == [str(i) for i in range(12)]
-    for index, (a, b) in enumerate(zip(straight, shuffled)):
+    assert len(straight) == 12
+    for index, (a, b) in enumerate(zip(straight, shuffled, strict=True)):
         assert a.rollout.sample_id == b.rollout.sample_id == str(index)
         assert a.rollout.metrics == b.rollout.metrics  # bit for bit
         assert a.verdict == b.verdict
@@ -186,6 +193,7 @@ def test_neighbours_in_a_call_change_no_bit():
             np.testing.assert_array_equal(mean, found[0][i].mean_state)
 
 
+@pytest.mark.slow
 def test_a_full_group_starts_and_a_large_response_is_a_group():
     states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
     with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
@@ -263,6 +271,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     measurer.close()
 
 
+@pytest.mark.slow
 def test_the_device_measures_the_same_side_by_side():
     random = np.random.default_rng(5)
     states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 33)]
@@ -276,3 +285,60 @@ def test_the_device_measures_the_same_side_by_side():
         for name, value in host.metrics.items():
             # Batched products round otherwise.
             np.testing.assert_allclose(device.metrics[name], value, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def turn_tokenizer():
+    """One that has <|im_start|>, <|im_end|> and <|endoftext|> as special tokens."""
+    return data.train_tokenizer(["so \\boxed{7}."], 262)
+
+
+class HereVerifier(VerifierPool):
+    """math-verify without a process of its own."""
+
+    def __init__(self):
+        self.seen = []
+
+    def submit(self, response, reference):
+        self.seen.append(response)
+        verdict = concurrent.futures.Future()
+        verdict.set_result(verify_math(response, reference))
+        return verdict
+
+
+def sample_here(config, tokenizer, rollouts, verifier, references):
+    """What a run makes of the responses that its replicas send."""
+    run = object.__new__(Run)
+    vars(run).update(
+        config=config,
+        tokenizer=tokenizer,
+        end_token_ids=(tokenizer.eos_token_id,),
+        client=types.SimpleNamespace(generate=lambda *args, **kwargs: (r for r in rollouts)),
+        verifier=verifier,
+        measurer=None,
+        stop=StopRequest(60.0, 75),
+    )
+    weights = {}, WeightVersion("run", "attempt", 0, "digest"), 0
+    return run._sample_here([], references, weights, temperature=1.0, arrived=lambda rollout: None)
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        # The tokenizer has these markers as special tokens, which decoding leaves out ...
+        ("so \\boxed{7}.<|im_end|>\n<|im_start|>user\nso \\boxed{9}", "so \\boxed{7}."),
+        ("so \\boxed{7}.<|endoftext|>so \\boxed{9}", "so \\boxed{7}."),
+        # ... and this one it spells in characters.
+        ("so \\boxed{7}.</s>so \\boxed{9}", "so \\boxed{7}."),
+        ("<|im_start|>so \\boxed{7}.<|im_end|>", "so \\boxed{7}."),
+        ("so \\boxed{9}. No: \\boxed{7}", "so \\boxed{9}. No: \\boxed{7}"),
+    ],
+)
+def test_the_verifier_gets_the_response_up_to_its_first_end_marker(config, response, text):
+    tokenizer = turn_tokenizer()
+    rollout = make_scored(response_ids=np.array(tokenizer(response)["input_ids"])).rollout
+    verifier = HereVerifier()
+    (scored,) = sample_here(config, tokenizer, [rollout], verifier, {0: "7"})
+    assert verifier.seen == [scored.response] == [text]
+    assert scored.verdict.correct
+    assert data.full_text(tokenizer, rollout.response_ids) == response

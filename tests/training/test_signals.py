@@ -29,6 +29,15 @@ def test_it_ends_a_wait(stop):
     timer.join()
 
 
+def test_the_end_of_the_grace_ends_the_process_whatever_it_does(monkeypatch, capsys):
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with StopRequest(0.01, 75).installed():
+        terminate()
+        assert codes.get(timeout=10) == 75
+    assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
+
+
 def test_it_waits_for_the_end_of_what_may_not_be_interrupted(stop):
     terminate()  # raises nothing here
     with pytest.raises(Preempted):
@@ -66,3 +75,16 @@ def test_a_second_interrupt_ends_the_usual_way(stop):
         os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_late_is_named(monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stop = StopRequest(0.0, 75)
+    for saved, said in ((False, "no checkpoint within"), (True, "the checkpoint is saved")):
+        if saved:
+            stop.checkpoint_saved()
+        stop._give_up(0.0, 75)
+        err = capsys.readouterr().err
+        assert said in err and ("goes on from the one before" in err) != saved
+    assert codes == [75, 75]

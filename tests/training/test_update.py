@@ -92,12 +92,14 @@ def make_values(batch, seed=1):
     return [np.where(batch.response_mask, x, np.nan) for x in (old, ref, advantages)]
 
 
-def update(policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT):
+def update(
+    policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT, loss=LOSS
+):
     """New parameters, optimiser state and scalars."""
     params = jax.tree.map(jnp.copy, params)  # donated
     return update_policy(
         params, optimizer.init(params), batch, *values, policy=policy, optimizer=optimizer,
-        temperature=0.8, plan=plan, aggregation=aggregation, loss_options=LOSS,
+        temperature=0.8, plan=plan, aggregation=aggregation, loss_options=loss,
     )  # fmt: skip
 
 
@@ -260,6 +262,22 @@ def test_a_nonfinite_update_is_skipped():
     assert scalars["policy/update_skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, after, params)
     jax.tree.map(np.testing.assert_array_equal, opt_state, OPTIMIZER.init(params))
+
+
+@pytest.mark.slow
+def test_without_kl_the_update_is_the_same_without_a_reference():
+    policy, params = setup()
+    batch = make_batch()
+    old, ref, advantages = make_values(batch)
+    loss = tuple((dict(LOSS) | {"kl_coefficient": 0.0}).items())
+    plan = plan_of(PLANS["two rows"])
+    expected, _, scalars = update(policy, params, batch, (old, ref, advantages), plan, loss=loss)
+    actual, _, rest = update(policy, params, batch, (old, None, advantages), plan, loss=loss)
+    assert_near(actual, expected)  # another program rounds otherwise
+    assert scalars.pop("policy/kl") > 0
+    assert rest.keys() == scalars.keys()
+    for name, value in scalars.items():
+        np.testing.assert_allclose(rest[name], value, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

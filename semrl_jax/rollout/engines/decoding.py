@@ -28,7 +28,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
 from semrl_jax.models.sharding import activation_spec
-from semrl_jax.rollout.engines.sampling import sample_tokens
+from semrl_jax.rollout.engines.sampling import (
+    SamplingKind,
+    SamplingValues,
+    sample_tokens,
+    split_sampling,
+)
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -42,6 +47,8 @@ from semrl_jax.types import (
 MIN_BATCH = 8
 MAX_PROMPT_STATE_BYTES = 2**30  # on the device, of the prompts of one turn
 FIRST_RESPONSE_COLUMNS = 64
+MIN_END_TOKENS = 8  # places for them; more are padded to a power of two
+MAX_PROGRAMS = 512  # compiled ones this process keeps; some MB each
 
 
 class Slots(NamedTuple):
@@ -176,28 +183,29 @@ def admit(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "sampling", "hidden_states", "num_prompt_columns", "num_tokens"),
+    static_argnames=("policy", "kind", "hidden_states", "num_prompt_columns", "num_tokens"),
     donate_argnames="slots",
 )
 def decode_chunk(
     params: Params,
     slots: Slots,
     max_tokens: Int[Array, ""],
+    sampling: SamplingValues,
+    ends: Int[Array, " E"],
     *,
     policy: Policy,
-    sampling: SamplingParams,
+    kind: SamplingKind,
     hidden_states: HiddenStateParams,
     num_prompt_columns: int,
     num_tokens: int,
 ) -> tuple[Slots, Chunk]:
     """Samples up to `num_tokens` tokens in every active slot.
 
-    `sampling.max_tokens` is not read: the limit is the argument, so that it needs no new program.
+    A response ends with one of the tokens `ends`, where -1 is no token, or after `max_tokens`.
     """
     batch = slots.active.shape[0]
     num_layers, layers = policy.config.num_layers, hidden_states.layers
     state_dtype = jnp.dtype(hidden_states.dtype)
-    ends = jnp.array(sampling.eos_token_ids + sampling.stop_token_ids, jnp.int32)
     chunk = Chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
@@ -208,7 +216,7 @@ def decode_chunk(
     def step(carry):
         index, slots, chunk = carry
         logits = policy.logits(params, slots.final_states)
-        tokens, logprobs, raw_logprobs = _sampled(logits, slots, sampling, policy.mesh)
+        tokens, logprobs, raw_logprobs = _sampled(logits, slots, sampling, kind, policy.mesh)
         states = [
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
             for layer in layers
@@ -248,13 +256,16 @@ def decode_chunk(
 
 
 def _sampled(
-    logits: Float[Array, "B V"], slots: Slots, sampling: SamplingParams, mesh: Mesh | None
+    logits: Float[Array, "B V"],
+    slots: Slots,
+    sampling: SamplingValues,
+    kind: SamplingKind,
+    mesh: Mesh | None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """`sample_tokens`, each device with a slice of the vocabulary, or with some of the rows."""
-    draw = functools.partial(sample_tokens, sampling=sampling)
-    sorts = sampling.top_k or sampling.top_p < 1.0
-    if mesh is None or mesh.shape["tensor"] == 1 or not sorts:
-        return draw(logits, slots.keys, slots.num_generated)
+    draw = functools.partial(sample_tokens, kind=kind)
+    if mesh is None or mesh.shape["tensor"] == 1 or kind != "truncated":
+        return draw(logits, slots.keys, slots.num_generated, sampling)
     # A sorted row cannot be split. Few rows are sorted by all devices of `tensor` alike.
     fits = logits.shape[0] % mesh.size == 0
     rows = PartitionSpec((*DATA_AXES, "tensor") if fits else DATA_AXES)
@@ -264,9 +275,9 @@ def _sampled(
         return jax.lax.with_sharding_constraint(arrays, by_slot)
 
     return bounded(
-        jax.shard_map(draw, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)(
-            logits, *bounded((slots.keys, slots.num_generated))
-        )
+        jax.shard_map(
+            draw, mesh=mesh, in_specs=(rows, rows, rows, PartitionSpec()), out_specs=rows
+        )(logits, *bounded((slots.keys, slots.num_generated)), sampling)
     )
 
 
@@ -313,6 +324,20 @@ def _reshaped(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
     )
 
 
+_JITTED = (empty_slots, admit, decode_chunk, reshape_slots)
+
+
+def _bound_programs() -> None:
+    """Drops all compiled programs once there are too many; those still used are compiled again.
+
+    What a call asks for (limits, layers, sizes) decides which programs it needs, so without this a
+    client could fill the memory with them.
+    """
+    if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
+        for function in _JITTED:
+            function.clear_cache()
+
+
 @dataclasses.dataclass
 class _Response:
     """One response in progress, on the host."""
@@ -337,6 +362,7 @@ class DecodingCall:
         max_batch: int,
         chunk: int,
     ):
+        _bound_programs()
         self._policy = policy
         self._params = params
         self._sampling = sampling
@@ -347,7 +373,7 @@ class DecodingCall:
             for kind in ("prefill", "decode")
         )
         self._version = version
-        self._chunk = min(chunk, sampling.max_tokens)
+        self._chunk = chunk
         self._started = time.monotonic()
         self._waiting = collections.deque(requests)
         self._prompt_columns = power_of_two(max(len(r.prompt_ids) for r in requests))
@@ -358,8 +384,10 @@ class DecodingCall:
         self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, sampling.max_tokens)
         self._owners: list[_Response | None] = [None] * self._batch
         self._slots = empty_slots(policy=policy, batch=self._batch, columns=self._columns)
-        # Not part of any program: the limit is passed as an array.
-        self._static_sampling = dataclasses.replace(sampling, max_tokens=0)
+        self._kind, self._values = split_sampling(sampling)
+        ends = sorted({*sampling.eos_token_ids, *sampling.stop_token_ids})
+        self._ends = np.full(power_of_two(len(ends), MIN_END_TOKENS), -1, np.int32)
+        self._ends[: len(ends)] = ends
 
     @property
     def done(self) -> bool:
@@ -373,8 +401,10 @@ class DecodingCall:
             self._params,
             self._slots,
             np.int32(self._sampling.max_tokens),
+            self._values,
+            self._ends,
             policy=self._policy,
-            sampling=self._static_sampling,
+            kind=self._kind,
             hidden_states=self._response_states,
             num_prompt_columns=self._prompt_columns,
             num_tokens=self._chunk,

@@ -37,7 +37,9 @@ from semrl_jax.types import (
 
 
 class JaxEngine(Engine):
-    """Prefill and cached decoding with `Policy`, jitted once a bucket.
+    """Prefill and cached decoding with `Policy`, jitted once per bucket.
+
+    Compiled programs are bounded by `decoding.MAX_PROGRAMS`, whatever clients ask for.
 
     Args:
       policy: the architecture and compute dtype; its mesh is not read.

@@ -1,72 +1,108 @@
-"""From logits to a token: temperature, top-k, top-p, one key a response. Pure."""
+"""From logits to a token: temperature, top-k, top-p, one key per response. Pure.
+
+A program is compiled for each of the four kinds of sampling. What the settings are within a kind is
+a value that the program reads.
+"""
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from semrl_jax.types import SamplingParams
 
+SamplingKind = Literal["greedy", "unmodified", "scaled", "truncated"]
+
+
+class SamplingValues(NamedTuple):
+    """The settings of `sampling_logits` as scalars, of which the kind uses none, one or all."""
+
+    temperature: Float[Array, ""] | Float[np.ndarray, ""]
+    top_k: Int[Array, ""] | Int[np.ndarray, ""]
+    top_p: Float[Array, ""] | Float[np.ndarray, ""]
+
+
+def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
+    """What of the settings decides the program, and what it reads: int32 and float32 scalars.
+
+    A temperature that is 0 in float32 is greedy.
+    """
+    values = SamplingValues(
+        np.asarray(sampling.temperature, np.float32),
+        np.asarray(sampling.top_k, np.int32),
+        np.asarray(sampling.top_p, np.float32),
+    )
+    if values.temperature == 0:
+        return "greedy", values
+    if values.top_k > 0 or values.top_p < 1:
+        return "truncated", values
+    return ("unmodified" if values.temperature == 1 else "scaled"), values
+
 
 def sampling_logits(
-    logits: Float[Array, "B V"], *, temperature: float, top_k: int, top_p: float
+    logits: Float[Array, "B V"], values: SamplingValues, *, kind: SamplingKind
 ) -> Float[Array, "B V"]:
     """Logits of the distribution sampled from: scaled, then cut to top-k, then to top-p.
 
     Args:
       logits: float32.
-      temperature: > 0.
-      top_k: keeps the k largest, ties with the k-th included; 0 keeps all.
-      top_p: keeps the smallest set of largest probabilities that sums to at least this.
+      values: temperature > 0; top_k keeps the k largest, ties with the k-th included, 0 keeps all;
+        top_p keeps the smallest set of largest probabilities that sums to at least this, 1 keeps
+        all.
+      kind: static, as `split_sampling` gives it; "greedy" and "unmodified" change nothing.
 
     Returns:
       Float32 logits, -inf where a token cannot be drawn; at least one is finite.
     """
-    logits = logits / temperature
-    if top_k and top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    if top_p < 1.0:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # The first token has 0 before it, so one always stays.
-        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
-        threshold = jnp.take_along_axis(ordered, kept - 1, axis=-1)
-        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
-    return logits
+    if kind in ("greedy", "unmodified"):
+        return logits
+    logits = logits * (1 / values.temperature)  # as the compiler divides by a constant
+    if kind == "scaled":
+        return logits
+    num_tokens = logits.shape[-1]
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    num_kept = jnp.where(values.top_k > 0, jnp.minimum(values.top_k, num_tokens), num_tokens)
+    threshold = jax.lax.dynamic_index_in_dim(ordered, num_kept - 1, axis=-1)
+    ordered = jnp.where(ordered >= threshold, ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # Sums may exceed 1 by rounding, but top_p = 1 keeps all. One token always stays.
+    kept = (before < values.top_p) | (values.top_p >= 1)
+    num_kept = jnp.maximum(jnp.sum(kept & (ordered > -jnp.inf), axis=-1, keepdims=True), 1)
+    threshold = jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def sample_tokens(
     logits: Float[Array, "B V"],
     keys: UInt32[Array, "B 2"],
     token_index: Int[Array, " B"],
-    sampling: SamplingParams,
+    values: SamplingValues,
+    *,
+    kind: SamplingKind,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Draws one token a row; row b's noise follows from (keys[b], token_index[b]) alone.
+    """Draws one token per row; row b's noise follows from (keys[b], token_index[b]) alone.
 
     Args:
       logits: float32.
       keys: raw threefry key data of each response.
       token_index: index of the token in its response.
-      sampling: static; temperature 0 takes the largest logit.
+      values: see `sampling_logits`.
+      kind: static; "greedy" takes the largest logit.
 
     Returns:
       int32 token ids, their float32 log-probabilities under the distribution sampled from, and
       under the unmodified logits. Greedy draws report the unmodified one in both places, since the
       log-probability of a certain event says nothing.
     """
-    if sampling.temperature == 0.0:
-        adjusted = logits
+    adjusted = sampling_logits(logits, values, kind=kind)
+    if kind == "greedy":
         tokens = jnp.argmax(logits, axis=-1)
     else:
-        adjusted = sampling_logits(
-            logits,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
 
         def draw(key, index, row):
             return jax.random.categorical(

@@ -252,6 +252,7 @@ def test_no_new_program_inside_a_bucket(policy, params):
     def num_programs():
         return decoding.decode_chunk._cache_size(), decoding.admit._cache_size()
 
+    decoding.decode_chunk.clear_cache(), decoding.admit.clear_cache()  # other tests have wider ones
     run(0, 80)
     before = num_programs()
     for seed in range(1, 4):
@@ -259,6 +260,39 @@ def test_no_new_program_inside_a_bucket(policy, params):
     assert num_programs() == before
     run(1, 200)  # a wider cache is another bucket
     assert num_programs() != before
+
+
+def test_settings_of_sampling_are_no_new_programs(policy, params):
+    """One for all that truncate; end tokens up to eight, fewer tokens than a chunk."""
+    before = decoding.decode_chunk._cache_size()
+    for settings in [
+        (4, 1.0, 0.9), (3, 0.7, 0.2, 5), (2, 2.5, 1.0, 2, (1, 3)), (4, 1.0, 0.5, 0, (1,), (2, 3)),
+    ]:  # fmt: skip
+        call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
+        call._columns = 16 + decoding.FIRST_RESPONSE_COLUMNS
+        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=call._columns)
+        call.turn()
+    assert decoding.decode_chunk._cache_size() == before + 1
+
+
+def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
+    """Every limit of tokens below 64 is a cache of its own width, and so a program."""
+
+    def allocate(*, policy, batch, columns):
+        return jnp.zeros((batch, columns))
+
+    names = "policy", "batch", "columns"
+    monkeypatch.setattr(decoding, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(decoding, "empty_slots", jax.jit(allocate, static_argnames=names))
+    monkeypatch.setattr(decoding, "_JITTED", (decoding.empty_slots,))
+    client = jax.devices()[0].client
+    num_loaded = len(client.live_executables())
+    sizes = []
+    for limit in range(1, 9):
+        make_call(policy, params, make_requests(1, 1), SamplingParams(limit))
+        sizes.append(decoding.empty_slots._cache_size())
+    assert sizes == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert len(client.live_executables()) <= num_loaded + 4
 
 
 def test_long_responses_widen_the_cache(policy, params):
@@ -303,13 +337,11 @@ def test_abort_returns_what_was_sampled(policy, params):
 
 def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
     """Both calls ask for 4000 tokens; the second waits for the engine behind the first."""
-    sampling = SamplingParams(4000)
+    call, options = (make_requests(2, 2), SamplingParams(4000)), {"allow_aborted": True}
     with synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version):
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             calls = [
-                threads.submit(
-                    lambda: list(client.generate(make_requests(2, 2), sampling, version=version))
-                )
+                threads.submit(lambda: list(client.generate(*call, version=version, **options)))
                 for _ in range(2)
             ]
             time.sleep(1.0)  # both have reached the replica
@@ -319,14 +351,24 @@ def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
     assert max(len(r.response_ids) for r in rollouts) < 4000
 
 
-def test_closing_the_stream_ends_the_work(policy, params):
-    """The next call starts although the first would have taken 2000 tokens."""
-    with synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version):
-        stream = client.generate(make_requests(2, 2), SamplingParams(4000), version=version)
-        short = SamplingParams(3)
-        with contextlib.closing(stream):
-            pass
-        assert len(list(client.generate(make_requests(2, 2), short, version=version))) == 4
+def test_closing_the_stream_ends_the_work(policy, params, monkeypatch):
+    """400 responses, 8 at a time, take 50 turns; it is closed after the first few."""
+    turn, num_turns = decoding.DecodingCall.turn, 0
+
+    def counted(call):
+        nonlocal num_turns
+        num_turns += 1
+        return turn(call)
+
+    monkeypatch.setattr(decoding.DecodingCall, "turn", counted)
+    sampling = SamplingParams(4)
+    with synced_client(policy, params, max_batch=8, chunk=4) as (client, version):
+        with contextlib.closing(
+            client.generate(make_requests(100, 4), sampling, version=version)
+        ) as stream:
+            next(stream)
+        assert len(list(client.generate(make_requests(2, 2), sampling, version=version))) == 4
+    assert num_turns < 25
 
 
 def test_half_an_update_leaves_the_old_weights(policy, params):

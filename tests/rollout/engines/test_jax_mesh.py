@@ -15,6 +15,7 @@ from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.training import validate
 from semrl_jax.training.replicas import engine_mesh, jax_engine
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
@@ -42,7 +43,8 @@ def cases():
     for shape in MESHES:
         for kind in SAMPLING:
             fast = shape == (2, 2) and kind != "greedy"
-            yield pytest.param(shape, kind, marks=() if fast else pytest.mark.slow)
+            mark = pytest.mark.slow if kind == "truncated" else pytest.mark.soak
+            yield pytest.param(shape, kind, marks=() if fast else mark)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_responses_are_those_of_one_device(params, on_one_device, shape, kind):
         np.testing.assert_allclose(rollout.hidden_states[:, 0], states, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.soak)])
 def test_a_call_repeats_bit_for_bit_and_alone_gives_the_same_tokens(params, shape):
     sampling = SAMPLING["sampled"]
     engine = engine_with(params, mesh_of(*shape))
@@ -130,7 +132,7 @@ def test_a_call_repeats_bit_for_bit_and_alone_gives_the_same_tokens(params, shap
     ("shape", "kv_heads", "max_tokens"),
     [
         ((2, 2), 1, 40),
-        pytest.param((4, 2), 1, 150, marks=pytest.mark.slow),
+        pytest.param((4, 2), 1, 150, marks=pytest.mark.soak),
         pytest.param((1, 4), 2, 150, marks=pytest.mark.slow),
     ],
 )
@@ -203,10 +205,12 @@ def collectives(compiled):
 
 def compiled_decode(params, mesh, sampling):
     policy = dataclasses.replace(POLICY, mesh=mesh)
+    kind, values = split_sampling(sampling)
     return decoding.decode_chunk.lower(
         jax.device_put(params, models.parameter_shardings(params, mesh)),
-        decoding.empty_slots(policy=policy, batch=16, columns=80), np.int32(9), policy=policy,
-        sampling=sampling, hidden_states=STATES, num_prompt_columns=16, num_tokens=4,
+        decoding.empty_slots(policy=policy, batch=16, columns=80), np.int32(9), values,
+        np.full(8, -1, np.int32), policy=policy, kind=kind, hidden_states=STATES,
+        num_prompt_columns=16, num_tokens=4,
     ).compile()  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Sampling against a float64 oracle and against its own distribution."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.rollout.engines.sampling import sample_tokens, sampling_logits
+from semrl_jax.rollout.engines.sampling import sample_tokens, sampling_logits, split_sampling
 from semrl_jax.types import SamplingParams
+
+
+def draw(logits, keys, token_index, sampling):
+    kind, values = split_sampling(sampling)
+    return sample_tokens(logits, keys, token_index, values, kind=kind)
 
 
 def allowed_f64(logits, temperature, top_k, top_p):
@@ -35,11 +42,12 @@ def allowed_f64(logits, temperature, top_k, top_p):
     seed=st.integers(0, 10**6),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 3, 50]),
-    top_p=st.sampled_from([1.0, 0.9, 0.35, 0.001]),
+    top_p=st.sampled_from([1.0, 0.9, 0.35, 0.001, 1e-60]),  # the last is 0 in float32
 )
 def test_sampling_logits_match_float64(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(1, 20)).astype(np.float32) * 3
-    actual = sampling_logits(jnp.asarray(logits), temperature=temperature, top_k=top_k, top_p=top_p)
+    kind, values = split_sampling(SamplingParams(1, temperature, top_p, top_k))
+    actual = sampling_logits(jnp.asarray(logits), values, kind=kind)
     expected = allowed_f64(logits[0], temperature, top_k, top_p)
     actual = np.asarray(jax.nn.log_softmax(actual, axis=-1))[0]
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
@@ -55,8 +63,8 @@ def test_draws_follow_the_distribution_they_report(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=12), jnp.float32)
     num = 20_000
     keys = jax.random.key_data(jax.random.split(jax.random.key(1), num))
-    tokens, logprobs, raw = jax.jit(sample_tokens, static_argnames="sampling")(
-        jnp.broadcast_to(logits, (num, 12)), keys, jnp.zeros(num, jnp.int32), sampling=sampling
+    tokens, logprobs, raw = jax.jit(functools.partial(draw, sampling=sampling))(
+        jnp.broadcast_to(logits, (num, 12)), keys, jnp.zeros(num, jnp.int32)
     )
     expected = np.exp(
         allowed_f64(np.asarray(logits), sampling.temperature, sampling.top_k, sampling.top_p)
@@ -77,17 +85,28 @@ def test_a_token_depends_on_its_own_key_and_index_alone():
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 6))
     index = jnp.arange(6, dtype=jnp.int32)
     sampling = SamplingParams(1)
-    whole, _, _ = sample_tokens(logits, keys, index, sampling)
+    whole, _, _ = draw(logits, keys, index, sampling)
     order = np.array([4, 1, 5])
-    part, _, _ = sample_tokens(logits[order], keys[order], index[order], sampling)
+    part, _, _ = draw(logits[order], keys[order], index[order], sampling)
     np.testing.assert_array_equal(part, np.asarray(whole)[order])
-    later, _, _ = sample_tokens(logits, keys, index + 1, sampling)
+    later, _, _ = draw(logits, keys, index + 1, sampling)
     assert (np.asarray(later) != np.asarray(whole)).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ((0.0, 0.5, 3), "greedy"), ((1e-60, 1.0, 0), "greedy"), ((1.0, 1.0, 0), "unmodified"),
+        ((0.7, 1.0, 0), "scaled"), ((1.0, 0.9, 0), "truncated"), ((1.0, 1.0, 4), "truncated"),
+    ],
+)  # fmt: skip
+def test_four_kinds_of_sampling(settings, kind):
+    assert split_sampling(SamplingParams(1, *settings))[0] == kind
 
 
 def test_greedy_takes_the_largest_and_reports_the_unmodified_logprob():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
-    tokens, logprobs, raw = sample_tokens(
+    tokens, logprobs, raw = draw(
         logits, jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), SamplingParams(1, 0.0)
     )
     assert int(tokens[0]) == 1

@@ -309,7 +309,7 @@ def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     aborts = []
     aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
     rollouts = []
-    for rollout in client.generate(requests, SAMPLING, BOTH, version=version):
+    for rollout in client.generate(requests, SAMPLING, BOTH, version=version, allow_aborted=True):
         rollouts.append(rollout)
         if len(rollouts) == 20:
             aborting.start()

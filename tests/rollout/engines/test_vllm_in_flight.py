@@ -43,8 +43,11 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
             def generate(version, sampling, group_size=1):
                 requests = requests_of(prompts, group_size)
                 return list(
-                    client.generate(requests, sampling, BOTH, version=version, allow_updates=True)
-                )
+                    client.generate(
+                        requests, sampling, BOTH, version=version, allow_updates=True,
+                        allow_aborted=True,
+                    )
+                )  # fmt: skip
 
             call = pool.submit(generate, old, SAMPLING)
             time.sleep(0.7)  # 300 tokens take 2 s and more

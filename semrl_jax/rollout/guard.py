@@ -1,0 +1,142 @@
+"""Stands before every method of a server: reads requests within bounds, ends calls in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import grpc
+
+from semrl_jax.rollout import codec, wire
+from semrl_jax.rollout.codec import LimitExceeded
+from semrl_jax.rollout.engines.base import EngineDeadError
+
+_log = logging.getLogger(__name__)
+
+MAX_STATUS_BYTES = 1500  # a status that does not fit into a header of 8 KiB, escaped, is lost
+_ABORT_S = 1.0  # for a client that does not read to take its status
+
+
+class Refused(Exception):
+    """Ends a call with a status; the server goes on serving."""
+
+    def __init__(self, code: grpc.StatusCode, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Hands requests on that were read within bounds, and turns what a method raises into a status.
+
+    A call of a method in `readers` needs a deadline, at most `codec.MAX_CALL_S` away.
+
+    Args:
+      readers: of the requests, by path of the method; other methods take small messages only.
+      on_dead: called where the engine has died.
+    """
+
+    def __init__(self, readers: Mapping[str, wire.Reader], on_dead: Callable[[], None]):
+        self._readers = readers
+        self._on_dead = on_dead
+        self._long_reads = asyncio.Lock()  # one at a time: each may take much memory
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method
+            return None
+        method = handler_call_details.method
+        reader = self._readers.get(method)
+        is_ours = reader is not None
+        if reader is None:
+            reader = wire.small_reader(handler.request_deserializer)
+
+        async def requests(messages: AsyncIterator[bytes]):
+            async for data in messages:
+                yield await self._read(reader, data)
+
+        async def with_request(data: bytes, context: grpc.aio.ServicerContext):
+            async with self._ended_in_order(method, is_ours, context):
+                inner = handler.unary_stream or handler.unary_unary
+                return await inner(await self._read(reader, data), context)
+
+        async def with_requests(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
+            async with self._ended_in_order(method, is_ours, context):
+                return await handler.stream_unary(requests(messages), context)
+
+        async def with_both(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
+            async with self._ended_in_order(method, is_ours, context):
+                async for reply in handler.stream_stream(requests(messages), context):
+                    yield reply
+
+        return handler._replace(
+            request_deserializer=None,
+            unary_unary=handler.unary_unary and with_request,
+            unary_stream=handler.unary_stream and with_request,
+            stream_unary=handler.stream_unary and with_requests,
+            stream_stream=handler.stream_stream and with_both,
+        )
+
+    async def _read(self, reader: wire.Reader, data: bytes):
+        try:
+            if not reader.is_long:
+                return reader.read(data)
+            async with self._long_reads:
+                reading = asyncio.create_task(asyncio.to_thread(reader.read, data))
+                try:
+                    return await asyncio.shield(reading)
+                except asyncio.CancelledError:  # the thread cannot be ended: the next one waits
+                    await asyncio.wait([reading])
+                    raise
+        except LimitExceeded as error:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+        except ValueError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    @contextlib.asynccontextmanager
+    async def _ended_in_order(
+        self, method: str, needs_deadline: bool, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[None]:
+        codes = grpc.StatusCode
+        try:
+            if needs_deadline:
+                _check_deadline(context.time_remaining())
+            yield
+        except Refused as error:
+            await _abort(context, error.code, str(error))
+        except LimitExceeded as error:
+            await _abort(context, codes.RESOURCE_EXHAUSTED, str(error))
+        except EngineDeadError as error:
+            _log.error("the engine is dead: %s", error)
+            self._on_dead()
+            await _abort(context, codes.UNAVAILABLE, f"the engine is dead: {error}")
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            _log.exception("%s failed", method)
+            await _abort(context, codes.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def _check_deadline(remaining_s: float | None) -> None:
+    """gRPC keeps a call whose client does not read until then, and its place among `max_calls`."""
+    if remaining_s is None:
+        reason = "the call has no deadline; every call needs one"
+    elif remaining_s > codec.MAX_CALL_S:
+        reason = f"the call's deadline is {remaining_s:.0f} s away"
+    else:
+        return
+    raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{reason}, of at most {codec.MAX_CALL_S:g} s.")
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str) -> None:
+    """Ends the call; always raises."""
+    data = " ".join(message.split()).encode(errors="replace")
+    if len(data) > MAX_STATUS_BYTES:
+        data = data[:MAX_STATUS_BYTES] + b" ..."
+    try:
+        await asyncio.wait_for(context.abort(code, data.decode(errors="ignore")), _ABORT_S)
+    except TimeoutError:
+        # The status lies ready for a client that reads on. To gRPC a cancelled method is over; it
+        # would complain of any other exception.
+        raise asyncio.CancelledError from None

@@ -1,0 +1,128 @@
+"""What is wrong with flags and settings is said in one line, before anything slow is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+from tests.launch.conftest import ROOT, environment
+
+QUICKSTART = "--config=configs/quickstart.py"
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """The config that a command gets from these arguments."""
+
+    def checked_config(*arguments):
+        values = flags.FlagValues()
+        monkeypatch.setattr(flags, "FLAGS", values)
+        config = config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+        flags.DEFINE_integer("port", 1, "", flag_values=values)
+        flags.DEFINE_integer("responses", 4, "", lower_bound=3, flag_values=values)
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        cli._parse("")
+        return cli.checked_config(config)
+
+    monkeypatch.chdir(ROOT)
+    return checked_config
+
+
+def test_flags_override_fields(parse):
+    config = parse(
+        QUICKSTART, "--config.training.num_steps", "7", "--config.shaping.target=none",
+        "--noconfig.rewards.shuffle", "--config.checkpoints.extra_steps=3",
+        "--config.checkpoints.extra_steps=5",
+    )  # fmt: skip
+    assert (config.training.num_steps, config.shaping.target) == (7, "none")
+    assert config.checkpoints.extra_steps == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.seed=abc"], "--config.seed=abc must be a whole number."),
+        (["--config.training.num_steps=three"], "num_steps=three must be a whole number."),
+        (["--config.metrics.stride", "4.5"], "--config.metrics.stride=4.5 must be a whole number."),
+        (["--config.training.learning_rate=a: b"], "learning_rate=a: b must be a number."),
+        (["--config.rewards.shuffle=maybe"], "shuffle=maybe must be true or false."),
+        (["--config.metrics.names=(a, b"], "names=(a, b must be a value or a tuple, such as"),
+        (["--port=x"], "--port=x must be a whole number."),
+        (["--responses=2"], "--responses=2 must be a whole number of at least 3."),
+        (["--prot=1"], "--prot is unknown; did you mean --port?"),
+        (["--confg.seed=1"], "--confg.seed is unknown; did you mean --config.seed?"),
+        (
+            ["--port", "--config.seed=1"],
+            "--port has no value: '--config.seed=1' after it is a flag",
+        ),
+        (["--config.shaping=none"], "--config.shaping: a section takes no value; set one of its"),
+        (["--config.algorithms.loss={}"], "fields: algorithms.loss.clip_epsilon, algorithms"),
+        (
+            ["--config.training.num_step=3"],
+            "'training.num_step' where a flag sets it; did you mean",
+        ),
+        (["--config.trainin.num_steps=3"], "did you mean training.num_steps?"),
+        (["--noconfig.rewards.shufle"], "did you mean rewards.shuffle?"),
+        (["--config.num_steps=3"], "did you mean training.num_steps or warm_start.num_steps?"),
+        (["--config.seed.deep=3"], "has no field 'seed.deep' where a flag sets it"),
+        (
+            ["--config.rollout.foo=1"],
+            "has no field 'rollout.foo' where a flag sets it; see configs",
+        ),
+        (["--config.checkpoints.extra_steps=a"], "checkpoints.extra_steps has 'a'; it may have"),
+        (["--config.data.files=(1, 2)"], "data.files has 1; it may have texts"),
+        (["--config=nowhere.py", "--config.seed=1"], "No such file or directory: 'nowhere.py'"),
+        (["--config=configs"], "--config: [Errno 21] Is a directory: 'configs'"),
+        (["--config=configs/recorded.py"], "recorded.py: TypeError: get_config() missing 1 req"),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
+    with pytest.raises(UserError) as caught:
+        parse(QUICKSTART, *arguments)
+    assert message in str(caught.value)
+
+
+def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from configs import default\ndef get_config(): return default.missing()\n")
+    with pytest.raises(UserError, match=rf"--config={file}: AttributeError: .*'missing'"):
+        parse(f"--config={file}")
+
+
+@pytest.mark.parametrize("override", [[], ["--config.seed=1"]])
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_a_record_that_is_none_is_named(parse, tmp_path, text, override):
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse(f"--config=configs/recorded.py:{file}", *override)
+    assert str(caught.value).startswith("--config") and str(file) in str(caught.value)
+    assert "UserError" not in str(caught.value) and "earlier failure" not in str(caught.value)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "command", ["train", pytest.param("sft", marks=slow), pytest.param("rollout", marks=slow)]
+)
+def test_a_wrong_value_is_refused_without_loading_jax(command):
+    flags = [
+        "--config.metrics.window=last",
+        *(["--workdir=/nowhere"] if command != "rollout" else []),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", f"launch.{command}", QUICKSTART, *flags],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    *imports, line = result.stderr.splitlines()
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "metrics.window='last' must be one of" in line
+    loaded = {entry.rpartition("|")[2].strip() for entry in imports}
+    assert "ml_collections" in loaded
+    assert not loaded & {"jax", "flax", "orbax", "transformers", "pyarrow", "grpc", "matplotlib"}

@@ -1,0 +1,91 @@
+"""What a user's function may return, and objects that lie."""
+
+import collections.abc
+import json
+
+import pytest
+
+from semrl_jax.rewards import Verdict
+from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, NonsenseError, as_verdict, error_text
+
+
+class Float(float):
+    def _true(self, *_):
+        return True
+
+    __le__ = __lt__ = __gt__ = __ge__ = __eq__ = _true
+    __hash__ = float.__hash__
+
+    def __abs__(self):
+        return Float(1.0)
+
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+class Text(str):
+    def __str__(self):
+        raise ValueError("no text")
+
+    encode = __iter__ = __len__ = __str__
+
+
+class Record(collections.abc.Mapping):
+    def __getitem__(self, key):
+        raise ValueError("no item")
+
+    def __iter__(self):
+        return iter(["score"])
+
+    def __len__(self):
+        return 1
+
+
+class Disguised:
+    __class__ = float
+
+
+class Unprintable:
+    def __repr__(self):
+        raise KeyError("no text")
+
+
+class Cheat(Verdict):
+    @property
+    def score(self):
+        return float("inf")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Float("inf"), Float("nan"), Record(), Disguised(), Unprintable(), 10**400,
+        {"score": 1.0, "correct": Unprintable()}, {"score": 1.0, "extracted": Unprintable()},
+        {"score": 1.0, Unprintable(): 1}, object.__new__(Cheat),
+        {"score": 1.0, "extracted": "x" * (MAX_EXTRACTED_CHARS + 1)},
+    ],
+    ids=lambda result: type(result).__name__,
+)  # fmt: skip
+def test_what_cannot_be_read_is_nonsense(result):
+    with pytest.raises(NonsenseError) as caught:
+        as_verdict(result, "")
+    assert str(caught.value)
+
+
+def test_a_verdict_holds_plain_values_only():
+    verdict = as_verdict(
+        {"score": Float(0.5), "correct": 1, "boxed": False, "extracted": Text("7\ud800é")}, ""
+    )
+    assert verdict == Verdict(0.5, True, False, "7?é")
+    assert [type(value) for value in (verdict.score, verdict.extracted)] == [float, str]
+    json.dumps(verdict.score), verdict.extracted.encode()
+    assert as_verdict(Float(-1.0), "").correct is False
+
+
+def test_an_error_without_text_has_a_text():
+    class Error(Exception):
+        def __str__(self):
+            raise SystemExit
+
+    assert error_text(Error()) == "an exception whose text cannot be read"
+    assert error_text(KeyError("a")) == "KeyError: 'a'"
