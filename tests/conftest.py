@@ -5,6 +5,9 @@ import gc
 import os
 import pathlib
 
+# Imports make millions of objects that live to the end. See pytest_collection_finish.
+gc.disable()
+
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -20,7 +23,7 @@ os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
@@ -82,6 +85,12 @@ def pytest_collection_modifyitems(items):
     rank = {file: index for index, file in enumerate(LONGEST_FILES)}
     tests = pathlib.Path(__file__).parent
     items.sort(key=lambda item: rank.get(item.path.relative_to(tests).as_posix(), len(rank)))
+
+
+def pytest_collection_finish():
+    """No later collection of garbage looks at what the imports made."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,6 +23,7 @@ def unset(monkeypatch, tmp_path):
     """JAX as it is where nobody has set a cache; $XDG_CACHE_HOME is `tmp_path`."""
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # JAX's own
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield tmp_path / "semrl_jax" / "xla"

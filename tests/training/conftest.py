@@ -77,18 +77,20 @@ def stable(rows) -> list[dict]:
     ]
 
 
+def scores_by_length(scored, config, step):
+    """For `loop.group_rewards`: an untrained policy solves nothing, and equal rewards teach
+    nothing. The verifier and all else stay real."""
+    lengths = np.array([len(item.rollout.response_ids) for item in scored], np.float32)
+    tokens = np.array([item.rollout.response_ids[0] for item in scored], np.float32)
+    return (lengths + tokens).reshape(-1, config.rollout.group_size)
+
+
 @pytest.fixture
 def rewarded(monkeypatch):
-    """Scores by response length: an untrained policy solves nothing, and equal rewards teach
-    nothing. The verifier and all else stay real."""
+    """Rewards are `scores_by_length`."""
     from semrl_jax.training import loop
 
-    def by_length(scored, config, step):
-        lengths = np.array([len(item.rollout.response_ids) for item in scored], np.float32)
-        tokens = np.array([item.rollout.response_ids[0] for item in scored], np.float32)
-        return (lengths + tokens).reshape(-1, config.rollout.group_size)
-
-    monkeypatch.setattr(loop, "group_rewards", by_length)
+    monkeypatch.setattr(loop, "group_rewards", scores_by_length)
 
 
 @pytest.fixture

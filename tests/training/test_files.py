@@ -62,6 +62,7 @@ def config(model, problems):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, capsys):
     config.training.num_steps = 2
     config.evaluation.metrics = True
