@@ -14,6 +14,7 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards import pool as pool_module
+from tests.running import is_running
 
 HERE = pathlib.Path(__file__).parent
 RIGHT = Verdict(1.0, True, False, None)
@@ -33,14 +34,6 @@ def obey():
             num_workers=1, timeout_s=0.5, function="hostile:obey", failure_score=-1.0
         ) as pool:
             yield pool
-
-
-def is_running(pid):
-    """Whether a process exists and is no zombie."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition, limit_s=10.0):

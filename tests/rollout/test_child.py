@@ -12,6 +12,7 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rollout import child
 from semrl_jax.rollout.child import ChildReplica
+from tests.running import is_running
 
 # Listens and ends with its standard input, as launch.rollout does; says what it was given.
 SERVER = """
@@ -37,15 +38,6 @@ def until(check, timeout_s=10.0):
     return found
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
-
-
 def pid_of(log, start=-1):
     """The process of a start, counted in the log."""
     lines = [line for line in log.read_text().splitlines() if line.startswith("token")]
@@ -56,9 +48,9 @@ def test_it_listens_with_a_token_and_ends_when_closed(tmp_path):
     log = tmp_path / "log.txt"
     with ChildReplica(command(SERVER), directory=tmp_path, log=log) as replica:
         assert len(replica.token) > 30
-        assert alive(pid_of(log))
+        assert is_running(pid_of(log))
     assert log.read_text().splitlines()[-1] == "closed"
-    assert not alive(pid_of(log))
+    assert not is_running(pid_of(log))
 
 
 def test_it_is_started_again_at_the_same_address(tmp_path):
@@ -69,9 +61,9 @@ def test_it_is_started_again_at_the_same_address(tmp_path):
         first, address = pid_of(log), replica.address
         os.kill(first, signal.SIGKILL)
         until(lambda: log.read_text().count("token") == 2)
-        assert replica.address == address and alive(pid_of(log)) and pid_of(log) != first
+        assert replica.address == address and is_running(pid_of(log)) and pid_of(log) != first
     assert "ended with code -9; started again" in lines[0]
-    assert not alive(pid_of(log))
+    assert not is_running(pid_of(log))
 
 
 def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
@@ -81,7 +73,7 @@ def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
         command(SERVER), directory=tmp_path, log=log, progress=lines.append
     ) as replica:
         os.kill(pid_of(log), signal.SIGKILL)
-        until(lambda: not alive(pid_of(log)))
+        until(lambda: not is_running(pid_of(log)))
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", int(replica.address.split(":")[1])))
         until(lambda: log.read_text().count("token") == 2)
@@ -101,7 +93,7 @@ def test_it_goes_when_its_parent_is_killed(tmp_path):
     pid = pid_of(log)
     parent.kill()
     parent.communicate()
-    until(lambda: not alive(pid))
+    until(lambda: not is_running(pid))
     assert log.read_text().splitlines()[-1] == "closed"
 
 

@@ -23,7 +23,8 @@ from tests.rollout.engines.test_vllm import (
     requests_of,
     sampled,
 )
-from tests.rollout.engines.vllm_replica import is_alive, running
+from tests.rollout.engines.vllm_replica import running
+from tests.running import is_running
 
 STATES = HiddenStateParams((-1,), "bfloat16")
 SAMPLING = dataclasses.replace(FLOAT32_SAMPLING, max_tokens=256)
@@ -62,7 +63,7 @@ def queues(pids):
 def assert_gone(pids, within_s):
     """All of these processes end by themselves."""
     deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_alive(pid)]:
+    while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

@@ -120,11 +120,3 @@ def serving(model_path, *flags, **settings):
         yield client
         replica.process.terminate()
         assert replica.wait(30) == 0, replica.lines
-
-
-def is_alive(pid):
-    """Whether there is such a process that has not ended."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
