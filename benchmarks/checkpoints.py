@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks import machine
 from semrl_jax import models
+from semrl_jax.runs.checkpoint_files import file_checksums
+from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.checkpoint_files import file_checksums
-from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.state import TrainState, init_state, make_optimizer
 
 MIB = 2**20

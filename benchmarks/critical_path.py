@@ -34,19 +34,16 @@ import jax.numpy as jnp
 
 from benchmarks import machine
 from configs import quickstart
-from semrl_jax import data
+from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training import loop, validate
-from semrl_jax.training.clock import Clock
-from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.opening import open_run
-from semrl_jax.training.policy_setup import starting_params
-from semrl_jax.training.run import Run
-from semrl_jax.training.signals import StopRequest
-from semrl_jax.training.state import TrainState, init_state
-from semrl_jax.training.workdir import open_workdir
-from semrl_jax.training.writer import MetricWriter
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Bar, Reporter
+from semrl_jax.model_setup import starting_params
+from semrl_jax.runs import EXIT_PREEMPTED, validate
+from semrl_jax.runs.setup import OpenRun, open_run
+from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.training import loop
+from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
 # Each is followed by its reverse, and every side is as often first, second and last.
@@ -83,16 +80,6 @@ class CpuClock(Clock):
         return super().scalars() | {f"cpu/{phase}_s": used for phase, used in cpu_s.items()}
 
 
-class LastRow(MetricWriter):
-    """Writes nothing: keeps the row."""
-
-    def __init__(self):
-        self.row: Row = {}
-
-    def write(self, step: int, scalars: Row) -> None:
-        self.row = scalars
-
-
 class Silent(Reporter):
     """Says nothing about single steps."""
 
@@ -118,57 +105,71 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
     return ordered[k - 1], ordered[n - k], 1 - 2 * below
 
 
-def sides_of(run: Run) -> dict[str, Run]:
+def sides_of(run: OpenRun) -> dict[str, OpenRun]:
     """The same run as configured, without measuring, and without hidden states."""
 
-    def variant(measured: bool, source: str) -> Run:
-        config = run.config.copy_and_resolve_references()
+    def variant(measured: bool, source: str) -> OpenRun:
+        config = run.sampler.config.copy_and_resolve_references()
         config.hidden_states.source = source
         if not measured:
             config.shaping.target = "none"
         validate(config)
+        sampler = dataclasses.replace(
+            run.sampler,
+            config=config,
+            measurer=run.sampler.measurer if measured else None,
+            reporter=Silent(),
+        )
         return dataclasses.replace(
             run,
-            config=config,
-            measurer=run.measurer if measured else None,
-            reporter=Silent(),
+            sampler=sampler,
+            evaluator=dataclasses.replace(run.evaluator, config=config, sampler=sampler),
+            learner=dataclasses.replace(run.learner, config=config),
         )
 
     return {
-        MEASURED: variant(True, run.config.hidden_states.source),
-        STREAMED: variant(False, run.config.hidden_states.source),
+        MEASURED: variant(True, run.sampler.config.hidden_states.source),
+        STREAMED: variant(False, run.sampler.config.hidden_states.source),
         NO_STATES: variant(False, "none"),
     }
 
 
-def take_step(run: Run, state: TrainState, bar: Bar) -> tuple[TrainState, Row]:
+def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Row]:
     """One step of the train loop and its row; `state` stays usable."""
-    run.config.training.num_steps = int(state.step) + 1
-    writer = LastRow()
+    config = run.sampler.config
+    config.training.num_steps = int(state.step) + 1
     started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
     with mock.patch.object(loop, "Clock", CpuClock):
-        finished = next(loop.run_steps(run, started._replace(position=state.position), writer, bar))
-    return finished, writer.row
+        steps = loop.run_steps(
+            config,
+            run.sampler,
+            run.evaluator,
+            run.learner,
+            started._replace(position=state.position),
+            bar.status,
+        )
+        result = next(steps)
+    num_tokens = sum(len(item.rollout.response_ids) for item in result.scored)
+    row = result.scalars | result.clock.scalars() | {"response/num_tokens": float(num_tokens)}
+    return result.state, row
 
 
-def metrics_alone(run: Run, state: TrainState, bar: Bar) -> tuple[float, float, int, int]:
+def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, float, int, int]:
     """One step's responses measured and nothing else: median seconds and CPU seconds; how many they
     are, and the bytes of their states."""
-    run.config.hidden_states.compare_every = 1  # keeps the states
+    sampler = run.sampler
+    sampler.config.hidden_states.compare_every = 1  # keeps the states
     step = int(state.step)
-    version = run.sync_weights(state.params, step)
-    prompts, _ = data.next_prompts(
-        run.prompts, run.config.seed, state.position, run.config.data.prompts_per_step
-    )
-    scored = run.sample(prompts, state.params, version, step, Clock(), bar)
+    sampler.sync_weights(state.params, step)
+    scored, _ = sampler.next(step, state.position, Clock(bar.status))
     seconds, cpu_s = [], []
     for _ in range(ALONE_REPEATS):
         started, cpu_started = time.monotonic(), time.process_time()
-        pending = [run.measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
-        run.measurer.flush()
+        pending = [sampler.measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
+        sampler.measurer.flush()
         for future in pending:
             future.result()
-        run.measurer.submit_batch([item.mean_state for item in scored]).result()
+        sampler.measurer.submit_batch([item.mean_state for item in scored]).result()
         seconds.append(time.monotonic() - started)
         cpu_s.append(time.process_time() - cpu_started)
     num_bytes = sum(item.rollout.hidden_states.nbytes for item in scored)
@@ -228,15 +229,14 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         path = arguments.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         workdir = stack.enter_context(contextlib.closing(open_workdir(path, config)))
-        stop = StopRequest(config.training.grace_s, loop.EXIT_PREEMPTED)
+        stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
         run = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
         sides = sides_of(run)
-        shaping = init_shaping_state(config.shaping.indicators, guidance=config.shaping.guidance)
         # Checkpoints of the workdir are not read.
-        params = starting_params(run.start, run.policy, run.mesh)
-        state = init_state(params, run.optimizer, shaping, run.mesh)
+        learner = run.learner
+        state = learner.first_state(starting_params(run.start, learner.policy, learner.mesh))
         num_rounds = arguments.warmup + arguments.pairs
-        bar = stack.enter_context(run.reporter.bar("steps", num_rounds, "steps"))
+        bar = stack.enter_context(run.run.reporter.bar("steps", num_rounds, "steps"))
         for index in range(num_rounds):
             finished, sampled = {}, set()
             for position in ORDERS[index % len(ORDERS)]:

@@ -4,7 +4,7 @@ import os
 import pathlib
 import platform
 
-from semrl_jax.training.workdir import versions
+from semrl_jax.runs.workdir import versions
 
 
 def description() -> str:

@@ -43,6 +43,8 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.critical_path import median_interval
 from semrl_jax import models
+from semrl_jax.algorithms import grpo
+from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import Layout, RowPlan, lay_out
 from semrl_jax.training.state import make_optimizer
@@ -51,12 +53,7 @@ from semrl_jax.types import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 224
 LONGEST = PROMPT_TOKENS + RESPONSE_TOKENS
-LOSS = (
-    ("clip_epsilon", 0.2),
-    ("entropy_coefficient", 0.001),
-    ("kl_coefficient", 0.001),
-    ("kl_estimator", "low_var_kl"),
-)
+ALGORITHM = Algorithm(grpo, grpo.Options())
 
 
 def architecture(num_layers: int) -> models.DecoderConfig:
@@ -122,7 +119,7 @@ def measured_bytes(
     compiled = update_rows.lower(
         params, jax.eval_shape(optimizer.init, params), *plan.put((layout.rows, values)),
         np.int32(layout.num_micro), policy=policy, optimizer=optimizer, temperature=1.0,
-        loss_options=LOSS,
+        algorithm=ALGORITHM,
     ).compile()  # fmt: skip
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     return compiled.memory_analysis(), layout, num_params
@@ -176,8 +173,8 @@ def print_times(num_layers: int, num_pairs: int, optimizer, mesh) -> None:
         *after, scalars = update_policy(
             *jax.block_until_ready(jax.tree.map(jnp.copy, state[0])), batch,
             *[batch.rollout_logprobs] * 2, batch.response_mask.astype(np.float32), policy=policy,
-            optimizer=optimizer, temperature=1.0, plan=plan, aggregation="token_mean",
-            loss_options=LOSS,
+            optimizer=optimizer, temperature=1.0, plan=plan,
+            algorithm=ALGORITHM,
         )  # fmt: skip
         jax.block_until_ready(after)
         padding[name].append(scalars["policy/padding_fraction"])

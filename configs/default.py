@@ -8,7 +8,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The default configuration; `semrl_jax.training.validate` says what may be combined."""
+    """The default configuration; `semrl_jax.runs.validate` says what may be combined."""
     config = ml_collections.ConfigDict()
     config.seed = 0  # everything random follows from it
 
@@ -128,6 +128,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.shaping.invalid = "excluded"  # or zeros
 
     config.algorithms = ml_collections.ConfigDict()
+    # A module of semrl_jax.algorithms, or "my_package.my_module"; its options are what follows,
+    # importance apart. Another algorithm has others: replace the sections. docs/extending.md
+    config.algorithms.name = "grpo"
     config.algorithms.advantage = ml_collections.ConfigDict()
     config.algorithms.advantage.epsilon = 1e-6
     config.algorithms.loss = ml_collections.ConfigDict()

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from semrl_jax.errors import DISK_ERRNOS, UserError
-from semrl_jax.training.config import flatten, validate
+from semrl_jax.runs.config import flatten, validate
 
 EXIT_USER_ERROR = 2
 # gRPC, which reads this when it is imported, would tell of every attempt to connect.

@@ -117,7 +117,7 @@ def export(
     import jax
 
     from semrl_jax import data, models
-    from semrl_jax.training.checkpoint_files import restore_params
+    from semrl_jax.runs.checkpoint_files import restore_params
 
     config = models.load_config(model)
     try:
@@ -144,7 +144,7 @@ def export(
 
 def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
     """The checkpoint of `step`, or the newest one that matches its manifest."""
-    from semrl_jax.training.checkpoint_files import checkpoint_problem, checkpoint_steps
+    from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 
     steps = checkpoint_steps(directory)
     if step is not None and step not in steps:
@@ -164,7 +164,7 @@ def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
 def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
     """Writes the parameters of a Hugging Face directory as a checkpoint, whole or not at all."""
     from semrl_jax import models
-    from semrl_jax.training.checkpoint_files import save_params
+    from semrl_jax.runs.checkpoint_files import save_params
 
     print(f"reading {source}", flush=True)
     config = models.load_config(source)

@@ -130,10 +130,10 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         checked_version()  # before all that takes seconds
         directory = stack.enter_context(temporary_directory())
         prepare_environment(config.model.path, directory)
+    from semrl_jax.model_setup import build_policy
+    from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import check_place, serve_until_signal
-    from semrl_jax.training.policy_setup import build_policy
-    from semrl_jax.training.replicas import jax_engine, read_token, vllm_engine
 
     if UNTIL_STDIN_CLOSES.value:
         end_with_stdin()

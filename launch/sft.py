@@ -25,7 +25,7 @@ def main() -> int:
             "the warm start trains a random model: model.path must be empty and "
             "warm_start.num_steps above 0."
         )
-    from semrl_jax.training import warm_start  # loads JAX, for which no mistake and no --help waits
+    from semrl_jax.runs import warm_start  # loads JAX, for which no mistake and no --help waits
 
     compilation.keep_programs()
     return warm_start(config, workdir)

@@ -23,7 +23,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if mi
 
 def main() -> int:
     config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
-    from semrl_jax.training import train  # loads JAX, for which no mistake and no --help waits
+    from semrl_jax.runs import train  # loads JAX, for which no mistake and no --help waits
 
     compilation.keep_programs()
     return train(config, workdir)

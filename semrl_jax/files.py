@@ -129,3 +129,8 @@ def remove(path: pathlib.Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def jsonable(tree: Any) -> Any:
+    """The tree as JSON gives it back: tuples become lists."""
+    return json.loads(json.dumps(tree))

@@ -53,7 +53,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # With a file to a worker, the longest go first, or the last one would run alone.
 LONGEST_FILES = (
-    "training/test_loop.py",
+    "runs/test_train.py",
     "parity/test_full_step.py",
     "training/test_update.py",
     "metrics/test_spectrum.py",

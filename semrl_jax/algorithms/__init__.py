@@ -1,6 +1,6 @@
 """Pure advantage estimators, policy losses and KL estimators."""
 
-from semrl_jax.algorithms.grpo import (
+from semrl_jax.algorithms.groups import (
     broadcast_to_tokens,
     group_relative_advantages,
     zero_variance_group_fraction,

@@ -1,66 +1,89 @@
-"""Group-relative advantages: a response is judged by the others to the same prompt."""
+"""GRPO: a response is judged by the other responses to its prompt; clipped surrogate, KL, entropy.
+
+Source: arXiv:2402.03300, Sec. 4.1.
+"""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import dataclasses
+
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.algorithms.losses import AGGREGATIONS, policy_loss
+from semrl_jax.algorithms.losses import token_weights as weights_of
+from semrl_jax.algorithms.seam import Needs, Passes, check_options
+from semrl_jax.choices import KL_ESTIMATORS
 
-def group_relative_advantages(
-    rewards: Float[Array, "P G"], *, epsilon: float | int = 1e-6
-) -> Float[Array, "P G"]:
-    """Normalises rewards within each group of responses to one prompt.
 
-    A_pg = (r_pg - mean_g r_pg) / (std_g r_pg + epsilon)
-
-    Args:
-      rewards: verifier rewards, computed in float32; row p is one prompt draw's group.
-      epsilon: keeps the quotient finite; same unit as the rewards.
-
-    Returns:
-      Float32 advantages, dimensionless, without gradient; 0.0 throughout a group of equal rewards.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of GRPO; the functions that take them say what each one means.
 
     Raises:
-      ValueError: if the group size G is below 2.
-
-    Source: arXiv:2402.03300, Sec. 4.1.2. The paper leaves the estimator of the standard deviation
-    open; this takes the sample one (G - 1), as the reference implementation does. That also accepts
-    a group of one, with mean 0 and deviation 1, which makes the raw reward the advantage.
+      ValueError: for a value out of range.
     """
-    check_groups(rewards)
-    # Less the first reward: equal rewards have a mean that rounds, equal differences of 0 do not.
-    centred = rewards.astype(jnp.float32) - rewards[:, :1].astype(jnp.float32)
-    centred = centred - jnp.mean(centred, axis=1, keepdims=True)
-    std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / (rewards.shape[1] - 1))
-    return jax.lax.stop_gradient(centred / (std + epsilon))
 
+    epsilon: float = 1e-6
+    clip_epsilon: float = 0.2
+    kl_coefficient: float = 0.001
+    entropy_coefficient: float = 0.001
+    kl_estimator: str = "low_var_kl"
+    aggregation: str = "token_mean"
 
-def zero_variance_group_fraction(
-    rewards: Float[Array | np.ndarray, "P G"],
-) -> Float[Array, ""] | np.floating:
-    """Share of groups whose rewards are all equal, so that every advantage is exactly 0.0.
-
-    NumPy rewards are compared on the host; 0.0 of no group.
-    """
-    check_groups(rewards)
-    equal = (rewards == rewards[:, :1]).all(axis=1)
-    return equal.sum() / max(rewards.shape[0], 1)
-
-
-def broadcast_to_tokens(
-    advantages: Float[Array, " B"], response_mask: Bool[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Gives every token of a response its advantage, in float32; 0.0 on masked-out tokens."""
-    return jnp.where(response_mask, advantages.astype(jnp.float32)[:, None], 0.0)
-
-
-def check_groups(rewards: Array | np.ndarray) -> None:
-    """Raises ValueError unless rewards are [P, G] with G of at least 2."""
-    if jnp.ndim(rewards) != 2 or rewards.shape[1] < 2:
-        raise ValueError(
-            f"rewards has shape {jnp.shape(rewards)}; it must be [P, G] with a group size G of at "
-            "least 2: one response has nothing to be compared with. Raise rollout.group_size or "
-            "choose another estimator."
+    def __post_init__(self):
+        check_options(
+            self,
+            epsilon=(self.epsilon > 0, "be above 0"),
+            clip_epsilon=(0 < self.clip_epsilon < 1, "lie in (0, 1)"),
+            kl_coefficient=(self.kl_coefficient >= 0, "not be negative"),
+            entropy_coefficient=(self.entropy_coefficient >= 0, "not be negative"),
+            kl_estimator=(self.kl_estimator in KL_ESTIMATORS, f"be one of {KL_ESTIMATORS}"),
+            aggregation=(self.aggregation in AGGREGATIONS, f"be one of {AGGREGATIONS}"),
         )
+
+
+def needs(options: Options) -> Needs:
+    """Groups, and the reference only where the loss has a KL."""
+    return Needs(groups=True, old_logprobs=True, reference=options.kl_coefficient != 0)
+
+
+def token_weights(response_mask: Bool[Array, "B T"], options: Options) -> Float[Array, "B T"]:
+    """How much each token of a mini-batch counts in the loss."""
+    return weights_of(response_mask, aggregation=options.aggregation)
+
+
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
+    """The same for all tokens of a response; see `group_relative_advantages`."""
+    estimates = group_relative_advantages(rewards, epsilon=options.epsilon).reshape(-1)
+    return broadcast_to_tokens(estimates, response_mask)
+
+
+def loss(
+    logprobs: Float[Array, "*tokens"],
+    entropy: Float[Array, "*tokens"],
+    *,
+    old_logprobs: Float[Array, "*tokens"],
+    ref_logprobs: Float[Array, "*tokens"] | None,
+    advantages: Float[Array, "*tokens"],
+    weights: Float[Array, "*tokens"],
+    options: Options,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """`policy_loss` of a micro-batch."""
+    return policy_loss(
+        logprobs,
+        entropy,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        advantages=advantages,
+        weights=weights,
+        clip_epsilon=options.clip_epsilon,
+        kl_coefficient=options.kl_coefficient,
+        entropy_coefficient=options.entropy_coefficient,
+        kl_estimator=options.kl_estimator,
+    )

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
-from semrl_jax.training.checkpoint_files import (
+from semrl_jax.runs.checkpoint_files import (
     checkpoint_problem,
     checkpoint_steps,
     restore_params,

@@ -1,5 +1,1 @@
-"""Benchmarks on a frozen policy."""
-
-from semrl_jax.evaluation.greedy import greedy_scalars
-
-__all__ = ["greedy_scalars"]
+"""Held-out problems: what is asked, and how the answers are scored."""

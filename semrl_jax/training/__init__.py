@@ -1,9 +1,1 @@
-"""Train state, jitted update, checkpoints and the loop."""
-
-from semrl_jax.lazy import lazy_names
-from semrl_jax.training.config import validate
-
-__all__ = ["EXIT_PREEMPTED", "train", "validate", "warm_start"]
-
-# A config is checked before JAX is loaded.
-__getattr__ = lazy_names(__name__, dict.fromkeys(("EXIT_PREEMPTED", "train", "warm_start"), "loop"))
+"""The training loop, the learner and the compiled update."""

@@ -12,13 +12,10 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms import (
-    broadcast_to_tokens,
-    group_relative_advantages,
-    importance_weights,
-)
+from semrl_jax.algorithms import importance_weights
+from semrl_jax.algorithms.seam import Algorithm, Passes
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
-from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.types import RolloutBatch
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
@@ -38,19 +35,22 @@ def group_rewards(
 
 
 def shaped_advantages(
+    algorithm: Algorithm,
     rewards: Float[np.ndarray, "P G"],
+    passes: Passes,
     metrics: Metrics,
     response_mask: Bool[Array | np.ndarray, "B T"],
     state: ShapingState,
     config: ml_collections.ConfigDict,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:
-    """Group-relative advantages with the bonus, and the report of the shaping."""
+    """The algorithm's advantages with the bonus, and the report of the shaping."""
     shaped, report = _shaped_advantages(
         rewards,
+        passes,
         metrics,
         response_mask,
         state,
-        estimator=tuple(config.algorithms.advantage.items()),
+        algorithm=algorithm,
         shaping=tuple(config.shaping.items()),
     )
     return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
@@ -58,7 +58,7 @@ def shaped_advantages(
 
 def corrected_advantages(
     advantages: Float[Array, "B T"],
-    old_logprobs: Float[np.ndarray, "B T"],
+    passes: Passes,
     batch: RolloutBatch,
     config: ml_collections.ConfigDict,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:
@@ -71,7 +71,7 @@ def corrected_advantages(
         return advantages, {}
     corrected, report = _corrected_advantages(
         advantages,
-        old_logprobs,
+        passes.old_logprobs,
         batch.rollout_logprobs,
         batch.response_mask,
         options=tuple(options.items()),
@@ -91,16 +91,15 @@ def next_baselines(
     return _next_baselines(state, metrics, rewards, options=tuple(config.shaping.items()))
 
 
-@functools.partial(jax.jit, static_argnames=("estimator", "shaping"))
+@functools.partial(jax.jit, static_argnames=("algorithm", "shaping"))
 def _shaped_advantages(
-    rewards, metrics, response_mask, state, *, estimator: Options, shaping: Options
+    rewards, passes, metrics, response_mask, state, *, algorithm: Algorithm, shaping: Options
 ):
     scalars = {}
     if metrics and dict(shaping)["target"] in ("reward", "both"):
         rewards = rewards + reward_bonus(metrics, state, **dict(shaping)).reshape(rewards.shape)
         scalars |= _extent("reward/shaped", rewards, jnp.ones_like(rewards, bool))
-    advantages = group_relative_advantages(rewards, **dict(estimator)).reshape(-1)
-    plain = broadcast_to_tokens(advantages, response_mask)
+    plain = algorithm.advantages(rewards, passes, response_mask)
     shaped, report = shape_advantages(plain, metrics, response_mask, state, **dict(shaping))
     scalars |= _extent("advantage", plain, response_mask)
     scalars |= _extent("advantage/shaped", shaped, response_mask)

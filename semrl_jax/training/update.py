@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.algorithms import policy_loss, token_weights
+from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.models import Params, Policy
 from semrl_jax.models.hosts import own_rows, to_host
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
@@ -49,10 +49,10 @@ class RowPass(NamedTuple):
 class SlotValues(NamedTuple):
     """What the loss takes beside the policy's own numbers; float32, weight 0 without a token.
 
-    `ref_logprobs` is None without a KL.
+    Log-probabilities that the algorithm does not need are None.
     """
 
-    old_logprobs: Float[Array, "M R U"]
+    old_logprobs: Float[Array, "M R U"] | None
     ref_logprobs: Float[Array, "M R U"] | None
     advantages: Float[Array, "M R U"]
     weights: Float[Array, "M R U"]
@@ -95,7 +95,7 @@ def update_policy(
     params: Params,
     opt_state: Any,
     batch: RolloutBatch,
-    old_logprobs: Float[np.ndarray, "B T"],
+    old_logprobs: Float[np.ndarray, "B T"] | None,
     ref_logprobs: Float[np.ndarray, "B T"] | None,
     advantages: Float[np.ndarray, "B T"],
     *,
@@ -103,8 +103,7 @@ def update_policy(
     optimizer: optax.GradientTransformation,
     temperature: float,
     plan: RowPlan,
-    aggregation: str,
-    loss_options: tuple[tuple[str, Any], ...],
+    algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""] | float]]:
     """One optimiser step on one mini-batch of NumPy arrays; `params` and `opt_state` are donated.
 
@@ -117,7 +116,7 @@ def update_policy(
     """
     layout = lay_out(batch, plan)
     mask = jnp.asarray(batch.response_mask)
-    weights = np.asarray(token_weights(mask, aggregation=aggregation))
+    weights = np.asarray(algorithm.token_weights(mask))
     values = (old_logprobs, ref_logprobs, advantages, weights)
     values = SlotValues(*(value if value is None else layout.to_slots(value) for value in values))
     params, opt_state, scalars = update_rows(
@@ -128,7 +127,7 @@ def update_policy(
         policy=policy,
         optimizer=optimizer,
         temperature=temperature,
-        loss_options=loss_options,
+        algorithm=algorithm,
     )
     return params, opt_state, scalars | layout.scalars()
 
@@ -177,7 +176,7 @@ def row_logprobs(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "optimizer", "temperature", "loss_options"),
+    static_argnames=("policy", "optimizer", "temperature", "algorithm"),
     donate_argnames=("params", "opt_state"),
 )
 def update_rows(
@@ -190,7 +189,7 @@ def update_rows(
     policy: Policy,
     optimizer: optax.GradientTransformation,
     temperature: float,
-    loss_options: tuple[tuple[str, Any], ...],
+    algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
     """`update_policy` in rows: gradients summed over the first `num_micro` micro-batches."""
 
@@ -200,7 +199,7 @@ def update_rows(
         logprobs, entropy = policy.token_logprobs(
             params, states, micro_rows.response_ids, temperature=temperature
         )
-        return policy_loss(logprobs, entropy, **values._asdict(), **dict(loss_options))
+        return algorithm.loss(logprobs, entropy, **values._asdict())
 
     def accumulate(index, sums):
         (_, scalars), gradient = jax.value_and_grad(loss_of, has_aux=True)(

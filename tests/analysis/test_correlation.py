@@ -11,7 +11,7 @@ from rich.console import Console
 from semrl_jax import analysis
 from semrl_jax.analysis import growth, runs
 from semrl_jax.errors import UserError
-from semrl_jax.training import train
+from semrl_jax.runs import train
 from tests.launch.tiny_config import get_config
 from tests.oracles import metrics as oracle
 

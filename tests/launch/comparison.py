@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from tensorboardX.proto.event_pb2 import Event
 
-from semrl_jax.training.checkpoint_files import checkpoint_problem, read_meta
+from semrl_jax.runs.checkpoint_files import checkpoint_problem, read_meta
 from tests.training.conftest import read_rows, stable
 
 

@@ -15,7 +15,7 @@ LIMIT = 100_000  # bytes; above what a small run logs, below the largest of its 
 
 
 def refuse_checkpoints(first: int, last: int) -> None:
-    from semrl_jax.training.checkpoints import Checkpoints
+    from semrl_jax.runs.checkpoints import Checkpoints
 
     save, calls = Checkpoints.save, itertools.count(1)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -30,7 +30,7 @@ def refuse_checkpoints(first: int, last: int) -> None:
 
 
 def refuse_row(number: int) -> None:
-    from semrl_jax.training.writer import MetricWriter
+    from semrl_jax.runs.records import MetricWriter
 
     write, calls = MetricWriter.write, itertools.count(1)
 

@@ -15,25 +15,25 @@ import sys
 import threading
 import time
 
-TRAINING = "semrl_jax.training"
+RUNS, SAMPLER = "semrl_jax.runs", "semrl_jax.sampling.sampler:Sampler"
 # Where the function is looked up when it is called: "module:name" or "module:Class.name".
 PHASES = {
-    "warm_start": f"{TRAINING}.policy_setup:fit_supervised",
-    "warm_start_saved": f"{TRAINING}.policy_setup:save_directory",
-    "resume": f"{TRAINING}.checkpoints:Checkpoints.restore",
-    "cut_log": f"{TRAINING}.writer:MetricWriter.__init__",
-    "sync_weights": f"{TRAINING}.run:Run.sync_weights",
-    "evaluate": f"{TRAINING}.run:Run.evaluate",
-    "generate": f"{TRAINING}.run:Run.sample",
+    "warm_start": f"{RUNS}.warm_start:fit_supervised",
+    "warm_start_saved": f"{RUNS}.warm_start:save_directory",
+    "resume": f"{RUNS}.checkpoints:Checkpoints.restore",
+    "cut_log": f"{RUNS}.records:MetricWriter.__init__",
+    "sync_weights": f"{SAMPLER}.sync_weights",
+    "evaluate": "semrl_jax.evaluation.evaluator:Evaluator.evaluate",
+    "generate": f"{SAMPLER}.next",
     "score": "semrl_jax.rewards.pool:VerifierPool.submit",
-    "update": f"{TRAINING}.run:Run.update",
-    "rollouts": f"{TRAINING}.loop:write_rollouts",
-    "row": f"{TRAINING}.writer:MetricWriter.write",
-    "save": f"{TRAINING}.checkpoints:Checkpoints.save",
-    "seal": f"{TRAINING}.checkpoints:Checkpoints._seal",
-    "manifest": f"{TRAINING}.checkpoints:write_manifest",
-    "prune": f"{TRAINING}.checkpoints:Checkpoints._prune",
-    "report": f"{TRAINING}.loop:write_report",
+    "update": "semrl_jax.training.learner:Learner.update",
+    "rollouts": f"{RUNS}.run:write_rollouts",
+    "row": f"{RUNS}.records:MetricWriter.write",
+    "save": f"{RUNS}.checkpoints:Checkpoints.save",
+    "seal": f"{RUNS}.checkpoints:Checkpoints._seal",
+    "manifest": f"{RUNS}.checkpoints:write_manifest",
+    "prune": f"{RUNS}.checkpoints:Checkpoints._prune",
+    "report": f"{RUNS}.run:write_report",
 }
 
 

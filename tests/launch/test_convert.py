@@ -17,8 +17,8 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.launch.conftest import ROOT, run

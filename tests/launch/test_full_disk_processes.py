@@ -2,7 +2,7 @@
 
 import pytest
 
-from semrl_jax.training.checkpoint_files import checkpoint_problem, checkpoint_steps
+from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 from tests.launch.processes import finish, start_processes
 
 NUM_STEPS = 4

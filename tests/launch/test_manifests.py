@@ -16,7 +16,7 @@ from launch.cli import EXIT_USER_ERROR
 from semrl_jax.cluster import SINGLE, find_place
 from semrl_jax.cluster.environment import JOBSET_PORT
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
-from semrl_jax.training import EXIT_PREEMPTED, validate
+from semrl_jax.runs import EXIT_PREEMPTED, validate
 from tests.launch.conftest import ROOT, run
 
 JOBSET = ROOT / "launch" / "gke_jobset.yaml"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from configs import recorded
-from semrl_jax.training.workdir import jsonable
+from semrl_jax.runs.workdir import jsonable
 from tests.launch.conftest import run
 
 

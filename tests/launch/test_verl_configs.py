@@ -13,8 +13,8 @@ import pathlib
 
 import pytest
 
-from semrl_jax.training import validate
-from semrl_jax.training.config import flatten
+from semrl_jax.runs import validate
+from semrl_jax.runs.config import flatten
 
 RECORD = json.loads(
     (pathlib.Path(__file__).parents[1] / "golden" / "verl_launcher.json").read_text()

@@ -15,15 +15,16 @@ import optax
 
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.algorithms.seam import Passes, load_algorithm
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.training.state import make_optimizer
-from semrl_jax.training.statistics import metric_arrays
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
 from tests.parity.models import EOS, PAD
@@ -186,7 +187,15 @@ def prepare(
     plain = group_relative_advantages(jnp.asarray(rewards), **config.algorithms.advantage)
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
-    shaped, report = shaped_advantages(rewards, metrics, batch.response_mask, state, config)
+    shaped, report = shaped_advantages(
+        load_algorithm(config.algorithms.to_dict()),
+        rewards,
+        Passes(old_logprobs, ref_logprobs),
+        metrics,
+        batch.response_mask,
+        state,
+        config,
+    )
     found = metrics | {
         "old_logprobs": old_logprobs[mask],
         "ref_logprobs": ref_logprobs[mask],
@@ -232,8 +241,7 @@ def update(
             *rows,
             **pass_options(model, config),
             optimizer=optimizer,
-            aggregation=config.algorithms.aggregation,
-            loss_options=tuple(sorted(config.algorithms.loss.items())),
+            algorithm=load_algorithm(config.algorithms.to_dict()),
         )
         assert not scalars["policy/update_skipped"]
         for name in ("loss", "pg_loss", "entropy", "kl", "clip_fraction", "approx_kl", "grad_norm"):

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import pathlib
 import threading
-import types
 
 import jax
 import numpy as np
@@ -14,9 +13,11 @@ import torch
 
 from configs import quickstart
 from semrl_jax import models
+from semrl_jax.algorithms.seam import load_algorithm
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.training.run import Run
+from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.state import init_state
+from semrl_jax.training.update import TokenPass
 from tests.parity import reference, system
 from tests.parity.models import EOS, disturbed, random_model
 
@@ -356,18 +357,20 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
     optimizer = system.optimizer_of(config)
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
-    run = types.SimpleNamespace(
+    learner = Learner(
         config=config,
+        algorithm=load_algorithm(config.algorithms.to_dict()),
         policy=model.policy,
-        optimizer=optimizer,
         mesh=mesh,
-        device_lock=threading.Lock(),
+        reference=None,
+        optimizer=optimizer,
+        pad_token_id=0,
         peers=Peers(),
+        device_lock=threading.Lock(),
     )
+    passes = ForwardPasses(TokenPass(prepared.old_logprobs, None, None), prepared.ref_logprobs)
     state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
-    state, scalars = Run.update(
-        run, state, prepared.batch, prepared.old_logprobs, prepared.ref_logprobs, prepared.shaped
-    )
+    state, scalars = learner.update(state, prepared.batch, passes, prepared.shaped)
     before, after = model.tensors(model.params), model.tensors(state.params)
     changes = {name: after[name] - before[name] for name in before}
     expected = world.expected(case)

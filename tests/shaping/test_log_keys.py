@@ -11,8 +11,8 @@ import pytest
 
 from semrl_jax import shaping
 from semrl_jax.evaluation.greedy import greedy_scalars
-from semrl_jax.training import train
-from semrl_jax.training.statistics import batch_scalars
+from semrl_jax.runs import train
+from semrl_jax.sampling.statistics import batch_scalars
 from tests.training.conftest import make_scored
 from tests.training.tiny import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.rewards import Verdict
-from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
 from tests.training.tiny import tiny_config
 
@@ -102,4 +102,4 @@ def report():
 def reports_where_looked_at(request, monkeypatch):
     """Drawing a report takes longer than a small run: only for tests that ask for `report`."""
     if "report" not in request.fixturenames:
-        monkeypatch.setattr("semrl_jax.training.loop.write_report", lambda workdir: None)
+        monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)

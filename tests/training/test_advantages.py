@@ -3,11 +3,18 @@
 import jax.numpy as jnp
 import numpy as np
 
+from semrl_jax.algorithms.seam import Passes, load_algorithm
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
+from semrl_jax.training import advantages
+from semrl_jax.training.advantages import group_rewards, next_baselines
 from tests.training.conftest import make_scored
 
 INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
+
+
+def shaped_advantages(rewards, metrics, mask, state, config):
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    return advantages.shaped_advantages(algorithm, rewards, Passes(), metrics, mask, state, config)
 
 
 def make_metrics(seed=0, num=8):

@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks import hlo
 from semrl_jax import models
+from semrl_jax.algorithms import grpo
+from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.packing import RowPlan, lay_out
 from semrl_jax.training.state import abstract_state, init_state, make_optimizer
@@ -31,10 +33,7 @@ OPTIMIZER = make_optimizer(
     learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
     weight_decay=0.01, max_grad_norm=1.0,
 )  # fmt: skip
-LOSS = (
-    ("clip_epsilon", 0.2), ("entropy_coefficient", 0.01), ("kl_coefficient", 0.1),
-    ("kl_estimator", "low_var_kl"),
-)  # fmt: skip
+ALGORITHM = Algorithm(grpo, grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.1))
 TEMPERATURE = 0.9
 SCALARS = (
     "policy/loss", "policy/pg_loss", "policy/kl", "policy/entropy", "policy/clip_fraction",
@@ -122,7 +121,7 @@ def three_steps(case):
         old, ref = tokens(params), tokens(reference)
         params, opt_state, scalars = update_policy(
             params, opt_state, batch, old.logprobs + shift, ref.logprobs, advantages,
-            optimizer=OPTIMIZER, aggregation="token_mean", loss_options=LOSS, **settings,
+            optimizer=OPTIMIZER, algorithm=ALGORITHM, **settings,
         )  # fmt: skip
         states = [np.asarray(old.states[row], np.float32) for row in range(len(LENGTHS))]
         passes = (old.logprobs, ref.logprobs, old.entropies, states)
@@ -239,7 +238,7 @@ def compiled(case, program):
         settings |= {"with_states": True, "with_entropies": True}
         return row_logprobs.lower(state.params, rows, num_micro, **settings).compile()
     values = plan.put(SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4))
-    settings |= {"optimizer": OPTIMIZER, "loss_options": LOSS}
+    settings |= {"optimizer": OPTIMIZER, "algorithm": ALGORITHM}
     return update_rows.lower(
         state.params, state.optimizer, rows, values, num_micro, **settings
     ).compile()

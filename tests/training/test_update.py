@@ -3,6 +3,7 @@
 The oracle computes one sequence at a time, without padding, rows or micro-batches.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semrl_jax import models
-from semrl_jax.algorithms import policy_loss, token_weights
+from semrl_jax.algorithms import grpo, policy_loss, token_weights
+from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.training.packing import RowPlan, lay_out
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import (
@@ -33,10 +35,7 @@ OPTIMIZER = make_optimizer(
     weight_decay=0.01, max_grad_norm=1.0,
 )  # fmt: skip
 DESCENT = optax.sgd(1.0)  # its step is the gradient
-LOSS = (
-    ("clip_epsilon", 0.2), ("entropy_coefficient", 0.01), ("kl_coefficient", 0.1),
-    ("kl_estimator", "low_var_kl"),
-)  # fmt: skip
+OPTIONS = grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.1)
 VOCAB = 23
 LIMITS = (4, 10)  # longest prompt and response
 LENGTHS = ((4, 10), (1, 1), (3, 2), (2, 9), (4, 5))  # 5: no size but 1 divides it
@@ -93,13 +92,16 @@ def make_values(batch, seed=1):
 
 
 def update(
-    policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT, loss=LOSS
+    policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT, **options
 ):
     """New parameters, optimiser state and scalars."""
     params = jax.tree.map(jnp.copy, params)  # donated
     return update_policy(
         params, optimizer.init(params), batch, *values, policy=policy, optimizer=optimizer,
-        temperature=0.8, plan=plan, aggregation=aggregation, loss_options=loss,
+        temperature=0.8, plan=plan,
+        algorithm=Algorithm(
+            grpo, dataclasses.replace(OPTIONS, aggregation=aggregation, **options)
+        ),
     )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def oracle(policy, params, batch, values):
             old, ref, advantages = (jnp.asarray(value[row, own])[None] for value in values)
             total += policy_loss(
                 *tokens[-1][:2], old_logprobs=old, ref_logprobs=ref, advantages=advantages,
-                weights=weights[row, : own.sum()][None], **dict(LOSS),
+                weights=weights[row, : own.sum()][None], options=OPTIONS,
             )[0]  # fmt: skip
         return total, tokens
 
@@ -269,10 +271,13 @@ def test_without_kl_the_update_is_the_same_without_a_reference():
     policy, params = setup()
     batch = make_batch()
     old, ref, advantages = make_values(batch)
-    loss = tuple((dict(LOSS) | {"kl_coefficient": 0.0}).items())
     plan = plan_of(PLANS["two rows"])
-    expected, _, scalars = update(policy, params, batch, (old, ref, advantages), plan, loss=loss)
-    actual, _, rest = update(policy, params, batch, (old, None, advantages), plan, loss=loss)
+    expected, _, scalars = update(
+        policy, params, batch, (old, ref, advantages), plan, kl_coefficient=0.0
+    )
+    actual, _, rest = update(
+        policy, params, batch, (old, None, advantages), plan, kl_coefficient=0.0
+    )
     assert_near(actual, expected)  # another program rounds otherwise
     assert scalars.pop("policy/kl") > 0
     assert rest.keys() == scalars.keys()
@@ -308,7 +313,7 @@ def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=1
     opt_state = jax.eval_shape(optimizer.init, params)
     compiled = update_rows.lower(
         params, opt_state, *plan.put((layout.rows, values)), np.int32(layout.num_micro),
-        policy=policy, optimizer=optimizer, temperature=1.0, loss_options=LOSS,
+        policy=policy, optimizer=optimizer, temperature=1.0, algorithm=Algorithm(grpo, OPTIONS),
     ).compile()  # fmt: skip
     donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, opt_state)))
     return compiled.memory_analysis(), donated

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from configs import quickstart
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
+from semrl_jax.rollout.building import engine_mesh, jax_engine
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.sampling import split_sampling
-from semrl_jax.training import validate
-from semrl_jax.training.replicas import engine_mesh, jax_engine
+from semrl_jax.runs import validate
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from semrl_jax import models
+from semrl_jax.runs.checkpoint_files import FORMAT_VERSION
+from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.checkpoint_files import FORMAT_VERSION
-from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.state import DataPosition, TrainState, init_state, make_optimizer
 
 HERE = pathlib.Path(__file__).parent

@@ -1,0 +1,165 @@
+"""What an algorithm is to the training loop, which knows none by name.
+
+An algorithm is a module with these names:
+
+- `Options`: a frozen dataclass that checks itself; its fields are the settings of
+  `config.algorithms` (`advantage.*`, `loss.*`, `aggregation`).
+- `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
+- `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping.
+- `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
+- `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
+  of a micro-batch in the loss of its mini-batch, and scalars to be summed like it.
+
+The functions are pure and run under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.errors import UserError
+
+PACKAGE = "semrl_jax.algorithms"
+PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
+
+
+class Needs(NamedTuple):
+    """What an algorithm needs beside the policy's own log-probabilities.
+
+    Attributes:
+      groups: at least two responses per prompt.
+      old_logprobs: log-probabilities of the policy at the start of the update.
+      reference: log-probabilities of the frozen reference.
+    """
+
+    groups: bool = False
+    old_logprobs: bool = False
+    reference: bool = False
+
+
+class Passes(NamedTuple):
+    """What forward passes over the batch gave, float32 nats; None where it is not needed."""
+
+    old_logprobs: Float[Array, "B T"] | None = None
+    ref_logprobs: Float[Array, "B T"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """A module and its options; hashable, so that it can be static under `jax.jit`."""
+
+    module: ModuleType
+    options: Any
+
+    @property
+    def needs(self) -> Needs:
+        """See `Needs`."""
+        return self.module.needs(self.options)
+
+    def advantages(
+        self, rewards: Float[Array, "P G"], passes: Passes, response_mask: Bool[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """Float32 advantages before shaping; 0.0 on masked-out tokens."""
+        return self.module.advantages(rewards, passes, response_mask, self.options)
+
+    def token_weights(self, response_mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+        """Float32 weights of the tokens of a mini-batch; their sum is 1."""
+        return self.module.token_weights(response_mask, self.options)
+
+    def loss(
+        self, logprobs: Float[Array, "*tokens"], entropy: Float[Array, "*tokens"], **values: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """The share of a micro-batch in the loss of its mini-batch, and its scalars."""
+        return self.module.loss(logprobs, entropy, **values, options=self.options)
+
+
+def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
+    """The algorithm that a config names.
+
+    Args:
+      section: `config.algorithms`. `name` is that of a module of this package ("grpo") or of any
+        other ("my_package.my_module"); all but `importance` are its options, sections merged.
+
+    Raises:
+      UserError: if there is no such module, if a part of it is missing, or for an option that the
+        module does not have or refuses.
+    """
+    name = section["name"]
+    module = _load_module(name)
+    if missing := [part for part in PARTS if not hasattr(module, part)]:
+        raise UserError(
+            f"algorithms.name={name!r}: module {module.__name__} has no {missing[0]!r}; an "
+            f"algorithm defines {', '.join(PARTS)} (docs/extending.md)."
+        )
+    fields = {field.name for field in dataclasses.fields(module.Options)}
+    options: dict[str, Any] = {}
+    paths: dict[str, str] = {}
+    for path, option, value in _options(section):
+        if option not in fields:
+            raise UserError(
+                f"{path} is no option of algorithms.name={name!r}, which has "
+                f"{', '.join(sorted(fields))}; remove it."
+            )
+        if option in options:
+            raise UserError(f"{path}: {option} is set in two sections; keep one.")
+        options[option], paths[option] = value, path
+    try:
+        return Algorithm(module, module.Options(**options))
+    except ValueError as error:
+        option = str(error).partition("=")[0]
+        section = paths.get(option, "algorithms.").removesuffix(option)
+        raise UserError(f"{section}{error}") from None
+
+
+def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(dotted path, name, value) of every option."""
+    for key, value in section.items():
+        if key in ("name", "importance"):
+            continue
+        if isinstance(value, Mapping):
+            yield from ((f"algorithms.{key}.{name}", name, one) for name, one in value.items())
+        else:
+            yield f"algorithms.{key}", key, value
+
+
+def _load_module(name: str) -> ModuleType:
+    full = name if "." in name else f"{PACKAGE}.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name is None or not full.startswith(error.name):
+            raise  # the module is there; something that it imports is not
+    known = _built_in()
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(known)}."
+    raise UserError(
+        f"algorithms.name={name!r}: there is no module {full}; {hint} An algorithm of your own is "
+        "named by its importable module, as 'my_package.my_module'."
+    )
+
+
+def _built_in() -> list[str]:
+    """Names of the modules of this package that are algorithms."""
+    directory = importlib.util.find_spec(PACKAGE).submodule_search_locations
+    found = [
+        module.name
+        for module in pkgutil.iter_modules(directory)
+        if hasattr(importlib.import_module(f"{PACKAGE}.{module.name}"), "Options")
+    ]
+    return sorted(found)
+
+
+def check_options(options: Any, **rules: tuple[bool, str]) -> None:
+    """Raises ValueError for the first field whose rule does not hold; `rules`: (holds, rule)."""
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"{name}={getattr(options, name)!r} must {rule}.")

@@ -1,0 +1,81 @@
+"""The model that a config names: architecture, tokenizer, end tokens, parameters."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+
+from semrl_jax import data
+from semrl_jax.errors import UserError
+from semrl_jax.models import (
+    DecoderConfig,
+    Params,
+    Policy,
+    eos_token_ids,
+    find_directory,
+    load_config,
+    load_params,
+    parameter_shardings,
+)
+
+
+def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
+    """Architecture and transformers tokenizer of `model.path`, or of a random model.
+
+    Raises:
+      UserError: if the directory is missing, unsupported or has no fitting tokenizer.
+    """
+    if config.model.path:
+        directory = find_directory(config.model.path)
+        architecture = load_config(directory)
+        tokenizer = data.load_tokenizer(directory)
+        if len(tokenizer) > architecture.vocab_size:
+            raise UserError(
+                f"model.path={config.model.path}: the tokenizer has {len(tokenizer)} tokens, the "
+                f"model vocab_size={architecture.vocab_size}; they do not belong together."
+            )
+    else:
+        tokenizer = data.character_tokenizer()
+        architecture = random_architecture(config, len(tokenizer))
+    return Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
+
+
+def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, and those `model.path` names beside it."""
+    ids = {tokenizer.eos_token_id}
+    if config.model.path:
+        ids.update(eos_token_ids(find_directory(config.model.path)))
+    return tuple(sorted(ids))
+
+
+def starting_params(
+    directory: pathlib.Path, policy: Policy, mesh: Mesh, dtype: str = "float32"
+) -> Params:
+    """The parameters of a model directory on the mesh.
+
+    Raises:
+      UserError: if the weights are missing or do not fit the architecture or the mesh.
+    """
+    shardings = parameter_shardings(policy.shapes(), mesh)
+    params = load_params(directory, policy.config, shardings)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:
+    """The architecture of `config.model`'s sizes."""
+    model = config.model
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        max_position_embeddings=2048,
+        tie_embeddings=model.tie_embeddings,
+    )

@@ -1,0 +1,191 @@
+"""Replicas and engines as a config wants them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+
+import configs
+from semrl_jax import data
+from semrl_jax.errors import UserError
+from semrl_jax.files import jsonable, write_json
+from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
+from semrl_jax.models.config import config_to_hf
+from semrl_jax.rollout.auth import TOKEN_VARIABLE
+from semrl_jax.rollout.child import ChildReplica
+from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.engines.jax import JaxEngine
+
+
+def jax_engine(
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    device_lock: threading.Lock | None = None,
+) -> JaxEngine:
+    """The JAX engine as the config wants it, embedded (with the trainer's lock) or on its own.
+
+    Raises:
+      UserError: if it cannot be split over this process's devices as the config wants it.
+    """
+    rollout = config.rollout
+    return JaxEngine(
+        policy,
+        mesh=configured_mesh(config, policy.config),
+        tokenizer_hash=data.tokenizer_hash(tokenizer),
+        max_batch=rollout.jax_max_batch,
+        chunk=rollout.jax_chunk_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        device_lock=device_lock,
+    )
+
+
+def vllm_child(
+    config: ml_collections.ConfigDict, directory: pathlib.Path, progress: Callable[[str], None]
+) -> ChildReplica:
+    """A vLLM replica in the environment of `rollout.vllm_python`, with the settings of this run.
+
+    Args:
+      directory: for its settings and what it prints; made.
+      progress: takes one line about a wait.
+    """
+    python = config.rollout.vllm_python
+    if not pathlib.Path(python).exists():
+        raise UserError(
+            f"rollout.vllm_python={python} does not exist; make the environment with "
+            "third_party/vllm_patch/make_env.sh, or name the python of another one with vLLM."
+        )
+    directory.mkdir(exist_ok=True)
+    settings = directory / "config.json"
+    record = jsonable(config.to_dict())
+    # The child runs in another directory, and has the token of this process.
+    if config.model.path and os.path.isdir(config.model.path):
+        record["model"]["path"] = os.path.abspath(config.model.path)
+    record["rollout"]["token_file"] = ""
+    write_json(settings, {"config": record})
+    root = pathlib.Path(configs.__file__).parents[1]
+    return ChildReplica(
+        [
+            os.path.abspath(python), "-m", "launch.rollout", "--engine=vllm",
+            f"--config={root / 'configs' / 'recorded.py'}:{settings}",
+        ],
+        directory=root,
+        log=directory / "log.txt",
+        start_timeout_s=config.rollout.connect_timeout_s,
+        progress=progress,
+    )  # fmt: skip
+
+
+def vllm_engine(
+    config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, directory: pathlib.Path
+) -> Engine:
+    """The vLLM engine as the config wants it, in the environment that has vLLM.
+
+    Args:
+      directory: an empty one, where vLLM finds the architecture; the weights come from a trainer.
+
+    Raises:
+      UserError: if vLLM or its plugin is missing or does not fit, or memory does not suffice.
+    """
+    from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings
+
+    rollout, architecture = config.rollout, policy.config
+    dtype = rollout.weight_dtype or policy.compute_dtype
+    hf = config_to_hf(architecture, dtype=dtype)
+    (directory / "config.json").write_text(json.dumps(hf))
+    return VllmEngine(
+        VllmModel(
+            directory=str(directory),
+            specs=tuple(tensor_specs(architecture, dtype)),
+            model_hash=architecture.hash,
+            tokenizer_hash=data.tokenizer_hash(tokenizer),
+            vocab_size=architecture.vocab_size,
+            hidden_size=architecture.hidden_size,
+            num_layers=architecture.num_layers,
+        ),
+        VllmSettings(
+            dtype=dtype,
+            max_num_seqs=rollout.vllm_max_num_seqs,
+            max_num_batched_tokens=rollout.vllm_max_num_batched_tokens,
+            tensor_parallel_size=rollout.vllm_tensor_parallelism,
+            gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+            kv_cache_gib=rollout.vllm_kv_cache_gib,
+            enforce_eager=rollout.vllm_enforce_eager,
+            in_flight=rollout.in_flight,
+        ),
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+
+
+def configured_mesh(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> Mesh:
+    """The JAX engine's devices; raises as `engine_mesh`."""
+    rollout = config.rollout
+    return engine_mesh(
+        architecture, tensor=rollout.jax_tensor_parallelism, data=rollout.jax_data_parallelism
+    )
+
+
+def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
+    """The first `tensor * data` devices of this process, of which other processes have no part.
+
+    Args:
+      architecture: what is to be split.
+      tensor: rollout.jax_tensor_parallelism; -1 takes the devices left over.
+      data: rollout.jax_data_parallelism; likewise, but not both.
+
+    Raises:
+      UserError: if there are too few devices, if `tensor` does not divide the architecture, or if
+        `data` is no power of two.
+    """
+    devices = jax.local_devices()
+    fields = f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}"
+    if tensor == -1:
+        tensor = len(devices) // data
+    if data == -1:
+        data = len(devices) // tensor
+    if not 0 < tensor * data <= len(devices):
+        raise UserError(
+            f"{fields}: their product must be at most the {len(devices)} devices of this process; "
+            "lower one of them."
+        )
+    if data & (data - 1):
+        raise UserError(
+            f"{fields}: the engine's batch is a power of two, which {data} copies of the weights "
+            "do not divide; set rollout.jax_data_parallelism to a power of two."
+        )
+    shape = {"replica": data, "fsdp": 1, "sequence": 1, "tensor": tensor}
+    mesh = make_mesh(shape, devices[: tensor * data])
+    try:
+        check_mesh(architecture, mesh)
+    except UserError as error:
+        raise UserError(f"{fields}: on the engine's own mesh, {error}") from None
+    return mesh
+
+
+def read_token(token_file: str) -> str:
+    """The replicas' token from a file or $SEMRL_ROLLOUT_TOKEN; never from a command line."""
+    if token_file:
+        try:
+            token = pathlib.Path(token_file).read_text().strip()
+        except OSError as error:
+            raise UserError(
+                f"rollout.token_file={token_file} cannot be read: {error.strerror}."
+            ) from None
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise UserError(
+            "the replicas' token is empty: name a file by rollout.token_file or set "
+            f"${TOKEN_VARIABLE}."
+        )
+    return token

@@ -1,0 +1,80 @@
+"""Whether the processes of a run are of one mind before they begin."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import itertools
+import json
+import pathlib
+import platform
+
+import jax
+import ml_collections
+
+import semrl_jax
+from semrl_jax.cluster.agreement import together
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+from semrl_jax.runs.workdir import flatten_settings, versions
+
+# Beside those that a run directory records: what else its numbers and its files depend on.
+MORE_PACKAGES = (
+    "math-verify", "ml_collections", "ml_dtypes", "protobuf", "pyarrow", "safetensors",
+    "tensorstore", "tokenizers",
+)  # fmt: skip
+OWN = ("distributed.process_id",)  # settings that each process has for itself
+
+
+def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
+    """Raises UserError, in all, if two processes have other settings, code, packages or devices."""
+    own = {
+        **{f"config.{name}": value for name, value in flatten_settings(config).items()},
+        **{f"version of {name}": value for name, value in versions().items()},
+        **{f"version of {name}": importlib.metadata.version(name) for name in MORE_PACKAGES},
+        "version of Python": platform.python_version(),
+        "code": code_hash(),
+        "code of rewards.function": function_hash(config.rewards.function),
+        "devices": f"{jax.local_device_count()} {jax.devices()[0].device_kind}",
+    }
+    for name in OWN:
+        own.pop(f"config.{name}")
+    found = peers.gather("compare", own)
+
+    def compare() -> None:
+        for process, other in enumerate(found):
+            for name in sorted(own.keys() | other.keys()):
+                if own.get(name) != other.get(name):
+                    raise UserError(
+                        f"process {process} has {name}={other.get(name)!r}, process {peers.index} "
+                        f"{own.get(name)!r}; start all processes with the same command from the "
+                        "same environment."
+                    )
+
+    together(peers, "compare", compare)
+
+
+def code_hash() -> str:
+    """Hex SHA-256 of this package's Python files: a checkout without git has no revision."""
+    root = pathlib.Path(semrl_jax.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(json.dumps([str(file.relative_to(root)), content]).encode())
+    return digest.hexdigest()
+
+
+def function_hash(path: str) -> str:
+    """The same of the module of 'package.module:name'; empty where there is no such file.
+
+    Found without importing it: what it does is for the verifiers' processes.
+    """
+    places = None
+    for name in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+        if spec is None:
+            return ""
+        places = spec.submodule_search_locations
+    file = pathlib.Path(spec.origin or "")
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

@@ -1,0 +1,136 @@
+"""What a run leaves behind: metrics.jsonl, TensorBoard events, sampled responses."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from semrl_jax.files import parse_json, remove, replacing, through_no_link
+from semrl_jax.sampling.scoring import ScoredRollout
+
+
+class MetricWriter:
+    """Writes one flat JSON object a step, and the same numbers as TensorBoard events.
+
+    Rows at or after `first_step` are removed on opening, so that a resumed run holds no step twice;
+    the events are made anew from the rows, since an event file cannot be cut.
+    """
+
+    def __init__(self, workdir: pathlib.Path, first_step: int):
+        # Imports torch where that is installed: two seconds that others need not wait.
+        from tensorboardX import SummaryWriter
+
+        self._file = workdir / "metrics.jsonl"
+        rows = [row for row in read_rows(self._file) if row["step"] < first_step]
+        with replacing(self._file) as out:
+            out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        events = workdir / "tensorboard"
+        shutil.rmtree(events, ignore_errors=True)
+        self._events = SummaryWriter(str(events))
+        for row in rows:
+            self._add_events(row)
+        self._out = open(self._file, "a", opener=through_no_link)  # noqa: SIM115 - see close()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends one row; it is on its way to the disk when this returns."""
+        row = {"step": step} | {
+            # JSON has no NaN; a skipped update's loss is null.
+            name: float(value) if math.isfinite(value) else None
+            for name, value in sorted(scalars.items())
+        }
+        self._out.write(json.dumps(row) + "\n")
+        self._out.flush()
+        self._add_events(row)
+
+    def close(self) -> None:
+        self._out.close()
+        self._events.close()
+
+    def _add_events(self, row: Mapping[str, float | int | None]) -> None:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                self._events.add_scalar(name, value, row["step"])
+
+
+def read_rows(file: pathlib.Path) -> list[dict[str, float | int | None]]:
+    """Rows of a metrics.jsonl, up to the first that is none: a kill leaves a torn last line."""
+    rows: list[dict[str, float | int | None]] = []
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            break
+        rows.append(row)
+    return rows
+
+
+def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:
+    """Removes recorded responses at or after `first_step`, and files a kill left half-written.
+
+    The evaluation of step s is made before its update, by the attempt that makes step s.
+    """
+    for file in directory.glob("*"):
+        name = re.fullmatch(r"(?:step|eval)_(\d+)\.(parquet|writing)", file.name)
+        if name and (name[2] == "writing" or int(name[1]) >= first_step):
+            remove(file)
+
+
+def write_rollouts(
+    directory: pathlib.Path,
+    step: int,
+    scored: Sequence[ScoredRollout],
+    text: Callable[[np.ndarray], str],
+    benchmarks: Sequence[str] | None = None,
+) -> None:
+    """Writes responses as Parquet, by docs/log_keys.md; the file appears whole or not at all.
+
+    Args:
+      directory: rollouts/ of a run.
+      step: of the weights that sampled them.
+      scored: the responses.
+      text: token ids to text, special tokens kept.
+      benchmarks: of each response of an evaluation; None: they are of training.
+    """
+    directory.mkdir(exist_ok=True)
+    rollouts = [item.rollout for item in scored]
+    verdicts = [item.verdict for item in scored]
+    metrics = rollouts[0].metrics if rollouts else ()
+    columns = {
+        "step": [step] * len(scored),
+        **({} if benchmarks is None else {"benchmark": _strings(benchmarks)}),
+        "group_id": [rollout.group_id for rollout in rollouts],
+        "sample_index": [rollout.sample_index for rollout in rollouts],
+        "prompt": [text(rollout.prompt_ids) for rollout in rollouts],
+        "response": [text(rollout.response_ids) for rollout in rollouts],
+        "reference": _strings(item.reference for item in scored),
+        "extracted": _strings(verdict.extracted for verdict in verdicts),
+        "score": [verdict.score for verdict in verdicts],
+        "correct": [verdict.correct for verdict in verdicts],
+        "verifier_error": _strings(verdict.error or None for verdict in verdicts),
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
+        "response_ids": [rollout.response_ids for rollout in rollouts],
+        "rollout_logprobs": [rollout.rollout_logprobs for rollout in rollouts],
+    } | {f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics}
+    file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
+    with replacing(file) as out:
+        pq.write_table(pa.table(columns), out)
+
+
+def _strings(values: Iterable[str | None]) -> pa.Array:
+    """A column of text whatever it holds: all None would have no type, half a surrogate pair from
+    a file or a verifier no encoding."""
+    return pa.array(
+        [value if value is None else value.encode(errors="replace").decode() for value in values],
+        pa.string(),
+    )

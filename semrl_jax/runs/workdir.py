@@ -1,0 +1,320 @@
+"""The directory of one run: who owns it, what it was started with, what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import pathlib
+import re
+import secrets
+import subprocess
+from typing import IO, Any
+
+import ml_collections
+
+from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
+
+# A resumed run may change these; anything else would make it another run.
+MAY_DIFFER = (
+    "training.num_steps",
+    "training.grace_s",
+    "rollout.addresses",
+    "rollout.vllm_",
+    "rollout.token_file",
+    "rollout.tls_ca_file",
+    "rollout.connect_timeout_s",
+    "rollout.call_timeout_s",
+    "rollout.stall_timeout_s",
+    "data.files",  # wherever they lie: `check_inputs` holds their contents
+    "evaluation.",
+    "checkpoints.",
+    "logging.",
+    "distributed.",
+    "mesh.",
+    # On what a step is done, and how it is split; its numbers stay the same but for rounding.
+    "rollout.jax_tensor_parallelism",
+    "rollout.jax_data_parallelism",
+    "rewards.num_workers",
+    "metrics.num_threads",
+    "training.micro_batch_size",
+    "training.micro_batch_tokens",
+    "training.pack_sequences",
+    "training.balance_lengths",
+    "model.remat",
+)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """An owned run directory.
+
+    Attributes:
+      path: the directory.
+      run_id: fixed when the directory was made.
+      attempt_id: fresh for every start.
+      resumed: whether an earlier attempt made the directory.
+      changed: settings that differ from the first attempt's, as "field: old -> new".
+      lock: closed, it lets another process have the directory.
+      made: directories that this attempt made, the run's own first.
+    """
+
+    path: pathlib.Path
+    run_id: str
+    attempt_id: str
+    resumed: bool
+    changed: tuple[str, ...]
+    lock: Any
+    made: tuple[pathlib.Path, ...] = ()
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.path / "checkpoints"
+
+    @property
+    def warm_start(self) -> pathlib.Path:
+        return self.path / "warm_start"
+
+    @property
+    def weights_record(self) -> pathlib.Path:
+        return self.path / "weights.json"
+
+    @property
+    def rollouts(self) -> pathlib.Path:
+        return self.path / "rollouts"
+
+    def check_inputs(self, hashes: dict[str, str]) -> None:
+        """Records what the run reads from elsewhere, or compares it with what it began with.
+
+        Args:
+          hashes: by what they are of.
+
+        Raises:
+          UserError: if one has changed since.
+        """
+        file = self.path / "inputs.json"
+        try:
+            recorded = read_json_object(file)
+        except FileNotFoundError:
+            write_json(file, hashes)
+            return
+        except UserError as error:
+            raise UserError(
+                f"{error} It has what the run began with; restore it or name a new workdir."
+            ) from None
+        for name, value in hashes.items():
+            if recorded.get(name, value) != value:
+                raise UserError(
+                    f"the run in {self.path} began with other {name} (see {file.name}); restore "
+                    "what was there or name a new workdir."
+                )
+
+    def discard(self, message: str = "") -> None:
+        """Removes what this attempt has made, if a mistake stopped it before it had anything.
+
+        Nothing goes where an earlier attempt began, or where there is a warm start, a row, a
+        checkpoint, or a file of another kind.
+
+        Args:
+          message: what the user is told; a replica's directory that it names is kept.
+        """
+        contents = [] if self.resumed else list(self.path.iterdir())
+        if not all(map(_is_worthless, contents)):
+            return
+        for path in contents:
+            if not (path.name.startswith("replica") and str(path) in message):
+                remove(path)
+        for directory in self.made:
+            with contextlib.suppress(OSError):  # not empty
+                directory.rmdir()
+
+    def close(self) -> None:
+        """Lets another process have the directory."""
+        self.lock.close()
+
+
+def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
+    """Makes or reopens a run directory and locks it for this process.
+
+    Raises:
+      UserError: if it cannot be written, belongs to something else, to a run with another config,
+        or to a run that is going on.
+    """
+    directory = pathlib.Path(path).absolute()
+    settings = jsonable(config.to_dict())
+    made, lock = _make_and_lock(path, directory, settings)
+    try:
+        config_file = directory / "config.json"
+        resumed = config_file.exists()
+        if resumed:
+            record = _read_record(config_file)
+        else:
+            record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
+            write_json(config_file, record)
+        return Workdir(
+            path=directory,
+            run_id=record["run_id"],
+            attempt_id=secrets.token_hex(8),
+            resumed=resumed,
+            changed=_compare(path, record["config"], settings),
+            lock=lock,
+            made=made,
+        )
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _make_and_lock(
+    path: str, directory: pathlib.Path, settings: Any
+) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
+    """The directories made, and the lock; raises as `open_workdir`, with nothing made."""
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"workdir={path} is a file; name a directory.")
+        contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
+        if "config.json" in contents:
+            _compare(path, _read_record(directory / "config.json")["config"], settings)
+        elif not all(map(_is_left_by_a_start, contents)):
+            raise UserError(
+                f"workdir={path} is not empty and holds no run (config.json is missing); name a "
+                "new directory."
+            )
+        made = tuple(d for d in (directory, *directory.parents) if not d.exists())
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - for the run
+    except OSError as error:
+        raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise UserError(
+            f"workdir={path} belongs to a run that is going on; stop it or name another directory."
+        ) from None
+    return made, lock
+
+
+def _read_record(file: pathlib.Path) -> dict[str, Any]:
+    """`config.json` of a run; UserError if it is something else."""
+    try:
+        record = read_json_object(file)
+    except UserError as error:
+        raise UserError(f"{error} It is not the record of a run; name another workdir.") from None
+    if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
+        raise UserError(f"{file} is not the record of a run; name another workdir.")
+    return record
+
+
+def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
+    """The run directory in every process; process 0 alone makes it, locks it and writes to it.
+
+    Raises:
+      UserError: as `open_workdir`, or where a process does not see what process 0 made.
+    """
+    opened: list[Workdir] = []
+
+    def lead() -> dict[str, Any]:
+        workdir = open_workdir(path, config)
+        opened.append(workdir)
+        return {
+            name: getattr(workdir, name) for name in ("run_id", "attempt_id", "resumed", "changed")
+        }
+
+    record = on_first(peers, "open_workdir", lead)
+    if opened:
+        workdir = opened[0]
+    else:
+        record["changed"] = tuple(record["changed"])
+        workdir = Workdir(pathlib.Path(path).absolute(), lock=contextlib.ExitStack(), **record)
+    try:
+        together(peers, "open_workdir", lambda: _check_shared(workdir))
+    except BaseException:
+        if opened:
+            workdir.discard()
+            workdir.close()
+        raise
+    return workdir
+
+
+def _is_left_by_a_start(name: str) -> bool:
+    """Whether a start that came to nothing leaves this in a run directory.
+
+    A kill in the first write leaves its staging file, a replica that did not start what it printed.
+    """
+    return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
+
+
+def _is_worthless(path: pathlib.Path) -> bool:
+    """Whether what a run has made is nothing to go on from."""
+    if path.name == "checkpoints":
+        return path.is_dir() and not any(path.iterdir())
+    if path.name == "metrics.jsonl":
+        return path.is_file() and not path.stat().st_size
+    return (
+        path.name in ("config.json", "inputs.json", "weights.json", "tensorboard")
+        or path.suffix == ".writing"
+        or _is_left_by_a_start(path.name)
+    )
+
+
+def _check_shared(workdir: Workdir) -> None:
+    try:
+        run_id = read_json_object(workdir.path / "config.json").get("run_id")
+    except (FileNotFoundError, UserError):
+        run_id = None
+    if run_id != workdir.run_id:
+        raise UserError(
+            f"workdir={workdir.path} does not show what process 0 wrote there; name a directory "
+            "that all processes share."
+        )
+
+
+def versions() -> dict[str, str]:
+    """Package versions and the git revision of the code, "" outside a checkout."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found | {"git": revision.stdout.strip()}
+
+
+def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Every field under its full name, as JSON holds it."""
+    return _flatten(jsonable(config.to_dict()))
+
+
+def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
+    old, new = _flatten(recorded), _flatten(settings)
+    changed = []
+    for field in sorted(old.keys() | new.keys()):
+        if old.get(field) == new.get(field):
+            continue
+        line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
+        # A setting that did not exist when the run began is at most named.
+        if field in old and not field.startswith(MAY_DIFFER):
+            raise UserError(
+                f"workdir={path} holds a run with another config ({line}); restore the setting or "
+                "name a new directory."
+            )
+        changed.append(line)
+    return tuple(changed)
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -1,0 +1,401 @@
+"""What a trainer asks for and gets: responses of given weights, scored and measured."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float
+
+from semrl_jax import data, models
+from semrl_jax.clock import Clock
+from semrl_jax.cluster.agreement import Retry, together
+from semrl_jax.cluster.gathering import gather_bytes
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Reporter
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.sampling.exchange import pack_scored, share_of, unpack_scored
+from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
+from semrl_jax.sampling.statistics import logprob_mismatch, state_differences, state_mismatch
+from semrl_jax.sampling.weight_sync import send_together
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    WeightVersion,
+)
+
+TRAINING, EVALUATION = 1, 2  # streams of the sampling seeds
+
+
+class Weights(NamedTuple):
+    """The policy that is sampled from."""
+
+    params: models.Params
+    version: WeightVersion | None  # None in a process without replicas
+    step: int
+
+
+class Sample(NamedTuple):
+    """The responses of one training step.
+
+    Attributes:
+      scored: B = P * G, in (group, sample) order.
+      position: (epoch, prompts taken of it) after this step.
+    """
+
+    scored: list[ScoredRollout]
+    position: tuple[int, int]
+
+
+@dataclasses.dataclass
+class Sampler:
+    """Owns the prompts' order, the replicas, the verifier and the measurer.
+
+    What it returns for a step follows from the config, the weights and the step. With several
+    processes, each owner of a data shard samples its share of the groups, and all get everything
+    but the hidden states of the others.
+    """
+
+    config: ml_collections.ConfigDict
+    architecture: models.DecoderConfig
+    tokenizer: Any
+    end_token_ids: tuple[int, ...]
+    prompts: data.PromptDataset
+    client: RolloutClient | None  # of an owner
+    verifier: VerifierPool
+    measurer: Measurer | None
+    peers: Peers
+    owners: tuple[int, ...]  # the processes that sample
+    stop: StopRequest
+    reporter: Reporter
+    weights: Weights | None = None  # since the last sync
+    _counted: dict[str, int] = dataclasses.field(default_factory=dict)  # totals at the last step
+
+    def sync_weights(self, params: models.Params, step: int) -> WeightVersion | None:
+        """Streams the policy to every replica; later calls sample with exactly this version.
+
+        None in a process without replicas. With several processes each tensor is gathered by all
+        of them at once. Raises RuntimeError after `rollout.call_timeout_s`, attempts that all had
+        to repeat included.
+        """
+        dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
+        specs = models.tensor_specs(self.architecture, dtype)
+
+        def read() -> Iterator[np.ndarray]:
+            tensors = models.iterate_hf_tensors(params, self.architecture, dtype)
+            return (array for _, array in tensors)
+
+        def sync(read: Callable[[], Iterator[np.ndarray]]) -> WeightVersion:
+            return self.client.sync_weights(specs, read, step=step)
+
+        if self.peers.count == 1:
+            with self.stop.interruptible():
+                version = sync(read)
+        else:
+            version = self._sync_together(self.client and sync, read, step)
+        self.weights = Weights(params, version, step)
+        return version
+
+    def next(self, step: int, position: tuple[int, int], clock: Clock) -> Sample:
+        """G responses to each of the next P prompts, from the weights of the last sync.
+
+        They are scored and measured as they arrive.
+        """
+        examples, position = data.next_prompts(
+            self.prompts, self.config.seed, position, self.config.data.prompts_per_step
+        )
+        rollout = self.config.rollout
+        groups = [step * len(examples) + draw for draw in range(len(examples))]
+        requests = [
+            SampleRequest(
+                sample_id=f"train/{step}/{draw}/{sample}",
+                group_id=groups[draw],
+                sample_index=sample,
+                prompt_ids=example.prompt_ids,
+                seed=stream_seed(self.config.seed, TRAINING, step, draw, sample),
+            )
+            for draw, example in enumerate(examples)
+            for sample in range(rollout.group_size)
+        ]
+        with clock("sample"):
+            scored = self.sample(
+                requests,
+                dict(zip(groups, (example.answer for example in examples))),
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                measured=self.config.hidden_states.source == "rollout",
+                keep_states=self.compares(step),
+                clock=clock,
+                arrived=counter(clock, "sample", len(requests)),
+            )
+        return Sample(scored, position)
+
+    def sample(
+        self,
+        requests: Sequence[SampleRequest],
+        references: Mapping[int, str],
+        **options: Any,
+    ) -> list[ScoredRollout]:
+        """All requested responses, scored, in (group, sample) order and in every process; each
+        owner samples its groups.
+
+        Where a replica has lost its weights, all send them again; the owner then samples its groups
+        anew, what had arrived included. RuntimeError where that goes on for longer than
+        `rollout.call_timeout_s`.
+        """
+        groups = list(dict.fromkeys(request.group_id for request in requests))
+        own_groups = set(share_of(groups, self.owners, self.peers.index))
+        own = [request for request in requests if request.group_id in own_groups]
+        scored: list[ScoredRollout] = []
+        timeout_s = self.config.rollout.call_timeout_s
+        deadline = time.monotonic() + timeout_s
+        reason = None
+
+        def sample_own() -> None:
+            if reason is not None and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the responses of step {self.weights.step} did not come within "
+                    f"rollout.call_timeout_s={timeout_s:g} s ({reason})."
+                )
+            if own and not scored:
+                scored.extend(self._sample_here(own, references, **options))
+
+        while True:
+            try:
+                together(self.peers, "sample", sample_own)
+                break
+            except Retry as retry:
+                reason = retry
+                params, _, step = self.weights
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
+                self.sync_weights(params, step)
+        return self._of_all(scored)
+
+    def mismatch(
+        self,
+        scored: Sequence[ScoredRollout],
+        logprobs: Float[np.ndarray, "B T"],
+        states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
+        step: int,
+    ) -> dict[str, float]:
+        """`rollout/..._mismatch/{mean,max}`: how far the rollout engine is from the training model.
+
+        Args:
+          scored: as `next` gave them.
+          logprobs: of the training model.
+          states: of the training model, by index of the response. Compared are those responses that
+            one process has from both.
+        """
+        rollout = self.config.rollout
+        scalars = logprob_mismatch(
+            [item.rollout for item in scored],
+            logprobs,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+        if self.compares(step):
+            own = state_differences(scored, states)
+            scalars |= state_mismatch(self.peers.gather("mismatch", own))
+        return scalars
+
+    def measured(
+        self,
+        scored: list[ScoredRollout],
+        indicators: Sequence[Mapping[str, float]],
+        states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
+    ) -> list[ScoredRollout]:
+        """The responses with what the training model's own pass gives.
+
+        Args:
+          indicators: metrics of the tokens, one mapping per response.
+          states: by index of the response, those of this process; measured under
+            `hidden_states.source='policy'`.
+        """
+        scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
+        if self.config.hidden_states.source != "policy":
+            return scored
+
+        def measure_own() -> list[ScoredRollout]:
+            pending = {i: self.measurer.submit(rows) for i, rows in states.items()}
+            self.measurer.flush()
+            with self.stop.interruptible():
+                return [scored[i].with_measured(future.result()) for i, future in pending.items()]
+
+        return self._of_all(together(self.peers, "metrics", measure_own))
+
+    def measure_batch(
+        self, scored: Sequence[ScoredRollout]
+    ) -> concurrent.futures.Future[dict[str, float]]:
+        """Starts measuring the batch as one set, beside the update; for observation alone."""
+        if self.measurer is None or self.peers.index:
+            nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
+            nothing.set_result({})
+            return nothing
+        return self.measurer.submit_batch([item.mean_state for item in scored])
+
+    def counters(self) -> dict[str, float]:
+        """Events and bytes on the wire since the last call: of one step, so that a resumed run
+        logs what the uninterrupted one does."""
+        totals = {}
+        if self.client is not None:
+            totals |= {f"rollout/{name}": value for name, value in self.client.counters.items()}
+        totals |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
+        counts = {name: float(n - self._counted.get(name, 0)) for name, n in totals.items()}
+        self._counted = totals
+        summed: collections.Counter[str] = collections.Counter()
+        for part in self.peers.gather("count", counts):
+            summed.update(part)
+        return dict(summed)
+
+    def check_stop(self) -> None:
+        """Raises Preempted, in all processes, if one of them was asked to end."""
+        together(self.peers, "advantages", self.stop.check)
+
+    def needs_policy_states(self, step: int) -> bool:
+        """Whether `measured` or `mismatch` need the training model's hidden states."""
+        return self.config.hidden_states.source == "policy" or self.compares(step)
+
+    def compares(self, step: int) -> bool:
+        """Whether this step takes hidden states from both sources and logs their mismatch."""
+        every = self.config.hidden_states.compare_every
+        return bool(every) and step % every == 0
+
+    @property
+    def metric_params(self) -> MetricParams:
+        """What a replica is to measure, with `metrics.placement='rollout'`."""
+        metrics = self.config.metrics
+        return MetricParams(
+            names=tuple(metrics.names),
+            stride=metrics.stride,
+            window=metrics.window,
+            method=metrics.method,
+            window_growth=metrics.window_growth,
+            dtype=self.config.hidden_states.dtype,
+            num_threads=metrics.num_threads,
+        )
+
+    def _sync_together(
+        self,
+        sync: Callable[[Callable[[], Iterator[np.ndarray]]], WeightVersion] | None,
+        read: Callable[[], Iterator[np.ndarray]],
+        step: int,
+    ) -> WeightVersion | None:
+        timeout_s = self.config.rollout.call_timeout_s
+        deadline = time.monotonic() + timeout_s
+        reason = None
+
+        def may_begin() -> None:
+            self.stop.check()
+            if reason is not None and time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"no replica took the weights of step {step} within rollout.call_timeout_s="
+                    f"{timeout_s:g} s ({reason})."
+                )
+
+        def send() -> WeightVersion | None:
+            return send_together(self.peers, self.stop, sync, read())
+
+        while True:
+            # Agree first: a process that stops here alone would block the others in a gather.
+            together(self.peers, "sync_weights", may_begin)
+            try:
+                return together(self.peers, "sync_weights", send)
+            except Retry as retry:
+                reason = retry
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
+
+    def _of_all(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        """The responses of all processes in (group, sample) order, each of them held by one.
+
+        Hidden states stay with the process that has them.
+        """
+        if self.peers.count == 1:
+            return list(scored)
+        parts = gather_bytes(self.peers, "exchange", pack_scored(scored))
+        everything = {
+            item.rollout.sample_id: item for part in parts for item in unpack_scored(part)
+        }
+        everything |= {item.rollout.sample_id: item for item in scored}  # with hidden states
+        return sorted(
+            everything.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
+        )
+
+    def _sample_here(
+        self,
+        requests: Sequence[SampleRequest],
+        references: Mapping[int, str],
+        *,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        measured: bool = False,
+        keep_states: bool = False,
+        clock: Clock | None = None,
+        arrived: Callable[[Rollout], None],
+    ) -> list[ScoredRollout]:
+        params, version, step = self.weights
+
+        def resync() -> WeightVersion:
+            """A replica that restarted holds no weights; the same ones give the same version."""
+            if self.peers.count > 1:
+                raise Retry("a replica has lost them")
+            return self.sync_weights(params, step)
+
+        sampling = SamplingParams(
+            max_tokens=self.config.rollout.max_response_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            eos_token_ids=self.end_token_ids,
+            stop_token_ids=tuple(self.config.rollout.stop_token_ids),
+        )
+        there = measured and self.config.metrics.placement == "rollout"
+        here = measured and not there
+        rollouts = self.client.generate(
+            requests,
+            sampling,
+            HiddenStateParams(
+                (-1,) if here or keep_states else (), self.config.hidden_states.dtype
+            ),
+            version=version,
+            metrics=self.metric_params if there else None,
+            resync=resync,
+        )
+        with self.stop.interruptible(), contextlib.closing(rollouts):
+            return score_and_measure(
+                clock.iterate("generate", rollouts) if clock else rollouts,
+                decode=functools.partial(data.verifier_text, self.tokenizer),
+                references=references,
+                verifier=self.verifier,
+                measurer=self.measurer if here else None,
+                keep_states=keep_states,
+                arrived=arrived,
+            )
+
+
+def counter(clock: Clock, what: str, total: int) -> Callable[[Rollout], None]:
+    """Shows how many responses have arrived."""
+    count = itertools.count(1)
+    return lambda _rollout: clock.say(f"{what} {next(count)}/{total}")
+
+
+def stream_seed(*path: int) -> int:
+    """An unsigned 64-bit seed that follows from (seed, stream, step, prompt, sample)."""
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0])

@@ -1,0 +1,170 @@
+"""Scalars of one batch of rollouts, on the host; the log keys of rewards, lengths and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from semrl_jax.algorithms import zero_variance_group_fraction
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.types import FINISH_REASONS, Rollout
+
+
+def batch_scalars(
+    scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
+) -> dict[str, float]:
+    """What was sampled and how it scored.
+
+    Args:
+      scored: B = P * G responses in (group, sample) order.
+      rewards: float32 rewards as trained on, one row a group.
+
+    Returns:
+      `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
+      Means by correctness are left out where no response is of that kind; invalid metrics stay out
+      of every mean and are counted in `metrics/<name>/valid_fraction`.
+    """
+    correct = np.array([item.verdict.correct for item in scored])
+    lengths = np.array([len(item.rollout.response_ids) for item in scored], float)
+    scalars = {
+        "reward/mean": rewards.mean(),
+        "reward/max": rewards.max(),
+        "reward/min": rewards.min(),
+        "reward/correct": correct.mean(),
+        "reward/num_correct": correct.sum(),
+        "reward/num_incorrect": (~correct).sum(),
+        "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),
+        "reward/group_std": rewards.std(axis=1).mean(),
+        "reward/zero_variance_group_fraction": zero_variance_group_fraction(rewards),
+        "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
+    }
+    prompts = [len(item.rollout.prompt_ids) for item in scored]
+    for kind, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
+        scalars[f"prompt/length/{kind}"] = of(prompts)
+    scalars |= _by_correctness("response/length", lengths, correct, np.ones_like(correct))
+    reasons = [item.rollout.finish_reason for item in scored]
+    for reason in FINISH_REASONS:
+        ended = np.array([found == reason for found in reasons])
+        scalars[f"response/{reason}_fraction"] = ended.mean()
+        for kind, mask in (("correct", correct), ("incorrect", ~correct)):
+            if mask.any():
+                scalars[f"response/{reason}_fraction/{kind}"] = ended[mask].mean()
+    return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
+
+
+def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
+    """`<prefix>/<metric>/...` of measured responses, and the share of valid ones."""
+    correct = np.array([item.verdict.correct for item in scored])
+    scalars = {}
+    for name in scored[0].rollout.metrics:
+        if name.endswith("_valid"):
+            continue
+        values = np.array([item.rollout.metrics[name] for item in scored])
+        valid = np.array([item.rollout.metrics[f"{name}_valid"] for item in scored], bool)
+        scalars |= _by_correctness(f"{prefix}/{name}", values, correct, valid)
+        scalars[f"{prefix}/{name}/valid_fraction"] = valid.mean()
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
+    """The metrics of all responses as [B] arrays: float32 values, bool validity."""
+    return {
+        name: np.array(
+            [item.rollout.metrics[name] for item in scored],
+            bool if name.endswith("_valid") else np.float32,
+        )
+        for name in scored[0].rollout.metrics
+    }
+
+
+def logprob_mismatch(
+    rollouts: Sequence[Rollout],
+    old_logprobs: Float[np.ndarray, "B T"],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+) -> dict[str, float]:
+    """Absolute difference of the engine's and the training model's log-probabilities, nats.
+
+    The training model's are of the whole vocabulary at `temperature`. Under top-p or top-k the
+    engine sampled from a part of it; its raw log-probabilities are then compared, which are of the
+    whole vocabulary at temperature 1. {} where temperatures differ or an engine sends no raw ones.
+
+    Args:
+      rollouts: B responses.
+      old_logprobs: of the training model; whatever they hold behind a response.
+      temperature, top_p, top_k: what was sampled with.
+    """
+    is_cut = top_p < 1 or top_k > 0
+    if is_cut and temperature != 1:
+        return {}
+    theirs = [r.rollout_raw_logprobs if is_cut else r.rollout_logprobs for r in rollouts]
+    if any(logprobs is None for logprobs in theirs):
+        return {}
+    ours = [row[: len(logprobs)] for row, logprobs in zip(old_logprobs, theirs)]
+    difference = np.abs(np.concatenate(ours) - np.concatenate(theirs))
+    return {
+        "rollout/logprob_mismatch/mean": float(difference.mean()),
+        "rollout/logprob_mismatch/max": float(difference.max()),
+    }
+
+
+def state_differences(
+    scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
+) -> dict[str, float]:
+    """Rows of the engine beside the training model's: length of the difference over the length.
+
+    Args:
+      scored: B responses; those with hidden states are compared.
+      states: of the training model, by index of the response, as far as they are here.
+
+    Returns:
+      `count`, `sum` and `max` over the rows that are here from both.
+    """
+    relative = [np.zeros(0)]
+    for index, row in states.items():
+        if scored[index].rollout.hidden_states is None:
+            continue
+        ours = row.astype(np.float32)
+        theirs = scored[index].rollout.hidden_states[:, 0].astype(np.float32)
+        length = np.linalg.norm(ours, axis=1)
+        relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
+    values = np.concatenate(relative)
+    largest = float(values.max(initial=0.0))
+    return {"count": float(len(values)), "sum": float(values.sum()), "max": largest}
+
+
+def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`state_differences` of all processes as scalars of the log; {} where none has any."""
+    count = sum(part["count"] for part in parts)
+    if not count:
+        return {}
+    return {
+        "rollout/hidden_state_mismatch/mean": sum(part["sum"] for part in parts) / count,
+        "rollout/hidden_state_mismatch/max": max(part["max"] for part in parts),
+    }
+
+
+def _by_correctness(
+    prefix: str,
+    values: Float[np.ndarray, " B"],
+    correct: Bool[np.ndarray, " B"],
+    valid: Bool[np.ndarray, " B"],
+) -> dict[str, float]:
+    if not valid.any():
+        return {}
+    kept = values[valid]
+    found = {
+        f"{prefix}/mean": kept.mean(),
+        f"{prefix}/max": kept.max(),
+        f"{prefix}/min": kept.min(),
+    }
+    for kind, mask in (("correct", correct & valid), ("incorrect", ~correct & valid)):
+        if mask.any():
+            found[f"{prefix}/{kind}"] = values[mask].mean()
+            found[f"{prefix}/{kind}_max"] = values[mask].max()
+            found[f"{prefix}/{kind}_min"] = values[mask].min()
+    return found

@@ -1,0 +1,90 @@
+"""A signal ends an interruptible block as Preempted, whatever it meets there."""
+
+import os
+import queue
+import signal
+import threading
+
+import pytest
+
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.errors import Preempted
+
+
+@pytest.fixture
+def stop():
+    with StopRequest(60.0, 75).installed() as request:
+        yield request
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_ends_a_wait(stop):
+    timer = threading.Timer(0.05, terminate)
+    with pytest.raises(Preempted, match="SIGTERM"), stop.interruptible():
+        timer.start()
+        queue.Queue().get()
+    timer.join()
+
+
+def test_the_end_of_the_grace_ends_the_process_whatever_it_does(monkeypatch, capsys):
+    codes = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with StopRequest(0.01, 75).installed():
+        terminate()
+        assert codes.get(timeout=10) == 75
+    assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
+
+
+def test_it_waits_for_the_end_of_what_may_not_be_interrupted(stop):
+    terminate()  # raises nothing here
+    with pytest.raises(Preempted):
+        stop.check()
+    with pytest.raises(Preempted), stop.interruptible():
+        raise AssertionError("the block must not begin")
+
+
+def test_what_breaks_because_of_it_is_it(stop):
+    """As `Condition.wait` does where the signal comes before it has its lock again."""
+    lock = threading.Lock()
+    with pytest.raises(Preempted) as caught, stop.interruptible():
+        try:
+            terminate()
+        finally:
+            lock.release()
+    assert "unlocked" in str(caught.value.__cause__)
+
+
+def test_no_handler_of_exceptions_swallows_it(stop):
+    with pytest.raises(Preempted), stop.interruptible():
+        try:
+            terminate()
+        except Exception:
+            raise AssertionError("swallowed") from None
+
+
+def test_without_a_signal_an_error_stays_what_it_is(stop):
+    with pytest.raises(KeyError), stop.interruptible():
+        raise KeyError("x")
+
+
+def test_a_second_interrupt_ends_the_usual_way(stop):
+    with pytest.raises(Preempted), stop.interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_late_is_named(monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stop = StopRequest(0.0, 75)
+    for saved, said in ((False, "no checkpoint within"), (True, "the checkpoint is saved")):
+        if saved:
+            stop.checkpoint_saved()
+        stop._give_up(0.0, 75)
+        err = capsys.readouterr().err
+        assert said in err and ("goes on from the one before" in err) != saved
+    assert codes == [75, 75]

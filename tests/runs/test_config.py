@@ -1,0 +1,180 @@
+"""Every contradiction is named before anything starts."""
+
+import pytest
+
+from configs import default, quickstart
+from semrl_jax.errors import UserError
+from semrl_jax.runs import validate
+
+
+@pytest.mark.parametrize("module", [default, quickstart])
+def test_shipped_configs_are_valid(module):
+    validate(module.get_config().lock())
+
+
+def test_evaluation_follows_the_data_until_it_is_set_itself():
+    config = quickstart.get_config()
+    config.data.template = "abel"
+    assert config.evaluation.template == "abel"
+    config.evaluation.template = "numina"
+    config.evaluation.answer_after = "####"
+    assert (config.data.template, config.data.answer_after) == ("abel", "")
+    assert config.to_dict()["evaluation"]["question_fields"] == ("question",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("training.responses_per_step", 7, "training.responses_per_step=7 is derived"),
+        ("training.prompts_per_minibatch", 5, "prompts_per_minibatch=5 must divide"),
+        ("training.micro_batch_size", 0, "training.micro_batch_size=0 must be above 0"),
+        ("training.micro_batch_tokens", 71, "micro_batch_tokens=71 must be at least the 72"),
+        ("training.micro_batch_tokens", -1, "micro_batch_tokens=-1 must be at least 0"),
+        ("training.pack_sequences", True, "which is 0; set it to 72 or more"),
+        ("training.learning_rate", 0.0, r"training.learning_rate=0.0 must be above 0"),
+        ("training.num_steps", 2**31, r"training.num_steps=2147483648 must be below 2\^31"),
+        ("training.grace_s", 1e300, r"training.grace_s=1e\+300 must be below 2\^31"),
+        ("seed", 2**63, r"seed=9223372036854775808 must be below 2\^63"),
+        ("training.num_steps", -1, r"training.num_steps=-1 must be at least 0"),
+        ("rollout.group_size", 1, r"rollout.group_size=1 must be at least 2"),
+        ("rollout.max_staleness", 1, r"rollout.max_staleness=1 is not built yet"),
+        ("rollout.temperature", 0.0, "leaves no advantage"),
+        ("rollout.top_p", 0.0, r"rollout.top_p=0.0 must be in \(0, 1\]"),
+        ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
+        ("data.task", "chess", "data.task='chess' must be one of"),
+        ("metrics.stride", 40, "leaves 1 prefixes in .* which takes 3; set a stride of at most 18"),
+        ("metrics.window_growth", 0.9, "metrics.window_growth=0.9 must be at least 1"),
+        ("metrics.device_batch", -1, "metrics.device_batch=-1 must be at least 0"),
+        ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
+        ("metrics.window", "last", "metrics.window='last' must be one of"),
+        ("metrics.method", "qr", "metrics.method='qr' must be one of"),
+        ("metrics.names", ("rank",), "metrics.names has 'rank'"),
+        ("metrics.names", ("curvature",), "does not measure"),
+        ("metrics.placement", "engine", "metrics.placement='engine' must be one of"),
+        ("hidden_states.source", "none", "measures no hidden states, but the shaping uses"),
+        ("hidden_states.source", "disk", "hidden_states.source='disk' must be one of"),
+        ("shaping.kappa", 1.0, "shaping.kappa=1.0"),
+        ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
+        ("shaping.explore_weights", (1.0,), "explore_weights"),
+        ("shaping.guidance", "luck", "luck"),
+        ("shaping.guidance", "avg_response_entropy", "which the trainer does not measure"),
+        ("rollout.addresses", ("127.0.0.1",), "has '127.0.0.1'; an address is host:port"),
+        ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
+        ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
+        ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
+        ("algorithms.loss.clip_epsilon", 1.0, "clip_epsilon=1.0 must be in"),
+        ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
+        ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
+        ("model.num_heads", 3, "must divide model.hidden_size=128"),
+        ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
+        ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
+        ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
+        ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
+        ("algorithms.loss.kl_coefficient", float("nan"), "kl_coefficient=nan must be a finite"),
+        ("algorithms.advantage.epsilon", 0.0, "epsilon=0.0 must be above 0"),
+        ("training.adam_b2", 1.5, r"adam_b2=1.5 must be in \[0, 1\)"),
+        ("rollout.temperature", 1e-30, "must be at least 0.01"),
+        ("rewards.num_workers", 100_000, r"rewards.num_workers=100000 must be at most 1024"),
+        ("evaluation.num_problems", 2000, r"evaluation.num_problems=2000 must be at most 512"),
+        ("rollout.max_prompt_tokens", 11, "must be at least the 12 tokens"),
+        ("seed", 2**40, "seed=1099511627776 must be at most"),
+        ("checkpoints.keep", 0, r"checkpoints.keep=0 must be above 0"),
+        ("distributed.connect_timeout_s", 0.0, r"connect_timeout_s=0.0 must be above 0"),
+        ("distributed.heartbeat_timeout_s", -1.0, r"heartbeat_timeout_s=-1.0 must be above 0"),
+        ("distributed.phase_timeout_s", 0.0, r"phase_timeout_s=0.0 must be above 0"),
+        ("distributed.num_processes", -1, r"distributed.num_processes=-1 must be at least 0"),
+    ],
+)
+def test_a_contradiction_is_named(field, value, message):
+    config = quickstart.get_config()
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=message) as caught:
+        validate(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stride_need_only_leave_the_orders_that_are_used():
+    config = quickstart.get_config()
+    limit = config.rollout.max_response_tokens
+    config.shaping.indicators = ("effective_rank_velocity",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "effective_rank"
+    config.metrics.stride = limit // 2
+    validate(config)
+    config.metrics.stride = limit // 2 + 1
+    with pytest.raises(UserError, match=r"leaves 1 prefixes.*velocity"):
+        validate(config)
+    config.shaping.indicators = ("effective_rank",)
+    validate(config)
+
+
+def test_a_guidance_that_fixed_mixing_never_reads_needs_no_stride():
+    config = quickstart.get_config()
+    config.shaping.mixing = "half"
+    config.metrics.stride = config.rollout.max_response_tokens // 2
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "stride", "largest"),
+    [
+        ("exact", 60, 21, 20),
+        ("release", 60, 20, 19),  # the third prefix would end at its 61st token
+        ("release", 2048, 200, 170),  # of 512 tokens alone
+        ("later", 60, 31, 29),
+    ],
+)
+def test_the_stride_leaves_the_windows_of_its_rule(window, limit, stride, largest):
+    config = quickstart.get_config()
+    config.rollout.max_response_tokens = limit
+    config.metrics.window = window
+    config.metrics.stride = stride
+    with pytest.raises(UserError, match=f"set a stride of at most {largest}\\."):
+        validate(config)
+    config.metrics.stride = largest
+    validate(config)
+    config.metrics.stride, config.rollout.max_response_tokens = 1, 2
+    config.rollout.max_prompt_tokens = 12
+    with pytest.raises(UserError, match="raise that limit"):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_states.source", "policy", "hidden_states.source='policy'; set it to 'rollout'"),
+        ("hidden_states.source", "none", "hidden_states.source='none'; set it to 'rollout'"),
+        ("metrics.device_batch", 4, "metrics.device_batch=4 is of the trainer's accelerator"),
+    ],
+)
+def test_what_a_replica_cannot_measure_is_refused(field, value, message):
+    config = quickstart.get_config()
+    config.metrics.placement = "rollout"
+    validate(config)
+    config.shaping.target = "none"
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_need_the_whole_vocabulary(level):
+    config = quickstart.get_config()
+    config.algorithms.importance.level = level
+    validate(config)
+    for field, value in (("top_p", 0.9), ("top_k", 50)):
+        config = quickstart.get_config()
+        config.rollout[field] = value
+        validate(config)
+        config.algorithms.importance.level = level
+        with pytest.raises(UserError, match=rf"level='{level}'.* rollout.{field}={value} samples"):
+            validate(config)
+
+
+def test_indicators_of_the_tokens_need_no_hidden_states():
+    config = quickstart.get_config()
+    config.shaping.indicators = ("avg_log_probs",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "avg_logits_entropy"
+    config.hidden_states.source = "none"
+    validate(config)

@@ -1,0 +1,83 @@
+"""Processes that differ are told apart before they begin, and all leave in order."""
+
+import concurrent.futures
+import hashlib
+import time
+
+import pytest
+
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+from semrl_jax.runs import lifecycle
+from semrl_jax.runs.consistency import check_same, function_hash
+from tests.training.tiny import tiny_config
+
+
+def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):
+    configs = tiny_config(), tiny_config()
+    configs[1].training.learning_rate = 0.5
+    place = {id(config): (peers, None) for config, peers in zip(configs, pair)}
+    monkeypatch.setattr(loop, "join_others", lambda config, environ: place[id(config)])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(lifecycle.train, config, str(tmp_path / "run")) for config in configs]
+        for call in calls:
+            with pytest.raises(UserError, match="learning_rate=0"):
+                call.result(timeout=60)
+    deadline = time.monotonic() + 10
+    # "bye" came before the connection ends: the end of one process is no loss to the other.
+    while not all(link.left for peers in pair for link in peers._links.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_wait_for_longer_than_one_of_them_may_sample():
+    config = tiny_config()
+    config.distributed.update(coordinator="127.0.0.1:9", num_processes=2, process_id=1)
+    assert config.distributed.phase_timeout_s > config.rollout.call_timeout_s  # as shipped
+    config.rollout.call_timeout_s = config.distributed.phase_timeout_s
+    with pytest.raises(UserError, match="phase_timeout_s=10800 must be above"):
+        lifecycle.join_others(config, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("importlib.metadata.version", lambda name: "1.0", "version of math-verify='1.0'"),
+        ("platform.python_version", lambda: "3.0.0", "version of Python='3.0.0'"),
+        ("code_hash", lambda: "f00", "code='f00'"),
+        ("jax.local_device_count", lambda: 77, "devices='77 cpu'"),
+    ],
+)
+def test_each_difference_is_named(name, value, told, monkeypatch):
+    """Process 1 has gathered the values of an unaltered process 0."""
+    config = tiny_config()
+    values = []
+
+    class Two(Peers):
+        def gather(self, phase, own):
+            values.append(own)
+            return [values[0], own]
+
+    check_same(Two(), config)
+    monkeypatch.setattr(f"semrl_jax.runs.consistency.{name}", value)
+    with pytest.raises(UserError) as caught:
+        check_same(Two(), config)
+    *_, own = values
+    assert told in [f"{key}={found!r}" for key, found in own.items()]
+    key = told.split("=")[0]
+    assert own[key] != values[0][key] and "process 0 has" in str(caught.value)
+
+
+def test_the_module_of_a_reward_function_is_read_and_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "scores" / "deep.py"
+    module.parent.mkdir()
+    (module.parent / "__init__.py").write_text("raise SystemExit('imported')")
+    module.write_text("raise SystemExit('imported')")
+    first = function_hash("scores.deep:score")
+    assert first == hashlib.sha256(module.read_bytes()).hexdigest()
+    module.write_text("def score(response, reference): return 1.0")
+    assert function_hash("scores.deep:score") not in ("", first)
+    assert function_hash("scores.missing:score") == function_hash("missing.deep:score") == ""
+    assert function_hash("") == ""

@@ -1,0 +1,69 @@
+"""A setting that a message or a page names exists."""
+
+import ast
+import importlib
+import pathlib
+import re
+
+import pytest
+
+from configs import default
+from semrl_jax.runs.config import flatten
+
+ROOT = pathlib.Path(__file__).parents[2]
+FIELDS = list(flatten(default.get_config()))
+SECTIONS = sorted({field.partition(".")[0] for field in FIELDS if "." in field})
+NAME = re.compile(rf"(?<![\w./-])(?:config\.)?((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)(?![\w(])")
+OTHERS = re.compile(
+    r"""[a-z]+\.(csv|json|jsonl|md|safetensors)\b  # a file
+    | model\.(embed_tokens|layers|norm)\b  # a tensor
+    | hidden_states\.(kinds|layers)$  # of a request on the wire
+    """,
+    re.VERBOSE,
+)
+
+
+def texts(file):
+    """A page; the strings of a module that are no docstrings."""
+    if file.suffix == ".md":
+        return [file.read_text()]
+    tree = ast.parse(file.read_text())
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
+
+
+def exists(name):
+    """A field, a section, the beginning of some fields; no setting at all; a function of a room."""
+    if any(field.startswith(name) for field in FIELDS if name.endswith("_")):
+        return True
+    if any(field == name or field.startswith(f"{name}.") for field in FIELDS):
+        return True
+    room, _, function = name.partition(".")
+    in_room = room in ("algorithms", "data", "metrics") and hasattr(
+        importlib.import_module(f"semrl_jax.{room}"), function
+    )
+    return in_room or bool(OTHERS.match(name))
+
+
+@pytest.mark.parametrize("folder", ["semrl_jax", "launch", "configs", "docs", "third_party", "."])
+def test_every_setting_that_is_named_exists(folder):
+    files = [*ROOT.glob("*.md")] if folder == "." else sorted((ROOT / folder).rglob("*.*"))
+    missing = {
+        (str(file.relative_to(ROOT)), name)
+        for file in files
+        if file.suffix in (".md", ".py")
+        for text in texts(file)
+        for name in NAME.findall(text)
+        if not exists(name)
+    }
+    assert files and not missing

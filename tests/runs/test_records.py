@@ -1,0 +1,328 @@
+"""What a run writes and reads back: rows, events, rollouts, the picture, the directory."""
+
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from semrl_jax.algorithms import group_relative_advantages
+from semrl_jax.data import character_tokenizer, full_text
+from semrl_jax.errors import UserError
+from semrl_jax.training.batch import bucket, pad_batch
+from semrl_jax.console import summary_line
+from semrl_jax.runs.report import draw_curves, write_report
+from semrl_jax.sampling.statistics import batch_scalars, logprob_mismatch, metric_arrays
+from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.runs.records import MetricWriter, read_rows, remove_rollouts, write_rollouts
+from semrl_jax.types import FINISH_REASONS
+from tests.training.conftest import make_scored
+
+
+def write_rows(path, steps, first_step=0, **scalars):
+    writer = MetricWriter(path, first_step)
+    for step in steps:
+        writer.write(step, {"reward/mean": step / 10} | scalars)
+    writer.close()
+
+
+def event_steps(path):
+    """Steps in the event files, by a search for the tag in their records."""
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format's other end
+
+    steps = []
+    for file in (path / "tensorboard").iterdir():
+        content, offset = file.read_bytes(), 0
+        while offset < len(content):  # length, its checksum, the event, its checksum
+            length = int.from_bytes(content[offset : offset + 8], "little")
+            event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+            steps += [event.step for value in event.summary.value if value.tag == "reward/mean"]
+            offset += length + 16
+    return steps
+
+
+def test_no_step_stands_twice_after_a_resume(tmp_path):
+    write_rows(tmp_path, range(5))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')  # torn by a kill
+    write_rows(tmp_path, range(3, 6), first_step=3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(6))
+    assert event_steps(tmp_path) == list(range(6))
+
+
+def test_rollout_files_of_redone_steps_are_removed(tmp_path):
+    """The evaluation with the weights of step s comes before its update, and is made again."""
+    scored = [make_scored(i) for i in range(4)]
+    for step in range(4):
+        write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)))
+        write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)), ["gsm8k"] * 4)
+    (tmp_path / "step_000001.writing").write_bytes(b"torn")
+    (tmp_path / "eval_000001.writing").write_bytes(b"torn")
+    (tmp_path / "notes.parquet").write_bytes(b"of the user")
+    remove_rollouts(tmp_path, 2)
+    kept = [f"{kind}_00000{step}.parquet" for kind in ("eval", "step") for step in (0, 1)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*kept, "notes.parquet"])
+
+
+def test_recorded_responses_show_what_was_sampled_and_scored(tmp_path):
+    tokenizer = character_tokenizer()
+    half = "\ud800"  # half a surrogate pair, as a verifier may take from a response that is JSON
+    eos, seven = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("7")
+    scored = [
+        make_scored(0, response_ids=np.array([seven, eos], np.int32), error="timeout"),
+        make_scored(1, extracted=f"7{half}", response_ids=np.array([seven], np.int32)),
+    ]
+    text = functools.partial(full_text, tokenizer)
+    write_rollouts(tmp_path, 3, scored, text, ["gsm8k", "math500"])
+    table = pq.read_table(tmp_path / "eval_000003.parquet")
+    assert table.column("response").to_pylist() == ["7<eos>", "7"]
+    assert table.column("extracted").to_pylist() == [None, "7?"]
+    assert table.column("verifier_error").to_pylist() == ["timeout", None]
+    assert table.column("benchmark").to_pylist() == ["gsm8k", "math500"]
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "log_keys.md").read_text()
+    for name in table.schema.names:
+        assert f"`{name}`" in page.partition("## Recorded responses")[2], name
+    write_rollouts(tmp_path, 3, scored[:1], text)
+    training = pq.read_table(tmp_path / "step_000003.parquet")
+    assert training.schema.names == [name for name in table.schema.names if name != "benchmark"]
+    assert training.schema.field("extracted").type == table.schema.field("extracted").type
+    write_rollouts(tmp_path, 4, [], text, [])  # no problem fits into the limit
+    assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"[" * 100_000, b"[]", b"3", b'{"reward": 1}', b'{"step": "3"}', b'{"step": 3, "\xff'],
+)
+def test_rows_end_at_the_first_that_is_none(tmp_path, damage):
+    write_rows(tmp_path, range(3))
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(damage + b"\n")
+    write_rows(tmp_path, range(3, 5), first_step=3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(5))
+
+
+def test_nothing_of_a_run_is_written_through_a_link(config, tmp_path):
+    target = tmp_path / "thesis.tex"
+    target.write_text("years of work")
+    run = tmp_path / "run"
+    open_workdir(str(run), config).close()
+    (run / "rollouts").mkdir()
+    for name in (
+        "metrics.jsonl", "metrics.writing", "curves.png", "curves.writing", "report.html",
+        "report.writing", "rollouts/step_000001.parquet", "rollouts/step_000001.writing",
+    ):  # fmt: skip
+        (run / name).symlink_to(target)
+    remove_rollouts(run / "rollouts", 2)
+    assert [file.name for file in (run / "rollouts").iterdir()] == ["step_000001.parquet"]
+    (run / "rollouts" / "step_000001.writing").symlink_to(target)
+    write_rows(run, range(3))
+    write_rollouts(run / "rollouts", 1, [make_scored(i) for i in range(4)], str)
+    write_report(run)
+    assert target.read_text() == "years of work"
+    assert not [path for path in run.rglob("*") if path.is_symlink()]
+    (run / "metrics.jsonl").unlink()
+    writer = MetricWriter(run, 0)
+    writer.close()
+    assert (run / "metrics.jsonl").read_text() == ""
+
+
+def test_statistics_by_hand():
+    metrics = [
+        {"effective_rank": 4.0, "effective_rank_valid": 1.0},
+        {"effective_rank": 2.0, "effective_rank_valid": 1.0},
+        {"effective_rank": 0.0, "effective_rank_valid": 0.0},
+        {"effective_rank": 8.0, "effective_rank_valid": 1.0},
+    ]
+    scored = [
+        make_scored(0, score=1.0, metrics=metrics[0]),
+        make_scored(1, score=-1.0, metrics=metrics[1], finish_reason="length"),
+        make_scored(2, score=-1.0, metrics=metrics[2], response_ids=np.array([1], np.int32)),
+        make_scored(3, score=1.0, metrics=metrics[3], error="timeout"),
+    ]
+    rewards = np.array([[1, -1], [-1, -1]], np.float32)
+    scalars = batch_scalars(scored, rewards)
+    assert scalars["reward/correct"] == 0.5
+    assert scalars["reward/mean"] == -0.5
+    assert scalars["reward/zero_variance_group_fraction"] == 0.5
+    assert scalars["reward/verifier_error_fraction"] == 0.25
+    assert scalars["response/length/mean"] == 7 / 4
+    assert scalars["response/length_fraction"] == 0.25
+    assert scalars["metrics/effective_rank/mean"] == 14 / 3
+    assert scalars["metrics/effective_rank/correct"] == 6
+    assert scalars["metrics/effective_rank/correct_max"] == 8
+    assert scalars["metrics/effective_rank/correct_min"] == 4
+    assert scalars["response/length_fraction/incorrect"] == 0.5
+    assert scalars["response/length_fraction/correct"] == 0
+    assert scalars["prompt/length/max"] == scalars["prompt/length/min"] == 2
+    assert scalars["metrics/effective_rank/incorrect"] == 2
+    assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
+    arrays = metric_arrays(scored)
+    assert arrays["effective_rank"].dtype == np.float32
+    np.testing.assert_array_equal(arrays["effective_rank_valid"], [True, True, False, True])
+
+
+def test_fractions_of_all_ends_sum_to_one():
+    reasons = [*FINISH_REASONS, "eos"]
+    scored = [make_scored(i, finish_reason=reason) for i, reason in enumerate(reasons)]
+    scalars = batch_scalars(scored, np.zeros((1, len(scored)), np.float32))
+    found = {r: scalars[f"response/{r}_fraction"] for r in FINISH_REASONS}
+    assert found == {r: reasons.count(r) / len(reasons) for r in FINISH_REASONS}
+
+
+@pytest.mark.parametrize("reward", [0.6, 0.1, -1.0])
+def test_groups_of_equal_rewards_are_those_without_advantages(reward):
+    """The mean of seven float32 rewards of 0.6 rounds; their deviation is 6e-8."""
+    rewards = np.full((4, 7), reward, np.float32)
+    rewards[0, 3] = np.nextafter(rewards[0, 3], np.float32(9))
+    scored = [make_scored(i, group_size=7) for i in range(28)]
+    advantages = group_relative_advantages(jnp.asarray(rewards))
+    without = float(np.mean(np.all(np.asarray(advantages) == 0, axis=1)))
+    assert without == 0.75
+    scalars = batch_scalars(scored, rewards)
+    assert scalars["reward/zero_variance_group_fraction"] == without
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "raw", "largest"),
+    [
+        (0.5, 1.0, 0, False, 0.25),  # both of the whole vocabulary, at any temperature
+        (1.0, 0.5, 0, True, 0.125),
+        (1.0, 1.0, 2, True, 0.125),
+        (0.5, 0.5, 0, True, None),  # raw ones are of temperature 1
+        (1.0, 0.5, 0, False, None),
+    ],
+)
+def test_log_probabilities_are_compared_of_the_same_distribution(
+    temperature, top_p, top_k, raw, largest
+):
+    old = np.array([[-1, -2, 7], [-3, 7, 7]], np.float32)
+    lengths, rollouts = (2, 1), []
+    for row, length in zip(old, lengths):
+        fields = {"rollout_logprobs": row[:length] + np.float32(0.25)}
+        if raw:
+            fields["rollout_raw_logprobs"] = row[:length] - np.float32(0.125)
+        rollout = make_scored(response_ids=np.ones(length, np.int32)).rollout
+        rollouts.append(dataclasses.replace(rollout, **fields))
+    scalars = logprob_mismatch(rollouts, old, temperature=temperature, top_p=top_p, top_k=top_k)
+    assert set(scalars.values()) == ({largest} if largest else set())
+
+
+def test_ragged_rollouts_are_padded_by_hand():
+    scored = [
+        make_scored(0),
+        make_scored(1, response_ids=np.array([6, 7, 8], np.int32)),
+    ]  # fmt: skip
+    batch = pad_batch(
+        [item.rollout for item in scored], np.array([1.0, 0.0], np.float32), pad_token_id=9,
+        max_prompt_tokens=3, max_response_tokens=4,
+    )  # fmt: skip
+    np.testing.assert_array_equal(batch.token_ids, [[9, 3, 4, 5, 1, 9, 9], [9, 3, 4, 6, 7, 8, 9]])
+    np.testing.assert_array_equal(batch.positions, [[0, 0, 1, 2, 3, 0, 0], [0, 0, 1, 2, 3, 4, 0]])
+    np.testing.assert_array_equal(batch.segment_ids, [[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0]])
+    np.testing.assert_array_equal(batch.response_mask, batch.segment_ids[:, 3:] == 1)
+    np.testing.assert_array_equal(batch.response_ids, [[5, 1, 9, 9], [6, 7, 8, 9]])
+    np.testing.assert_array_equal(batch.rollout_logprobs, [[-1, -2, 0, 0], [-1, -2, -3, 0]])
+    assert [bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
+
+
+def test_report_shows_hostile_text_as_text(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    write_rows(workdir.path, range(3), **{"policy/loss": 0.1, "eval/arithmetic/greedy_accuracy": 1})
+    hostile = "<script>alert(1)</script>&"
+    scored = [make_scored(i, response=hostile) for i in range(4)]
+    write_rollouts(workdir.rollouts, 2, scored, lambda ids: hostile)
+    write_report(workdir.path)
+    page = (workdir.path / "report.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    assert workdir.run_id in page
+    assert (workdir.path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_panels_without_data_are_left_out():
+    figure = draw_curves([{"step": 0, "reward/mean": 1.0}, {"step": 1, "reward/mean": 2.0}])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward"]
+
+
+def test_the_accuracy_of_every_benchmark_is_drawn_with_a_line_of_its_own():
+    benchmarks = ["_gsm8k", "cost in $", "a$b$\\frac{", *(f"set{i}" for i in range(12))]
+    rows = [
+        {"step": step, "reward/correct": 0.5, "policy/kl": None}
+        | {f"eval/{name}/greedy_accuracy": 0.1 for name in benchmarks}
+        | {f"eval/{name}/boxed_fraction": 0.1 for name in benchmarks}
+        for step in range(3)
+    ]
+    figure = draw_curves(rows)
+    figure.savefig(io.BytesIO())
+    (axes,) = figure.axes
+    assert len(axes.get_legend().get_texts()) == len(axes.lines) == len(benchmarks) + 1
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(axes.lines)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
+def test_steps_are_whole_numbers(num_steps):
+    (axes,) = draw_curves([{"step": step, "reward/mean": 1.0} for step in range(num_steps)]).axes
+    ticks = axes.xaxis.get_majorticklocs()
+    assert len(ticks) and all(tick == int(tick) for tick in ticks)
+
+
+def test_summary_line_leaves_out_what_is_missing():
+    line = summary_line(3, 10, {"reward/correct": 0.5, "time/step_s": 1.25}, None)
+    assert line == "step    3/10  correct 50.0%  1.2 s"
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
+    first = open_workdir(str(tmp_path / "run"), config)
+    assert not first.resumed
+    with pytest.raises(UserError, match="belongs to a run that is going on"):
+        open_workdir(str(tmp_path / "run"), config)
+    first.close()
+    config.training.num_steps = 7
+    second = open_workdir(str(tmp_path / "run"), config)
+    assert second.resumed and second.run_id == first.run_id
+    assert second.attempt_id != first.attempt_id
+    assert second.changed == ("training.num_steps: 3 -> 7",)
+    second.close()
+    config.seed = 5
+    with pytest.raises(UserError, match=r"another config \(seed: 0 -> 5\)"):
+        open_workdir(str(tmp_path / "run"), config)
+
+
+def test_a_run_from_before_a_setting_existed_goes_on_and_names_it(config, tmp_path):
+    open_workdir(str(tmp_path / "run"), config).close()
+    file = tmp_path / "run" / "config.json"
+    record = json.loads(file.read_text())
+    del record["config"]["training"]["pack_sequences"]
+    del record["config"]["metrics"]["window_growth"]
+    file.write_text(json.dumps(record))
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert reopened.changed == (
+        "metrics.window_growth: None -> 1.0",
+        "training.pack_sequences: None -> False",
+    )
+
+
+def test_foreign_directories_are_left_alone(config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_workdir(str(tmp_path), config)
+    with pytest.raises(UserError, match="is a file"):
+        open_workdir(str(tmp_path / "thesis.tex"), config)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "config.json").write_text(json.dumps({"lr": 1}))
+    with pytest.raises(UserError, match="is not the record of a run"):
+        open_workdir(str(tmp_path), config)
+
+
+def test_what_an_early_mistake_leaves_is_removed(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    workdir.discard()
+    workdir.close()
+    assert not (tmp_path / "run").exists()

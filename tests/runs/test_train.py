@@ -1,0 +1,445 @@
+"""Whole small runs in this process, on 8 forced devices."""
+
+import contextlib
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pyarrow.parquet as pq
+import pytest
+
+from semrl_jax.errors import Preempted, UserError
+from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.runs import lifecycle, run, train
+from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.training import loop
+from semrl_jax.training.learner import Learner
+from tests.oracles import algorithms as oracle
+from tests.training.conftest import read_rows, scores_by_length, stable
+from tests.training.tiny import tiny_config
+
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
+
+
+def final_params(workdir, step):
+    """Parameters of a checkpoint, read by Orbax alone."""
+    state = ocp.StandardCheckpointer().restore(workdir / "checkpoints" / str(step) / "state")
+    return state["params"]
+
+
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def largest_difference(actual, expected):
+    return max(
+        jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(a - b).max()), actual, expected))
+    )
+
+
+def warm_config():
+    config = tiny_config()
+    config.warm_start.num_steps = 12
+    return config
+
+
+@pytest.fixture(scope="module")
+def warm_run(tmp_path_factory):
+    """The directory of a whole run, with a report."""
+    workdir = tmp_path_factory.mktemp("runs") / "warm"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "group_rewards", scores_by_length)
+        assert train(warm_config(), str(workdir)) == 0
+    return workdir
+
+
+def test_a_run_leaves_what_a_later_tool_needs(warm_run):
+    workdir = warm_run
+    rows = read_rows(workdir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert ["eval/arithmetic/greedy_accuracy" in row for row in rows] == [True, False, True, True]
+    for row in rows[:3]:
+        for key in (
+            "reward/mean", "reward/correct", "response/length/mean", "metrics/effective_rank/mean",
+            "metrics/effective_rank_velocity/mean", "shaping/valid_fraction/mean",
+            "shaping/beta/mean", "policy/loss", "policy/clip_fraction", "policy/approx_kl",
+            "policy/entropy", "policy/grad_norm", "rollout/tokens_per_s", "rollout/staleness",
+            "rollout/logprob_mismatch/max", "time/generate_s", "time/update_s", "time/step_s",
+        ):  # fmt: skip
+            assert np.isfinite(row[key]), key
+        assert row["rollout/logprob_mismatch/max"] < 1e-4  # float32 engine and policy
+    assert rows[0]["shaping/active"] == 0 and rows[1]["shaping/active"] == 1
+    record = json.loads((workdir / "config.json").read_text())
+    assert record["config"]["training"]["num_steps"] == 3 and record["versions"]["jax"]
+    table = pq.read_table(workdir / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(table) == 16
+    assert [(r["group_id"], r["sample_index"]) for r in table] == [
+        (4 + group, sample) for group in range(4) for sample in range(4)
+    ]
+    assert all(len(r["response_ids"]) == len(r["rollout_logprobs"]) for r in table)
+    assert (workdir / "curves.png").stat().st_size > 10_000
+    assert "<img src=" in (workdir / "report.html").read_text()
+    assert list((workdir / "tensorboard").iterdir())
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "3"]
+
+    # A finished run cannot be shortened.
+    before = (workdir / "metrics.jsonl").read_bytes()
+    config = warm_config()
+    config.training.num_steps = 2
+    with pytest.raises(UserError, match="num_steps=2 is less than the 3 steps"):
+        train(config, str(workdir))
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert (workdir / "config.json").exists()
+
+
+def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
+    warm_run, tmp_path, rewarded, capsys
+):
+    """Straight through 3 steps; and 1 step, then the rest by another call."""
+    straight, resumed = warm_run, tmp_path / "resumed"
+    config = warm_config()
+    config.training.num_steps = 1
+    train(config, str(resumed))
+    config.training.num_steps = 3
+    train(config, str(resumed))
+    assert "resumed" in capsys.readouterr().out
+    assert_same(final_params(resumed, 3), final_params(straight, 3))
+    assert largest_difference(final_params(straight, 3), final_params(straight, 2)) > 0
+    expected, actual = stable(read_rows(straight)), stable(read_rows(resumed))
+    for row, want in zip(actual, expected, strict=True):
+        for key, value in want.items():
+            assert row[key] == value, key
+    assert sorted(file.name for file in (straight / "rollouts").iterdir()) == [
+        *(f"eval_{step:06d}.parquet" for step in (0, 2, 3)),
+        *(f"step_{step:06d}.parquet" for step in range(3)),
+    ]
+    for file in (straight / "rollouts").iterdir():  # the resumed run also evaluated after step 1
+        assert (resumed / "rollouts" / file.name).read_bytes() == file.read_bytes(), file.name
+    table = pq.read_table(straight / "rollouts" / "eval_000003.parquet").to_pydict()
+    assert set(table["benchmark"]) == {"arithmetic"} and len(table["correct"]) == 8
+    assert expected[3]["eval/arithmetic/greedy_accuracy"] == np.mean(table["correct"])
+
+
+@pytest.mark.slow
+def test_what_ends_a_run_early_keeps_it_and_leaves_a_report(
+    config, tmp_path, rewarded, monkeypatch, capsys, report
+):
+    """A mistake of the user's, as when a replica comes back with another token; then a signal, of
+    which the report cannot be drawn."""
+    workdir, real, drawn = tmp_path / "run", Sampler.sync_weights, []
+    ends = {1: UserError("the replica refuses the token"), 2: Preempted("SIGTERM")}
+    config.checkpoints.every_steps = 5
+
+    def ended(sampler, params, step):
+        if step in ends:
+            raise ends.pop(step)
+        return real(sampler, params, step)
+
+    def not_drawn(path):
+        drawn.append([file.parent.name for file in path.glob("checkpoints/*/manifest.0.json")])
+        raise OSError("no font")
+
+    monkeypatch.setattr(Sampler, "sync_weights", ended)
+    with pytest.raises(UserError, match="refuses the token"):
+        train(config, str(workdir))
+    assert [row["step"] for row in read_rows(workdir)] == [0]
+    assert "1 steps" in (workdir / "report.html").read_text()
+    monkeypatch.setattr(run, "write_report", not_drawn)
+    assert train(config, str(workdir)) == 75
+    assert drawn == [["2"]]  # after the checkpoint
+    assert capsys.readouterr().out.splitlines()[-1] == "no report: OSError: no font"
+    monkeypatch.undo()
+    assert train(config, str(workdir)) == 0
+    assert [row["step"] for row in read_rows(workdir)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(UserError("refused"), False), (RuntimeError("not reached"), True)]
+)
+def test_what_stays_of_a_run_that_ends_in_its_first_step(
+    config, tmp_path, monkeypatch, error, is_kept
+):
+    """Nothing after a mistake; otherwise the id by which replicas may know the run already."""
+
+    @contextlib.contextmanager
+    def opened(config, workdir, *_):
+        workdir.check_inputs({"data": "0"})
+        workdir.checkpoints.mkdir()
+        (workdir.path / "metrics.jsonl").touch()
+        yield object()
+
+    def train_until_error(config, opened):
+        raise error
+
+    monkeypatch.setattr(lifecycle, "open_run", opened)
+    monkeypatch.setattr(lifecycle, "_train", train_until_error)
+    with pytest.raises(type(error), match=str(error)):
+        train(config, str(tmp_path / "run"))
+    assert (tmp_path / "run" / "config.json").exists() is is_kept
+    assert (tmp_path / "run").exists() is is_kept
+
+
+@pytest.mark.slow
+def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
+    config.metrics.names = ("curvature",)
+    config.shaping.target = "none"
+    config.training.num_steps = 1
+    assert train(config, str(tmp_path / "run")) == 0
+    assert "metrics/curvature/mean" in read_rows(tmp_path / "run")[0]
+
+
+def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
+    """The first update has no baselines and is the same; from the second on the bonus tells.
+
+    Evaluations of the same weights are the same, also where the shaping acts: at step 1.
+    """
+    params, rows = {}, {}
+    for target in ("advantage", "none"):
+        config = tiny_config()
+        config.training.num_steps = 2
+        config.evaluation.every_steps = 1
+        config.shaping.target = target
+        config.checkpoints.keep = 3
+        train(config, str(tmp_path / target))
+        params[target] = [final_params(tmp_path / target, step) for step in (1, 2)]
+        rows[target] = read_rows(tmp_path / target)
+    assert_same(params["advantage"][0], params["none"][0])
+    assert largest_difference(params["advantage"][1], params["none"][1]) > 1e-5
+    shaped, plain = rows["advantage"], rows["none"]
+    assert shaped[1]["shaping/active"] == 1 and shaped[1]["shaping/bonus/mean"] > 0
+    assert plain[1]["shaping/bonus/mean"] == 0
+    for step in (0, 1):
+        evaluations = [
+            {key: value for key, value in found[step].items() if key.startswith("eval/")}
+            for found in (shaped, plain)
+        ]
+        assert "eval/arithmetic/mean_score" in evaluations[0]
+        assert evaluations[0] == evaluations[1]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.soak),
+    ],
+)
+def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
+    metrics = {}
+    for source in ("rollout", "policy"):
+        config = tiny_config()
+        config.training.num_steps = 1
+        config.hidden_states.source = source
+        config.hidden_states.dtype = dtype
+        config.hidden_states.compare_every = 1
+        train(config, str(tmp_path / source))
+        row = read_rows(tmp_path / source)[0]
+        # bfloat16 keeps 8 bits: rounding by up to 2^-9 a coordinate, less over a row.
+        limit = {"float32": 1e-4, "bfloat16": 2**-8}[dtype]
+        assert row["rollout/hidden_state_mismatch/max"] < limit
+        metrics[source] = row["metrics/effective_rank/mean"]
+    tolerance = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(metrics["policy"], metrics["rollout"], rtol=tolerance)
+
+
+def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
+    """And without a KL no reference: neither its parameters nor a pass of it."""
+    real, passes = Learner.logprobs, []
+
+    def logprobs(learner, params, batch, **options):
+        passes.append(learner.reference)
+        return real(learner, params, batch, **options)
+
+    monkeypatch.setattr(Learner, "logprobs", logprobs)
+    config.hidden_states.source = "none"
+    config.shaping.target = "none"
+    config.algorithms.loss.kl_coefficient = 0.0
+    config.training.num_steps = 2
+    config.logging.rollouts_every_steps = 5
+    assert train(config, str(tmp_path / "run")) == 0
+    responses = sorted(file.stem for file in (tmp_path / "run" / "rollouts").iterdir())
+    assert responses == ["eval_000000", "eval_000002", "step_000000", "step_000001"]  # the last
+    rows = read_rows(tmp_path / "run")
+    assert all(reference is None for reference in passes) and len(passes) == 2
+    assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
+    assert rows[1]["rollout/state_bytes"] == 0
+    assert not any(key.startswith("metrics/effective_rank") for key in rows[1])
+    # The evaluation has its statistics without any metric.
+    assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
+
+
+@pytest.mark.slow
+def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
+    config, tmp_path, rewarded
+):
+    config.algorithms.loss.kl_coefficient = 0.0
+    config.rollout.top_p, config.rollout.top_k = 0.7, 5
+    for num_steps, name in ((2, "straight"), (1, "resumed"), (2, "resumed")):
+        config.training.num_steps = num_steps
+        assert train(config, str(tmp_path / name)) == 0
+    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
+    assert_same(final_params(resumed, 2), final_params(straight, 2))
+    rows = stable(read_rows(straight))[:2]
+    assert stable(read_rows(resumed))[:2] == rows
+    # float32 engine and policy, both of the whole vocabulary
+    assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
+    config, tmp_path, monkeypatch, report
+):
+    real = loop.shaped_advantages
+
+    def spoiled(*arguments):
+        shaped, report = real(*arguments)
+        return shaped.at[0, 0].set(np.inf), report
+
+    monkeypatch.setattr(loop, "shaped_advantages", spoiled)
+    config.training.prompts_per_minibatch = 4
+    config.training.max_skipped_updates = 2
+    with pytest.raises(RuntimeError, match="2 updates in a row was not finite"):
+        train(config, str(tmp_path / "run"))
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
+    saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
+    assert any(np.isinf(saved[name]).any() for name in saved)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_indicators_of_the_tokens_shape_without_hidden_states(config, tmp_path, rewarded):
+    config.hidden_states.source = "none"
+    config.shaping.indicators = ("avg_log_probs",)
+    config.shaping.explore_weights = config.shaping.exploit_weights = (1.0,)
+    config.shaping.guidance = "avg_logits_entropy"
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "run")) == 0
+    rows = read_rows(tmp_path / "run")
+    assert rows[1]["shaping/active"] == 1 and rows[1]["shaping/bonus/mean"] != 0
+    table = pq.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    means = [np.mean(row["rollout_logprobs"]) for row in table]
+    # Engine and policy are both float32; see rollout/logprob_mismatch.
+    assert rows[1]["metrics/avg_log_probs/mean"] == pytest.approx(np.mean(means), abs=1e-4)
+    assert rows[1]["metrics/avg_log_probs/min"] == pytest.approx(min(means), abs=1e-4)
+    entropy = rows[1]["metrics/avg_logits_entropy/mean"]
+    assert 0 < entropy < np.log(32) and entropy != pytest.approx(-np.mean(means), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
+    config.hidden_states.source = "policy"
+    config.training.num_steps = 1
+    for name, packed in (("rows", False), ("packed", True)):
+        config.training.pack_sequences = packed
+        config.training.micro_batch_tokens = 128 if packed else 0
+        assert train(config, str(tmp_path / name)) == 0
+    row, packed_row = (read_rows(tmp_path / name)[0] for name in ("rows", "packed"))
+    for key in ("policy/loss", "policy/entropy", "policy/grad_norm", "metrics/effective_rank/mean"):
+        # The states are float32; sums over tokens have another order.
+        assert packed_row[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6), key
+    assert packed_row["policy/padding_fraction"] != row["policy/padding_fraction"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkeypatch, level):
+    """An engine with bfloat16 weights samples from another distribution than the policy's."""
+    real_update, real_shaping, seen = Learner.update, loop.shaped_advantages, {}
+
+    def shaping(*arguments):
+        seen["shaped"], report = real_shaping(*arguments)
+        return seen["shaped"], report
+
+    def update(learner, state, batch, passes, advantages):
+        seen.update(batch=batch, old=passes.old.logprobs, advantages=advantages)
+        return real_update(learner, state, batch, passes, advantages)
+
+    monkeypatch.setattr(loop, "shaped_advantages", shaping)
+    monkeypatch.setattr(Learner, "update", update)
+    config.training.num_steps = 1
+    config.rollout.weight_dtype = "bfloat16"
+    cap = config.algorithms.importance.cap = 1.01
+    rows, params = {}, {}
+    for name in ("none", level):
+        config.algorithms.importance.level = name
+        assert train(config, str(tmp_path / name)) == 0
+        rows[name], params[name] = (
+            stable(read_rows(tmp_path / name))[0],
+            final_params(tmp_path / name, 1),
+        )
+        if name == "none":
+            assert seen["advantages"] is seen["shaped"]
+    batch = seen["batch"]
+    weights, share = oracle.importance_weights(
+        seen["old"], batch.rollout_logprobs, batch.response_mask, level, cap
+    )
+    np.testing.assert_allclose(
+        seen["advantages"], weights * np.asarray(seen["shaped"]), rtol=1e-5, atol=1e-7
+    )
+    weights, row = weights[batch.response_mask], rows[level]
+    prefix = "policy/importance_weight"
+    for kind, expected in (
+        ("mean", weights.mean()), ("max", weights.max()), ("min", weights.min()),
+        ("capped_fraction", share),
+    ):  # fmt: skip
+        assert row.pop(f"{prefix}/{kind}") == pytest.approx(expected, rel=1e-5), kind
+    assert 0 < share < 1 and weights.min() < 0.999
+    assert row.keys() == rows["none"].keys()
+    changed = {key for key, value in rows["none"].items() if row[key] != value}
+    assert "policy/pg_loss" in changed and all(key.startswith("policy/") for key in changed)
+    assert largest_difference(params["none"], params[level]) > 0
+
+
+@pytest.mark.slow
+def test_a_replica_that_measures_gives_the_same_run_without_the_states(
+    tmp_path, rewarded, monkeypatch
+):
+    sizes, submit_batch = [], Measurer.submit_batch
+
+    def submitted(measurer, means):
+        sizes.append(len(means))
+        return submit_batch(measurer, means)
+
+    monkeypatch.setattr(Measurer, "submit_batch", submitted)
+    rows, params = {}, {}
+    for placement in ("trainer", "rollout"):
+        config = tiny_config()
+        config.training.num_steps = 1
+        config.metrics.placement = placement
+        config.metrics.dataset_stride = 2
+        config.evaluation.metrics = True
+        assert train(config, str(tmp_path / placement)) == 0
+        rows[placement] = stable(read_rows(tmp_path / placement))
+        params[placement] = final_params(tmp_path / placement, 1)
+    for here, there in zip(rows["trainer"], rows["rollout"], strict=True):
+        assert here.keys() == there.keys()
+        if "rollout/responses" in here:
+            states, metrics = here.pop("rollout/state_bytes"), there.pop("rollout/metric_bytes")
+            assert here.pop("rollout/metric_bytes") == there.pop("rollout/state_bytes") == 0
+            assert 0 < metrics < states
+            assert (
+                "metrics/global/effective_rank" in there and "metrics/effective_rank/mean" in there
+            )
+        for key, value in here.items():
+            # In fact the same: one function, compiled once, of the same bfloat16 states.
+            assert there[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    assert any("eval/arithmetic/metrics" in key for key in rows["rollout"][0])
+    # Evaluation and batch are measured as one set each, whatever the calls they arrive in.
+    num_responses = config.data.prompts_per_step * config.rollout.group_size
+    assert set(sizes) == {config.evaluation.num_problems, num_responses}
+    assert len(set(sizes)) == 2
+    assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_replica_that_measures_sends_states_where_they_are_compared(tmp_path, config):
+    config.training.num_steps = 2
+    config.metrics.placement = "rollout"
+    config.hidden_states.compare_every = 2
+    assert train(config, str(tmp_path / "run")) == 0
+    compared, other, _ = read_rows(tmp_path / "run")
+    assert compared["rollout/state_bytes"] > 0 and other["rollout/state_bytes"] == 0
+    assert compared["rollout/hidden_state_mismatch/max"] < 2**-8  # rounded to bfloat16
+    assert all("metrics/effective_rank/mean" in row for row in (compared, other))

@@ -1,0 +1,280 @@
+"""Training on prompt files with a model directory and a user's verifier; every mistake named."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.runs import train
+from tests.training.conftest import read_rows, stable
+from tests.training.tiny import tiny_config
+
+pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
+
+QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many are there?" for n in range(6)]
+
+
+def write_problems(file, questions=QUESTIONS):
+    """Rows in the form GSM8K is published in."""
+    rows = [{"question": q, "answer": f"He has <<1+2=3>>so many.\n#### {3}"} for q in questions]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Hugging Face directory: a random Qwen2 with a tokenizer of its own."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = data.train_tokenizer(QUESTIONS, 280)
+    config = models.DecoderConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, max_position_embeddings=128, tie_embeddings=True,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(directory, params, config, tokenizer)
+    return directory
+
+
+@pytest.fixture
+def problems(tmp_path):
+    return write_problems(tmp_path / "apples.jsonl")
+
+
+@pytest.fixture
+def config(model, problems):
+    config = tiny_config()
+    config.model.path = str(model)
+    config.data.task = "files"
+    config.data.files = (str(problems),)
+    config.data.answer_after = "####"
+    config.data.template = "abel"
+    config.evaluation.files = (str(problems),)
+    config.evaluation.num_problems = 4
+    config.rollout.max_prompt_tokens = 96
+    config.rollout.max_response_tokens = 32
+    config.rewards.function = "tests.training.verifiers:by_length"
+    config.rewards.timeout_s = 2.0
+    return config
+
+
+@pytest.mark.slow
+def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, capsys):
+    config.training.num_steps = 2
+    config.evaluation.metrics = True
+    config.metrics.dataset_stride = 4
+    # A problem over the limit is left out of training, and wrong in the benchmark.
+    write_problems(problems, ["why? " * 200, *QUESTIONS])
+    config.evaluation.num_problems = 5
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert train(config, str(straight)) == 0
+    named = [line for line in capsys.readouterr().out.splitlines() if "counts as wrong" in line]
+    assert len(named) == 1 and "benchmark apples: " in named[0] and "line 1: " in named[0]
+    config.training.num_steps = 1
+    assert train(config, str(resumed)) == 0
+    (tmp_path / "moved").mkdir()
+    moved = problems.rename(tmp_path / "moved" / problems.name)  # what counts is what it holds
+    config.data.files = config.evaluation.files = (str(moved),)
+    config.training.num_steps = 2
+    assert train(config, str(resumed)) == 0
+    assert "resumed" in capsys.readouterr().out
+    # The last row of the first attempt has the evaluation that only ends a run.
+    expected, actual = stable(read_rows(straight)), stable(read_rows(resumed))
+    assert [row["step"] for row in actual] == [0, 1, 2]
+    assert actual == expected
+    first = expected[0]
+    assert first["eval/apples/num_problems"] == 5
+    assert 0 < first["reward/correct"] < 1  # by the user's verifier
+    assert first["policy/grad_norm"] > 0
+    for key in (
+        "metrics/global/effective_rank", "metrics/cumulative/effective_rank_velocity",
+        "metrics/cumulative/effective_rank_acceleration", "eval/apples/metrics/effective_rank/mean",
+        "eval/apples/metrics/global/effective_rank", "eval/apples/mean_score", "advantage/max",
+        "advantage/shaped/max", "prompt/length/max", "response/length_fraction/correct",
+        "metrics/effective_rank/correct_max",
+    ):  # fmt: skip
+        assert np.isfinite(first[key]), key
+    # Five warm-up updates, two a step: those of the first mini-batches.
+    rates = [row["policy/learning_rate"] for row in expected[:2]]
+    np.testing.assert_allclose(rates, [1e-2 * 1 / 5, 1e-2 * 3 / 5], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_reference_may_be_held_in_half_the_bytes(config, tmp_path):
+    config.training.num_steps = 1
+    config.evaluation.every_steps = 0
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        config.model.reference_dtype = dtype
+        assert train(config, str(tmp_path / dtype)) == 0
+        losses[dtype] = read_rows(tmp_path / dtype)[0]
+    # The anchor rounds to 8 bits, the policy does not: near, and not the same.
+    assert losses["bfloat16"]["policy/grad_norm"] == pytest.approx(
+        losses["float32"]["policy/grad_norm"], rel=1e-2
+    )
+    assert losses["bfloat16"]["policy/kl"] != losses["float32"]["policy/kl"]
+
+
+def test_bad_rows_are_skipped_and_counted_where_asked_for(config, problems, tmp_path, capsys):
+    with problems.open("a") as file:
+        file.write('{"question": "no answer"}\n')
+    with pytest.raises(UserError, match=r"apples.jsonl, line 7: field 'answer' is missing"):
+        train(config, str(tmp_path / "run"))
+    config.data.skip_bad_rows = True
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    assert train(config, str(tmp_path / "run")) == 0
+    out = capsys.readouterr().out
+    assert "1 of 7 rows are bad and left out" in out and "line 7" in out
+    assert "6 training prompts" in out
+
+
+def spoil_model(model, tmp_path, tensors=None, **fields):
+    """A copy of the model with other tensors (None removes) or config fields."""
+    copy = tmp_path / "spoilt"
+    shutil.copytree(model, copy)
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(content | fields))
+    weights = load_file(copy / "model.safetensors") | (tensors or {})
+    kept = {name: array for name, array in weights.items() if array is not None}
+    save_file(kept, copy / "model.safetensors")
+    return str(copy)
+
+
+def no_eos(model, tmp_path):
+    copy = tmp_path / "spoilt"
+    shutil.copytree(model, copy)
+    file = copy / "tokenizer_config.json"
+    content = json.loads(file.read_text()) | {"eos_token": None}
+    file.write_text(json.dumps(content))
+    return str(copy)
+
+
+MODELS = {
+    "missing directory": (lambda model, tmp: "/nowhere", "/nowhere"),
+    "unsupported": (
+        lambda model, tmp: spoil_model(model, tmp, model_type="mamba"),
+        "model_type='mamba' is not supported",
+    ),
+    "missing tensor": (
+        lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": None}),
+        "model.norm.weight is missing",
+    ),
+    "extra tensor": (
+        lambda model, tmp: spoil_model(model, tmp, {"model.extra": np.zeros(1, np.float32)}),
+        "model.extra is not part of the model",
+    ),
+    "misshapen tensor": (
+        lambda model, tmp: spoil_model(model, tmp, {"model.norm.weight": np.zeros(31, np.float32)}),
+        r"model.norm.weight has shape \(31,\), not \(32,\)",
+    ),
+    "vocabulary": (
+        lambda model, tmp: spoil_model(model, tmp, vocab_size=100),
+        "do not belong together",
+    ),
+    "no end token": (no_eos, "eos token"),
+    "no context": (
+        lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=0),
+        "max_position_embeddings=0",
+    ),
+    "no heads": (lambda model, tmp: spoil_model(model, tmp, num_attention_heads=0), "config.json"),
+    "context": (
+        lambda model, tmp: spoil_model(model, tmp, max_position_embeddings=127),
+        "must be at most the model's context of 127 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kl_coefficient"), [*((name, 0.001) for name in MODELS), ("misshapen tensor", 0.0)]
+)
+def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, model, tmp_path):
+    spoil, message = MODELS[mistake]
+    config.algorithms.loss.kl_coefficient = kl_coefficient  # 0: there is no reference to load
+    config.model.path = spoil(model, tmp_path)
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, str(tmp_path / "run"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+FILES = {
+    "missing": (None, r"apples.jsonl.* does not exist"),
+    "empty": ("", "apples.jsonl: the file has no rows"),
+    "not JSON": ('{"question": ', "apples.jsonl, line 1: not valid JSON"),
+    "no field": ('{"frage": "?"}', "line 1: field 'question' is missing"),
+    "wrong type": ('{"question": 3, "answer": "#### 1"}', "line 1: field 'question'"),
+    "no mark": ('{"question": "?", "answer": "1"}', "line 1: field 'answer'"),
+    "all too long": (
+        json.dumps({"question": "x" * 500, "answer": "#### 1"}),
+        "max_prompt_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FILES)
+def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, tmp_path):
+    text, message = FILES[mistake]
+    problems.unlink()
+    if text is not None:
+        problems.write_text(text + "\n" if text else "")
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, str(tmp_path / "run"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+VERIFIERS = {
+    "tests.training.verifiers:missing": "cannot be imported",
+    "tests.nowhere:f": "cannot be imported",
+    "tests.training.verifiers:nonsense": "invalid: score must be a finite number",
+    "tests.training.verifiers:sleeps": "timeout",
+    "tests.training.verifiers:exits": "crash",
+    "tests.training.verifiers:raises": "exception: KeyError",
+}
+
+
+@pytest.mark.parametrize("function", VERIFIERS)
+def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, config, tmp_path):
+    config.rewards.function = function
+    with pytest.raises(UserError, match=VERIFIERS[function]) as caught:
+        train(config, str(tmp_path / "run"))
+    assert "rewards.function=" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, tmp_path):
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    workdir = tmp_path / "run"
+    assert train(config, str(workdir)) == 0
+    config.data.files = (str(write_problems(tmp_path / "apples.jsonl", QUESTIONS[:5])),)
+    with pytest.raises(UserError, match="began with other data"):
+        train(config, str(workdir))
+    assert (workdir / "config.json").exists()  # a run that was there stays
+
+
+def test_changed_weights_do_not_resume(config, model, tmp_path):
+    """They are the anchor of the KL: the rest would be another run."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    config.model.path = str(copy)
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    assert train(config, str(tmp_path / "run")) == 0
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(UserError, match="began with other weights"):
+        train(config, str(tmp_path / "run"))
+
+
+def test_a_kill_in_the_first_write_locks_nobody_out(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.writing").write_text("{")
+    config.training.num_steps = 0
+    config.evaluation.every_steps = 0
+    assert train(config, str(tmp_path / "run")) == 0

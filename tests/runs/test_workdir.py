@@ -1,0 +1,169 @@
+"""The run directory: what may be in it before a run, and what a resumed run may change."""
+
+import json
+import pathlib
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.runs.workdir import open_workdir
+
+
+def test_the_same_command_goes_again_after_a_replica_that_did_not_start(config, tmp_path):
+    """What the replica printed stays, for the message names it."""
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    (workdir.path / "replica0").mkdir()
+    (workdir.path / "replica0" / "log.txt").write_text("no vLLM here\n")
+    workdir.discard(f"the rollout replica did not start: ... ({workdir.path}/replica0/log.txt)")
+    workdir.close()
+    assert [path.name for path in workdir.path.iterdir()] == ["replica0"]
+    again = open_workdir(str(tmp_path / "run"), config)
+    again.close()
+    assert not again.resumed and (again.path / "config.json").exists()
+
+
+def everything_in(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_nothing_is_left_of_a_run_that_a_mistake_stopped(config, tmp_path):
+    """As far as it may come: refused in its first step, with a replica that has started."""
+    workdir = open_workdir(str(tmp_path / "new" / "run"), config)
+    workdir.check_inputs({"data": "0"})
+    for directory in ("checkpoints", "replica0", "replica1", "tensorboard"):
+        (workdir.path / directory).mkdir()
+        if directory != "checkpoints":
+            (workdir.path / directory / "log.txt").write_text("listening\n")
+    (workdir.path / "metrics.jsonl").touch()
+    (workdir.path / "metrics.writing").touch()
+    (workdir.path / "warm_start.writing").mkdir()
+    workdir.discard(f"{workdir.path}/warm_start.writing: No space left on device")
+    workdir.close()
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "kept", ["warm_start/config.json", "checkpoints/1/state", "nonfinite_batch.npz", "rollouts/x"]
+)
+def test_what_is_worth_something_stays_and_with_it_the_record(config, tmp_path, kept):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    (workdir.path / kept).parent.mkdir(parents=True, exist_ok=True)
+    (workdir.path / kept).touch()
+    before = everything_in(tmp_path)
+    workdir.discard()
+    workdir.close()
+    assert everything_in(tmp_path) == before
+
+
+def test_what_was_there_before_stays(config, tmp_path):
+    """A directory the user made, and a run that an earlier attempt began."""
+    (tmp_path / "run").mkdir()
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    workdir.discard()
+    workdir.close()
+    assert everything_in(tmp_path) == ["run"]
+    open_workdir(str(tmp_path / "run"), config).close()
+    again = open_workdir(str(tmp_path / "run"), config)
+    again.discard()
+    again.close()
+    assert everything_in(tmp_path) == ["run", "run/.lock", "run/config.json"]
+
+
+DEEP = "[" * 100_000
+RECORD = '{"run_id": "a", "config": {"seed": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "nested more than 100 deep"),
+        (RECORD % ("[" * 900 + "]" * 900), "nested more than 100 deep"),
+        ('{"run_id', "is not JSON"),
+        ("[]", "must hold a JSON object, not list"),
+        ("{}", "is not the record of a run"),
+        ('{"run_id": 1, "config": {}}', "is not the record of a run"),
+        ('{"run_id": "a", "config": []}', "is not the record of a run"),
+        ('{"model_type": "qwen2"}', "is not the record of a run"),
+    ],
+)
+def test_a_config_file_that_is_no_record_is_named_and_nothing_is_made(
+    config, tmp_path, content, message
+):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=rf"config\.json .*{message}.*name another workdir"):
+        open_workdir(str(tmp_path), config)
+    assert everything_in(tmp_path) == ["config.json"]
+
+
+@pytest.mark.parametrize("content", ['{"data": "0', DEEP, "[]", "\xff"])
+def test_damaged_inputs_are_the_users_error(config, tmp_path, content):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    (workdir.path / "inputs.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match=r"inputs\.json .* restore it or name a new workdir"):
+        workdir.check_inputs({"data": "0"})
+    workdir.close()
+
+
+@pytest.mark.parametrize("name", [".lock", "config.writing"])
+def test_nothing_is_written_through_a_link(config, tmp_path, name):
+    target = tmp_path / "thesis.tex"
+    target.write_text("years of work")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    if name == ".lock":
+        with pytest.raises(UserError, match=r"\.lock is a symbolic link"):
+            open_workdir(str(tmp_path / "run"), config)
+    else:
+        open_workdir(str(tmp_path / "run"), config).close()
+        record = json.loads((tmp_path / "run" / "config.json").read_text())
+        assert record["config"]["seed"] == config.seed
+    assert target.read_text() == "years of work"
+
+
+def test_a_directory_where_a_file_is_to_be_written_is_named(config, tmp_path):
+    (tmp_path / "config.writing").mkdir()
+    with pytest.raises(UserError, match=r"config\.writing is a directory"):
+        open_workdir(str(tmp_path), config)
+
+
+def test_a_run_that_was_refused_does_not_keep_the_directory_locked(config, tmp_path):
+    file: pathlib.Path = tmp_path / "run" / "config.json"
+    open_workdir(str(tmp_path / "run"), config).close()
+    content = file.read_text()
+    file.write_text(content.replace('"seed": ', '"seed": 1'))
+    with pytest.raises(UserError, match="another config") as caught:  # its frames are kept
+        open_workdir(str(tmp_path / "run"), config)
+    file.write_text(content)
+    open_workdir(str(tmp_path / "run"), config).close()
+    assert caught
+
+
+def test_a_directory_that_is_merely_named_like_a_replicas_is_not_ours(config, tmp_path):
+    (tmp_path / "replica_of_the_mona_lisa").mkdir()
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_workdir(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("rollout", "jax_tensor_parallelism", 2),
+        ("rollout", "jax_data_parallelism", 4),
+        ("rewards", "num_workers", 7),
+        ("metrics", "num_threads", 3),
+        ("mesh", "tensor", 2),
+    ],
+)
+def test_a_resumed_run_may_have_other_devices_and_workers(config, tmp_path, section, field, value):
+    open_workdir(str(tmp_path / "run"), config).close()
+    old, config[section][field] = config[section][field], value
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert reopened.changed == (f"{section}.{field}: {old} -> {value}",)
+
+
+def test_a_resumed_run_may_not_have_other_sampling(config, tmp_path):
+    open_workdir(str(tmp_path / "run"), config).close()
+    config.rollout.temperature = 0.5
+    with pytest.raises(UserError, match=r"another config \(rollout.temperature: 1.0 -> 0.5\)"):
+        open_workdir(str(tmp_path / "run"), config)

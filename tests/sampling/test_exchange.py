@@ -1,0 +1,85 @@
+"""Who samples what, and responses on their way between processes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from semrl_jax.models import AXES
+from semrl_jax.models.hosts import processes_of
+from semrl_jax.rewards import Verdict
+from semrl_jax.sampling.exchange import (
+    owning_processes,
+    pack_scored,
+    share_of,
+    unpack_scored,
+)
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.types import Rollout, VersionSpan, WeightVersion
+
+
+@pytest.mark.parametrize(
+    ("processes", "shape", "owners"),
+    [
+        ([0, 0, 1, 1], (1, 4, 1, 1), (0, 1)),
+        ([0, 0, 1, 1], (1, 2, 1, 2), (0, 1)),
+        ([0, 0, 1, 1], (1, 1, 1, 4), (0,)),  # one shard over both
+        ([0, 1, 2, 3], (2, 1, 1, 2), (0, 2)),
+        ([3, 2, 1, 0], (2, 1, 2, 1), (0, 2)),
+    ],
+)
+def test_the_lowest_process_of_each_data_shard_owns_it(processes, shape, owners):
+    assert owning_processes(np.reshape(processes, shape)) == owners
+
+
+def test_one_process_owns_everything():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), AXES)
+    assert owning_processes(processes_of(mesh)) == (0,)
+    assert share_of(range(7), (0,), 0) == range(7)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 12])
+def test_shares_are_consecutive_and_even(count):
+    owners = (0, 2, 5)
+    shares = [share_of(range(count), owners, process) for process in range(6)]
+    assert [i for share in shares for i in share] == list(range(count))
+    assert not shares[1] and not shares[3] and not shares[4]
+    sizes = [len(shares[owner]) for owner in owners]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def scored(rng, index, measured, raw):
+    length = int(rng.integers(0, 5))
+    version = WeightVersion("run", "attempt", 3, "ab" * 32)
+    rollout = Rollout(
+        sample_id=f"train/3/{index}/0", group_id=index, sample_index=0,
+        prompt_ids=rng.integers(0, 99, 1 + index).astype(np.int32),
+        response_ids=rng.integers(0, 99, length).astype(np.int32),
+        rollout_logprobs=rng.normal(size=length).astype(np.float32),
+        rollout_raw_logprobs=rng.normal(size=length).astype(np.float32) if raw else None,
+        finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
+        metrics={"effective_rank": 1 / 3, "effective_rank_valid": True, "odd": float("nan")},
+        generate_s=0.1,
+    )  # fmt: skip
+    verdict = Verdict(0.5, True, False, None, "timeout: 2 s")
+    state = rng.normal(size=4).astype(np.float32) if measured else None
+    return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, state)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_what_was_packed_comes_back_to_the_bit(count):
+    rng = np.random.default_rng(count)
+    before = [scored(rng, i, measured=i % 2 == 0, raw=i % 3 == 0) for i in range(count)]
+    after = unpack_scored(pack_scored(before))
+    assert len(after) == count
+    for a, b in zip(after, before):
+        for item_a, item_b in ((a, b), (a.rollout, b.rollout)):
+            for field in dataclasses.fields(item_a):
+                actual, expected = getattr(item_a, field.name), getattr(item_b, field.name)
+                if field.name == "rollout":
+                    continue
+                if isinstance(expected, np.ndarray):
+                    assert actual.dtype == expected.dtype
+                np.testing.assert_equal(actual, expected)

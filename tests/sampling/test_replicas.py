@@ -1,0 +1,160 @@
+"""What a replica says of itself, beside what a run is going to ask it for."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.model_setup import build_policy
+from semrl_jax.rollout.child import ChildReplica
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
+from semrl_jax.runs import train
+from semrl_jax.runs.setup import sampling_processes
+from semrl_jax.sampling import replicas
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_replica_that_cannot_measure_is_refused_before_training(config):
+    """As one of an earlier release, which says nothing of metrics and would send none."""
+    old = dataclasses.replace(FakeEngine(max_prompts=64, max_response_tokens=64).describe())
+    assert old.metric_kinds == ()
+    replicas._check_limits(old, config)
+    config.metrics.placement = "rollout"
+    with pytest.raises(UserError, match=r"measures \[\], but metrics.names has 'effective_rank'"):
+        replicas._check_limits(old, config)
+    config.metrics.names = ("effective_rank", "curvature")
+    able = dataclasses.replace(old, metric_kinds=("curvature", "effective_rank"))
+    replicas._check_limits(able, config)
+    partly = dataclasses.replace(old, metric_kinds=("effective_rank",))
+    with pytest.raises(UserError, match="has 'curvature'; start the replica from this") as caught:
+        replicas._check_limits(partly, config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_replica_is_asked_for_the_problems_that_there_are(config):
+    """Not for those that evaluation.num_problems allows per file."""
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    assert config.training.responses_per_step <= 64
+    config.evaluation.num_problems = 10_000
+    replicas._check_limits(replica, config, num_problems=64)
+    config.evaluation.num_problems = 40  # of each of two files
+    with pytest.raises(UserError, match=r"max_prompts=64, .* asks for 80; lower evaluation.num_p"):
+        replicas._check_limits(replica, config, num_problems=80)
+    # Each of two processes asks for its share.
+    replicas._check_limits(replica, config, num_problems=80, num_owners=2)
+    with pytest.raises(UserError, match="asks for 65"):
+        replicas._check_limits(replica, config, num_problems=129, num_owners=2)
+
+
+def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_path, monkeypatch):
+    """It would refuse the weights, but only when warm start, rows and checkpoints are begun."""
+    policy, tokenizer = build_policy(config)
+    hashes = {
+        "model_hash": policy.config.hash,
+        "tokenizer_hash": data.tokenizer_hash(tokenizer),
+        "vocab_size": policy.config.vocab_size,
+    }
+    arrays = [np.zeros(spec.shape, spec.dtype) for spec in FAKE_SPECS]
+    with EmbeddedReplica(FakeEngine(**hashes)) as replica:
+        with RolloutClient(
+            (replica.address,), replica.token, run_id="other", attempt_id="1"
+        ) as client:
+            client.connect(**hashes)
+            client.sync_weights(FAKE_SPECS, lambda: iter(arrays), step=0)
+        monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
+        config.rollout.addresses = (replica.address,)
+        config.rewards.num_workers = 1
+        with pytest.raises(UserError, match=r"belongs to run 'other', and this one is '\w+'; rest"):
+            train(config, str(tmp_path / "runs" / "mine"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_named_twice_is_refused_by_every_process(config):
+    """Of several processes each would have it once, and each take it for its own."""
+    mesh = models.make_mesh({"replica": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
+    config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2")
+    assert sampling_processes(config, mesh) == (0,)
+    config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1")
+    with pytest.raises(UserError, match=r"names '127\.0\.0\.1:1' more than once"):
+        sampling_processes(config, mesh)
+
+
+class NotStarted(ChildReplica):
+    """What a child is started with, but none is."""
+
+    def __init__(self, command, **options):
+        self.directory = options["directory"]
+
+
+def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch):
+    """It runs in the directory of the code. A name on the hub stays one; its token is the child's
+    own."""
+    monkeypatch.setattr(replicas, "ChildReplica", NotStarted)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    config.rollout.vllm_python = sys.executable
+    config.rollout.token_file = "token"
+    for given, expected in (
+        ("models/mine", str(tmp_path / "models" / "mine")), ("owner/name", "owner/name"), ("", ""),
+    ):  # fmt: skip
+        config.model.path = given
+        child = replicas.vllm_child(config, tmp_path / "replica0", print)
+        settings = json.loads((tmp_path / "replica0" / "config.json").read_text())["config"]
+        assert settings["model"]["path"] == expected
+        assert settings["rollout"]["token_file"] == "" and child.directory == ROOT
+
+
+ARCHITECTURE = models.DecoderConfig(
+    vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
+    num_kv_heads=4, head_dim=16, tie_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fsdp", "needed"),
+    [
+        # Eight devices share the machine: a copy each, or one; updates of all, or one of all.
+        (1, 1, 8 * 4 + 8 * 20),
+        (8, 1, 4 + 8 * 20),
+        (8, 8, 4 + 20),
+    ],
+)
+def test_a_model_that_does_not_fit_beside_its_updates_is_refused(tensor, fsdp, needed, monkeypatch):
+    parameters = sum(spec.num_bytes for spec in models.tensor_specs(ARCHITECTURE, "float32")) // 4
+    engine = models.make_mesh({"replica": 8 // tensor, "fsdp": 1, "sequence": 1, "tensor": tensor})
+    training = models.make_mesh({"replica": 8 // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": 1})
+    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters)
+    replicas.check_fit(ARCHITECTURE, engine, training)
+    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters - 1)
+    with pytest.raises(UserError, match=r"parameters take .*; name replicas by rollout\.addresses"):
+        replicas.check_fit(ARCHITECTURE, engine, training)
+
+
+def test_a_devices_own_limit_counts_where_it_has_one(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 24 * 10**6}
+
+    mesh = models.make_mesh({"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1})
+    monkeypatch.setattr(replicas.jax, "local_devices", lambda: [Device()])
+    replicas.check_fit(ARCHITECTURE, mesh, mesh)
+    monkeypatch.setattr(Device, "memory_stats", lambda self: {"bytes_limit": 10**6})
+    with pytest.raises(UserError, match=r"and a device has 0\.0 GiB"):
+        replicas.check_fit(ARCHITECTURE, mesh, mesh)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(replicas, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match="this process has"):
+        train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,342 @@
+"""Verdicts and metrics of a stream: by sample, not by arrival."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+import time
+import types
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import data
+from semrl_jax.metrics import hidden_state_metrics
+from semrl_jax.rewards import VerifierPool, verify_math
+from semrl_jax.rollout.measuring import Measured, Measurer
+from semrl_jax.sampling.sampler import Weights
+from semrl_jax.sampling.scoring import score_and_measure
+from semrl_jax.types import WeightVersion
+from tests.sampling.parts import sampler_of
+from tests.training.conftest import make_scored
+
+OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
+
+
+def make_rollouts(num=12):
+    random = np.random.default_rng(0)
+    rollouts = []
+    for index in range(num):
+        length = int(random.integers(1, 50))
+        rollouts.append(
+            dataclasses.replace(
+                make_scored(index, response_ids=np.full(length, index, np.int32)).rollout,
+                hidden_states=random.normal(size=(length, 2, 16)).astype(np.float32),
+                layers=(0, -1),
+            )
+        )
+    return rollouts
+
+
+def score(rollouts, num_threads=2, **options):
+    with (
+        VerifierPool(num_workers=1) as verifier,
+        Measurer(max_tokens=56, num_threads=num_threads, **OPTIONS) as measurer,
+    ):
+        return score_and_measure(
+            rollouts,
+            decode=lambda ids: f"\\boxed{{{ids[0]}}}",
+            references={group: str(4 * group) for group in range(3)},
+            verifier=verifier,
+            measurer=measurer,
+            **options,
+        )
+
+
+def test_results_follow_the_sample_not_the_arrival():
+    rollouts = make_rollouts()
+    straight = score(rollouts)
+    seen = []
+    shuffled = score(
+        [rollouts[i] for i in np.random.default_rng(1).permutation(12)],
+        num_threads=1,
+        arrived=lambda rollout: seen.append(rollout.sample_id),
+    )
+    assert sorted(seen, key=int) == [str(i) for i in range(12)]
+    assert len(straight) == 12
+    for index, (a, b) in enumerate(zip(straight, shuffled, strict=True)):
+        assert a.rollout.sample_id == b.rollout.sample_id == str(index)
+        assert a.rollout.metrics == b.rollout.metrics  # bit for bit
+        assert a.verdict == b.verdict
+        assert a.verdict.correct == (index % 4 == 0)
+        assert a.rollout.hidden_states is None
+
+
+def test_responses_are_measured_and_let_go_while_others_are_sampled():
+    futures = []
+    rollouts = [
+        dataclasses.replace(
+            make_scored(index, response_ids=np.full(40, index, np.int32)).rollout,
+            hidden_states=np.ones((40, 2, 16), np.float32),
+            layers=(0, -1),
+        )
+        for index in range(17)
+    ]
+    states = [weakref.ref(rollout.hidden_states) for rollout in rollouts]
+
+    class Watched(Measurer):
+        def submit(self, hidden_states):
+            futures.append(super().submit(hidden_states))
+            return futures[-1]
+
+    def sampled():
+        for _ in range(16):  # a full call
+            yield rollouts.pop(0)
+        for future in futures:
+            future.result(timeout=120)
+        deadline = time.monotonic() + 60
+        while sum(ref() is not None for ref in states) > 2:  # the last that came, one to come
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield rollouts.pop(0)
+
+    with (
+        VerifierPool(num_workers=1) as verifier,
+        Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
+    ):
+        scored = score_and_measure(
+            sampled(), decode=lambda ids: "", references=dict.fromkeys(range(5), "1"),
+            verifier=verifier, measurer=measurer,
+        )  # fmt: skip
+    assert len(scored) == 17 and all(item.rollout.metrics for item in scored)
+
+
+def test_the_asked_layer_is_measured_whatever_its_place():
+    rollouts = make_rollouts(2)
+    for layer, plane in ((-1, 1), (0, 0)):
+        scored = score(rollouts, layer=layer, keep_states=True)
+        for item in scored:
+            states = item.rollout.hidden_states[None, :, plane]
+            expected = hidden_state_metrics(
+                jnp.asarray(states), jnp.ones(states.shape[:2], bool), **OPTIONS
+            )
+            # Padding to a bucket changes the order of float32 sums.
+            np.testing.assert_allclose(
+                item.rollout.metrics["effective_rank"], expected["effective_rank"][0], rtol=1e-4
+            )
+
+
+def test_without_a_measurer_there_are_no_metrics():
+    with VerifierPool(num_workers=1) as verifier:
+        scored = score_and_measure(
+            make_rollouts(2), decode=lambda ids: "", references={0: "1"}, verifier=verifier,
+            measurer=None,
+        )  # fmt: skip
+    assert [item.rollout.metrics for item in scored] == [{}, {}]
+
+
+def test_a_batch_is_measured_as_one_set_of_mean_states():
+    options = OPTIONS | {"dataset_stride": 2}
+    random = np.random.default_rng(3)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(3, 12)]
+    with Measurer(max_tokens=56, num_threads=2, **options) as measurer:
+        measured = [measurer.submit(rows) for rows in states]
+        measurer.flush()
+        measured = [future.result() for future in measured]
+        scored = [make_scored(i).with_measured(m) for i, m in enumerate(measured)]
+        found = measurer.submit_batch([item.mean_state for item in scored]).result()
+        spoilt = measured[4]._replace(mean_state=np.full(16, np.nan, np.float32))
+        scored[4] = scored[4].with_measured(spoilt)
+        without = measurer.submit_batch([item.mean_state for item in scored]).result()
+        few = measurer.submit_batch([item.mean_state for item in scored[:3]]).result()
+    rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
+    for index, item in enumerate(measured):
+        np.testing.assert_allclose(item.mean_state, rows[index], atol=1e-6)  # float32 sums
+    expected = rank_series_f64(rows, 2)
+    np.testing.assert_allclose(found["global/effective_rank"], expected[0], rtol=1e-3)
+    np.testing.assert_allclose(found["cumulative/effective_rank_velocity"], expected[1], rtol=1e-3)
+    assert without["global/effective_rank"] != found["global/effective_rank"]
+    np.testing.assert_allclose(
+        without["global/effective_rank"], rank_series_f64(np.delete(rows, 4, 0), 2)[0], rtol=1e-3
+    )
+    assert "cumulative/effective_rank_velocity" not in few  # one window: not valid, not logged
+
+
+def rank_series_f64(rows, stride):
+    """ER of all rows, and its velocity over prefixes."""
+
+    def rank(z):
+        sigma = np.linalg.svd(z - z.mean(axis=0), compute_uv=False)
+        p = sigma / sigma.sum()
+        return np.exp(-np.sum(p[p > 0] * np.log(p[p > 0])))
+
+    series = [rank(rows[:size]) for size in range(stride, len(rows) + 1, stride)]
+    deltas = [series[j] - np.mean(series[:j]) for j in range(1, len(series))]
+    return rank(rows), np.mean(deltas)
+
+
+def test_neighbours_in_a_call_change_no_bit():
+    # Groups of 16 for these; 21 leave one that is not full.
+    random = np.random.default_rng(5)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(20, 41)]
+    with Measurer(max_tokens=64, num_threads=2, **OPTIONS) as measurer:
+        found = []
+        for order in (range(21), reversed(range(21)), range(3)):
+            futures = {i: measurer.submit(states[i]) for i in order}
+            measurer.flush()
+            found.append({i: future.result() for i, future in futures.items()})
+    for measured in found[1:]:
+        for i, (metrics, mean) in measured.items():
+            assert metrics == found[0][i].metrics
+            np.testing.assert_array_equal(mean, found[0][i].mean_state)
+
+
+@pytest.mark.slow
+def test_a_full_group_starts_and_a_large_response_is_a_group():
+    states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
+        pending = [measurer.submit(states) for _ in range(17)]
+        first = pending[0].result(timeout=60)
+        assert all(future.result(timeout=60).metrics == first.metrics for future in pending[:16])
+        assert not pending[16].done()
+        measurer.flush()
+        assert pending[16].result(timeout=60).metrics == first.metrics
+        wide = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+        assert measurer.submit(wide).result(timeout=60).metrics["effective_rank"] > 50
+
+
+def test_what_goes_wrong_reaches_everyone_who_waits():
+    with Measurer(max_tokens=64, num_threads=1, **OPTIONS | {"window": "none"}) as measurer:
+        pending = [measurer.submit(np.ones((4, 16), np.float32)) for _ in range(2)]
+        measurer.flush()
+        for future in pending:
+            with pytest.raises(ValueError, match="window='none'"):
+                future.result(timeout=60)
+
+
+def test_one_response_that_cannot_be_measured_harms_no_other():
+    good = np.random.default_rng(0).normal(size=(10, 16)).astype(np.float32)
+    with Measurer(max_tokens=20, num_threads=1, dataset_stride=2, **OPTIONS) as measurer:
+        half = measurer.submit(good.astype(np.float16))  # of another call, and before the others
+        first = measurer.submit(good)
+        with pytest.raises(ValueError, match="has 21 tokens; at most max_tokens=20"):
+            measurer.submit(np.ones((21, 16), np.float32))
+        with pytest.raises(ValueError, match=r"shape \(10, 0\); its width"):
+            measurer.submit(np.ones((10, 0), np.float32))
+        cancelled = measurer.submit(good)
+        assert cancelled.cancel()
+        second = measurer.submit(good)
+        measurer.flush()
+        assert first.result(timeout=60).metrics == second.result(timeout=60).metrics
+        for future, rows in ((first, good), (half, good.astype(np.float16).astype(np.float32))):
+            mean = future.result(timeout=60).mean_state
+            np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-6)  # float32 sums
+        assert cancelled.cancelled()
+        assert measurer.submit_batch([]).result(timeout=60) == {}
+
+
+def test_closing_leaves_no_future_pending(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+
+    def measured(self, group, kind):
+        started.set()
+        go_on.wait(timeout=60)
+        return [Measured({}, np.zeros(kind.width, np.float32)) for _ in group]
+
+    monkeypatch.setattr(Measurer, "_measured", measured)
+    measurer = Measurer(max_tokens=64, num_threads=1, **OPTIONS)
+    states = np.ones((4, 16), np.float32)
+    running = measurer.submit(states)
+    measurer.flush()
+    assert started.wait(timeout=60)
+    queued = [measurer.submit(states)]
+    measurer.flush()
+    queued.append(measurer.submit_batch([states[0]]))
+    waiting = [measurer.submit(states), measurer.submit(states)]
+    assert waiting[1].cancel()
+    closing = threading.Thread(target=measurer.close)
+    closing.start()
+    go_on.set()
+    closing.join(timeout=60)
+    assert running.result(timeout=0).metrics == {}
+    done, pending = concurrent.futures.wait([queued[0], *waiting], timeout=10)
+    assert not pending and all(future.cancelled() for future in done)
+    assert queued[1].cancelled()
+    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, [states[0]])):
+        with pytest.raises(RuntimeError, match="this Measurer is closed"):
+            submit(argument)
+    measurer.flush()
+    measurer.close()
+
+
+@pytest.mark.slow
+def test_the_device_measures_the_same_side_by_side():
+    random = np.random.default_rng(5)
+    states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 33)]
+    found = []
+    for options in ({}, {"device_batch": 4}):
+        with Measurer(max_tokens=64, num_threads=1, **OPTIONS | options) as measurer:
+            pending = [measurer.submit(rows) for rows in states]
+            measurer.flush()
+            found.append([future.result(timeout=60) for future in pending])
+    for host, device in zip(*found):
+        for name, value in host.metrics.items():
+            # Batched products round otherwise.
+            np.testing.assert_allclose(device.metrics[name], value, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def turn_tokenizer():
+    """One that has <|im_start|>, <|im_end|> and <|endoftext|> as special tokens."""
+    return data.train_tokenizer(["so \\boxed{7}."], 262)
+
+
+class HereVerifier(VerifierPool):
+    """math-verify without a process of its own."""
+
+    def __init__(self):
+        self.seen = []
+
+    def submit(self, response, reference):
+        self.seen.append(response)
+        verdict = concurrent.futures.Future()
+        verdict.set_result(verify_math(response, reference))
+        return verdict
+
+
+def sample_here(config, tokenizer, rollouts, verifier, references):
+    """What a run makes of the responses that its replicas send."""
+    sampler = sampler_of(
+        weights=Weights({}, WeightVersion("run", "attempt", 0, "digest"), 0),
+        config=config,
+        tokenizer=tokenizer,
+        end_token_ids=(tokenizer.eos_token_id,),
+        client=types.SimpleNamespace(generate=lambda *args, **kwargs: (r for r in rollouts)),
+        verifier=verifier,
+        measurer=None,
+    )
+    return sampler._sample_here([], references, temperature=1.0, arrived=lambda rollout: None)
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        # The tokenizer has these markers as special tokens, which decoding leaves out ...
+        ("so \\boxed{7}.<|im_end|>\n<|im_start|>user\nso \\boxed{9}", "so \\boxed{7}."),
+        ("so \\boxed{7}.<|endoftext|>so \\boxed{9}", "so \\boxed{7}."),
+        # ... and this one it spells in characters.
+        ("so \\boxed{7}.</s>so \\boxed{9}", "so \\boxed{7}."),
+        ("<|im_start|>so \\boxed{7}.<|im_end|>", "so \\boxed{7}."),
+        ("so \\boxed{9}. No: \\boxed{7}", "so \\boxed{9}. No: \\boxed{7}"),
+    ],
+)
+def test_the_verifier_gets_the_response_up_to_its_first_end_marker(config, response, text):
+    tokenizer = turn_tokenizer()
+    rollout = make_scored(response_ids=np.array(tokenizer(response)["input_ids"])).rollout
+    verifier = HereVerifier()
+    (scored,) = sample_here(config, tokenizer, [rollout], verifier, {0: "7"})
+    assert verifier.seen == [scored.response] == [text]
+    assert scored.verdict.correct
+    assert data.full_text(tokenizer, rollout.response_ids) == response

@@ -1,0 +1,206 @@
+"""Weights of two processes: retries have one deadline, and a signal ends a wait for a replica."""
+
+import concurrent.futures
+import itertools
+import os
+import signal
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from semrl_jax import models
+from semrl_jax.cluster.agreement import Retry
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.errors import Preempted
+from semrl_jax.sampling.sampler import Weights
+from semrl_jax.sampling.weight_sync import send_together
+from semrl_jax.types import SampleRequest, WeightVersion
+from tests.sampling.parts import sampler_of
+from tests.training.tiny import tiny_config
+
+VERSION = WeightVersion("run", "attempt", 3, "digest")
+
+
+def both(*calls):
+    """What two calls return, or the exceptions they raise."""
+
+    def caught(call):
+        try:
+            return call()
+        except (Exception, Preempted) as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(caught, c) for c in calls]]
+
+
+class Losing:
+    """A client whose replicas all fail after the first tensor, again and again."""
+
+    def sync_weights(self, specs, read, step):
+        for _ in itertools.count():
+            next(iter(read()))
+
+
+@pytest.fixture
+def short():
+    config = tiny_config()
+    config.rollout.call_timeout_s = 0.5
+    return config
+
+
+def test_weights_are_sent_again_until_one_deadline(pair, short):
+    policy = models.Policy(
+        models.DecoderConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
+            num_kv_heads=1, head_dim=8,
+        )
+    )  # fmt: skip
+    params, lines = policy.init(jax.random.key(0)), []
+    samplers = [
+        sampler_of(
+            peers=peers, client=client, architecture=policy.config, config=short,
+            reporter=types.SimpleNamespace(line=lines.append),
+        )
+        for peers, client in zip(pair, (Losing(), None))
+    ]  # fmt: skip
+    found = both(*(lambda one=one: one.sync_weights(params, 3) for one in samplers))
+    for error in found:
+        assert isinstance(error, RuntimeError), error
+        assert "no replica took the weights of step 3 within rollout.call_timeout_s=0.5" in str(
+            error
+        )
+    assert lines  # it did try again
+
+
+def test_responses_are_asked_for_again_until_one_deadline(pair, short):
+    def losing(*args, **options):
+        time.sleep(0.05)
+        raise Retry("a replica has lost them")
+
+    synced = []
+    samplers = [
+        sampler_of(
+            peers=peers, owners=(0,), config=short, _sample_here=losing,
+            weights=Weights({}, VERSION, 3),
+            sync_weights=lambda params, step: synced.append(step),
+            reporter=types.SimpleNamespace(line=lambda line: None),
+        )
+        for peers in pair
+    ]  # fmt: skip
+    requests = [
+        SampleRequest(
+            sample_id="0", group_id=0, sample_index=0, prompt_ids=np.ones(1, np.int32), seed=0
+        )
+    ]
+    found = both(*(lambda one=one: one.sample(requests, {}) for one in samplers))
+    for error in found:
+        assert isinstance(error, RuntimeError), error
+        assert "the responses of step 3 did not come within rollout.call_timeout_s=0.5" in str(
+            error
+        )
+    assert len(synced) >= 4
+
+
+def test_nothing_is_read_before_every_owner_has_a_replica(pair):
+    """And an owner that never gets one is no loss of the others in a collective."""
+    read, reached = [], threading.Event()
+
+    def arrays(index):
+        for number in range(3):
+            read.append((index, number, reached.is_set()))
+            yield number
+
+    def waiting(start):
+        time.sleep(0.5)
+        reached.set()
+        assert list(start()) == [0, 1, 2]
+        return VERSION
+
+    def ready(start):
+        list(start())
+        return VERSION
+
+    stops = StopRequest(60.0, 75), StopRequest(60.0, 75)
+    found = both(
+        lambda: send_together(pair[0], stops[0], ready, arrays(0)),
+        lambda: send_together(pair[1], stops[1], waiting, arrays(1)),
+    )
+    assert found == [VERSION, VERSION]
+    assert len(read) == 6 and all(late for _, _, late in read)
+    read.clear()
+
+    def failing(start):
+        raise KeyError("no replica")
+
+    found = both(
+        lambda: send_together(pair[0], stops[0], ready, arrays(0)),
+        lambda: send_together(pair[1], stops[1], failing, arrays(1)),
+    )
+    assert "process 1 failed in phase 'await_replicas'" in str(found[0]) and not read
+    assert isinstance(found[1], KeyError)
+
+
+def test_a_replica_that_fails_leaves_no_tensor_unread(pair):
+    read = []
+
+    def arrays(index):
+        for number in range(3):
+            read.append((index, number))
+            yield number
+
+    def losing(start):
+        next(iter(start()))
+        start()
+
+    stops = StopRequest(60.0, 75), StopRequest(60.0, 75)
+    found = both(
+        lambda: send_together(pair[0], stops[0], losing, arrays(0)),
+        lambda: send_together(pair[1], stops[1], None, arrays(1)),
+    )
+    assert isinstance(found[0], Retry) and found[1] is None
+    assert sorted(read) == [(index, number) for index in range(2) for number in range(3)]
+
+
+def test_a_signal_ends_a_wait_for_a_replica_and_reaches_the_other_process(pair):
+    """The main thread is the one that waits; the signal comes to the other process."""
+    others = []
+    pair[1].on_stop = lambda: others.append("stop")
+    stop, stopped = StopRequest(60.0, 75, forward=pair[0].stop_all), StopRequest(60.0, 75)
+    pair[0].on_stop = stop.request
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, stop.installed():
+        other = pool.submit(lambda: send_together(pair[1], stopped, None, iter([1])))
+        threading.Timer(0.3, pair[1].stop_all).start()
+        began = time.monotonic()
+        with pytest.raises(Preempted):
+            send_together(pair[0], stop, lambda start: time.sleep(30), iter([1]))
+        assert time.monotonic() - began < 10
+        assert isinstance(other.exception(timeout=10), Preempted)
+    deadline = time.monotonic() + 5
+    while not others and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert others == ["stop"]  # told by the process that was asked
+
+
+def test_a_signal_while_a_tensor_is_gathered_waits_for_its_end(pair):
+    stop, read = StopRequest(60.0, 75), []
+
+    def arrays():
+        for number in range(3):
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            read.append(number)
+            yield number
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, stop.installed():
+        other = pool.submit(
+            lambda: send_together(pair[1], StopRequest(60.0, 75), None, iter(range(3)))
+        )
+        with pytest.raises(Preempted):
+            send_together(pair[0], stop, lambda start: list(start()), arrays())
+        assert other.result(timeout=10) is None
+    assert read == [0, 1, 2]
