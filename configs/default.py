@@ -187,6 +187,8 @@ def get_config() -> ml_collections.ConfigDict:
     # With data.task=files; each is a benchmark by its name. FILE, or FILE:setting=value:... for
     # settings of that file alone, those below and num_problems and name; docs/data.md
     config.evaluation.files = ()
+    config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
+    config.evaluation.benchmarks = ()  # beside those above, "my_package.module"; docs/extending.md
     config.evaluation.metrics = False  # hidden states of evaluated responses are measured too
     # These follow data unless set themselves; identity(), or setting them would set data's.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()

@@ -16,10 +16,6 @@ The functions are pure and run under `jax.jit`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +23,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module
 
 PACKAGE = "semrl_jax.algorithms"
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
@@ -94,12 +91,7 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
         module does not have or refuses.
     """
     name = section["name"]
-    module = _load_module(name)
-    if missing := [part for part in PARTS if not hasattr(module, part)]:
-        raise UserError(
-            f"algorithms.name={name!r}: module {module.__name__} has no {missing[0]!r}; an "
-            f"algorithm defines {', '.join(PARTS)} (docs/extending.md)."
-        )
+    module = load_module("algorithms.name", name, PACKAGE, PARTS)
     fields = {field.name for field in dataclasses.fields(module.Options)}
     options: dict[str, Any] = {}
     paths: dict[str, str] = {}
@@ -129,33 +121,6 @@ def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield from ((f"algorithms.{key}.{name}", name, one) for name, one in value.items())
         else:
             yield f"algorithms.{key}", key, value
-
-
-def _load_module(name: str) -> ModuleType:
-    full = name if "." in name else f"{PACKAGE}.{name}"
-    try:
-        return importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        if error.name is None or not full.startswith(error.name):
-            raise  # the module is there; something that it imports is not
-    known = _built_in()
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"built in: {', '.join(known)}."
-    raise UserError(
-        f"algorithms.name={name!r}: there is no module {full}; {hint} An algorithm of your own is "
-        "named by its importable module, as 'my_package.my_module'."
-    )
-
-
-def _built_in() -> list[str]:
-    """Names of the modules of this package that are algorithms."""
-    directory = importlib.util.find_spec(PACKAGE).submodule_search_locations
-    found = [
-        module.name
-        for module in pkgutil.iter_modules(directory)
-        if hasattr(importlib.import_module(f"{PACKAGE}.{module.name}"), "Options")
-    ]
-    return sorted(found)
 
 
 def check_options(options: Any, **rules: tuple[bool, str]) -> None:

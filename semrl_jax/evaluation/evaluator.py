@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import ml_collections
 
 from semrl_jax import data
 from semrl_jax.clock import Clock
-from semrl_jax.evaluation.greedy import greedy_scalars
+from semrl_jax.evaluation.seam import Plan
 from semrl_jax.sampling.prompts import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -24,8 +25,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
       scalars: `eval/<benchmark>/...`.
-      scored: the responses, problem by problem.
-      benchmarks: of each response.
+      scored: all responses.
+      benchmarks: the name of the benchmark of each response.
     """
 
     scalars: dict[str, float]
@@ -35,52 +36,103 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass
 class Evaluator:
-    """Samples and scores the held-out problems with the weights of the last sync."""
+    """Samples and scores the held-out problems with the weights of the last sync.
+
+    Attributes:
+      problems: those of one `data_source` are one benchmark.
+      scores: modules, see `evaluation.seam`.
+    """
 
     config: ml_collections.ConfigDict
     problems: Sequence[data.PromptExample]
+    scores: Sequence[ModuleType]
     sampler: Sampler
 
     def is_due(self, step: int) -> bool:
         """Whether the problems are due with the weights of this step."""
         every = self.config.evaluation.every_steps
         due = every and (step % every == 0 or step == self.config.training.num_steps)
-        return bool(due and self.problems)
+        return bool(due and self.problems and self.scores)
 
     def evaluate(self, step: int, clock: Clock) -> Evaluation | None:
-        """One greedy response per problem, in a call of its own; None if not due."""
+        """Samples the responses of every plan, in a call of its own; None if not due."""
         if not self.is_due(step):
             return None
+        scalars: dict[str, float] = {}
+        scored: list[ScoredRollout] = []
+        for plan, scores in plans_of(self.scores, self.config.evaluation).items():
+            with clock("evaluate"):
+                found = self._sample(plan, step, clock, first_sample=len(scored))
+            scalars |= self._scalars(found, scores)
+            scored += found
+        return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
+
+    def _sample(
+        self, plan: Plan, step: int, clock: Clock, first_sample: int
+    ) -> list[ScoredRollout]:
+        """The responses of one plan; sample indices go on from those of the plan before."""
         asked = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
+        first = first_sample // max(len(asked), 1)
         requests = [
             SampleRequest(
-                sample_id=f"eval/{step}/{index}/0",
+                sample_id=f"eval/{step}/{index}/{sample}",
                 group_id=index,
-                sample_index=0,
+                sample_index=sample,
                 prompt_ids=problem.prompt_ids,
-                seed=stream_seed(self.config.seed, EVALUATION, step, index, 0),
+                seed=stream_seed(self.config.seed, EVALUATION, step, index, sample),
             )
             for index, problem in asked.items()
+            for sample in range(first, first + plan.num_samples)
         ]
-        with clock("evaluate"):
-            scored = self.sampler.sample(
-                requests,
-                {index: problem.answer for index, problem in asked.items()},
-                temperature=0.0,
-                measured=self.config.evaluation.metrics,
-                arrived=counter(clock, "evaluate", len(requests)),
-            )
-        benchmarks = [self.problems[item.rollout.group_id].data_source for item in scored]
+        return self.sampler.sample(
+            requests,
+            {index: problem.answer for index, problem in asked.items()},
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            top_k=plan.top_k,
+            measured=self.config.evaluation.metrics,
+            arrived=counter(clock, "evaluate", len(requests)),
+        )
+
+    def _scalars(
+        self, scored: Sequence[ScoredRollout], scores: Sequence[ModuleType]
+    ) -> dict[str, float]:
         scalars: dict[str, float] = {}
         sizes = collections.Counter(problem.data_source for problem in self.problems)
         for benchmark, num_problems in sizes.items():
-            of_it = [item for item, name in zip(scored, benchmarks) if name == benchmark]
-            scalars |= greedy_scalars(
-                benchmark, [s.rollout for s in of_it], [s.verdict for s in of_it], num_problems
-            )
+            of_it = [item for item in scored if self._benchmark(item) == benchmark]
+            by_problem: dict[int, list[ScoredRollout]] = {}
+            for item in of_it:
+                by_problem.setdefault(item.rollout.group_id, []).append(item)
+            for score in scores:
+                scalars |= score.scalars(benchmark, list(by_problem.values()), num_problems)
             if self.config.evaluation.metrics and of_it:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
                 over_all = self.sampler.measurer.submit_batch([s.mean_state for s in of_it])
                 scalars |= {f"{prefix}/{name}": value for name, value in over_all.result().items()}
-        return Evaluation(scalars, scored, benchmarks)
+        return scalars
+
+    def _benchmark(self, item: ScoredRollout) -> str:
+        return self.problems[item.rollout.group_id].data_source
+
+
+def plans_of(
+    scores: Sequence[ModuleType], options: ml_collections.ConfigDict
+) -> dict[Plan, list[ModuleType]]:
+    """The scores by how they are sampled."""
+    plans: dict[Plan, list[ModuleType]] = {}
+    for score in scores:
+        plans.setdefault(score.plan(options), []).append(score)
+    return plans
+
+
+def most_requests(
+    problems: Sequence[data.PromptExample],
+    scores: Sequence[ModuleType],
+    config: ml_collections.ConfigDict,
+) -> int:
+    """The most responses that one call of an evaluation asks for."""
+    asked = sampled_problems(problems, config.rollout.max_prompt_tokens)
+    plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
+    return len(asked) * max((plan.num_samples for plan in plans), default=0)

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
@@ -19,7 +20,8 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.evaluator import Evaluator
+from semrl_jax.evaluation.evaluator import Evaluator, most_requests
+from semrl_jax.evaluation.seam import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
 from semrl_jax.models.hosts import processes_of
@@ -34,8 +36,6 @@ from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import owning_processes
 from semrl_jax.sampling.prompts import (
     check_files,
-    held_out_problems,
-    sampled_problems,
     training_prompts,
 )
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
@@ -55,6 +55,7 @@ class Inputs(NamedTuple):
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
     problems: Sequence[data.PromptExample]
+    scores: Sequence[ModuleType]
 
     def hashes(self) -> dict[str, str]:
         """By what they are of."""
@@ -137,6 +138,7 @@ def open_run(
         # What a mistake may be in comes first; the weights and the warm start are costly.
         def check_inputs() -> Inputs:
             algorithm = load_algorithm(config.algorithms.to_dict())
+            scores = load_scores(config.evaluation.scores)
             check_files(config)
             policy, tokenizer = build_policy(config)
             ends = end_token_ids(config, tokenizer)
@@ -145,11 +147,11 @@ def open_run(
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)
             prompts = training_prompts(config, tokenizer, reporter.line)
-            problems = held_out_problems(config, tokenizer, reporter.line)
+            problems = load_problems(config, tokenizer, reporter.line)
             if config.rewards.function:
                 answer = prompts.examples[0].answer
                 verifier.validate(f"\\boxed{{{answer}}}", answer)
-            return Inputs(algorithm, policy, tokenizer, ends, prompts, problems)
+            return Inputs(algorithm, policy, tokenizer, ends, prompts, problems, scores)
 
         inputs = agreed("check_inputs", check_inputs)
         policy, tokenizer = inputs.policy, inputs.tokenizer
@@ -159,8 +161,6 @@ def open_run(
             if peers.index not in owners:
                 return None
             place = owners.index(peers.index), len(owners)
-            evaluated = inputs.problems if config.evaluation.every_steps else ()
-            asked = sampled_problems(evaluated, config.rollout.max_prompt_tokens)
             return stack.enter_context(
                 open_client(
                     config,
@@ -172,7 +172,7 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=place,
-                    num_problems=len(asked),
+                    num_problems=most_requests(inputs.problems, inputs.scores, config),
                 )
             )
 
@@ -260,7 +260,7 @@ def open_run(
             stop=stop,
             leads=peers.index == 0,
         )
-        evaluator = Evaluator(config, inputs.problems, sampler)
+        evaluator = Evaluator(config, inputs.problems, inputs.scores, sampler)
         yield OpenRun(run, sampler, evaluator, learner, start)
 
 

@@ -10,6 +10,7 @@ from semrl_jax.clock import Clock
 from semrl_jax.data import character_tokenizer
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation.evaluator import Evaluator
+from semrl_jax.evaluation.scores import greedy
 from semrl_jax.rewards import Verdict
 from semrl_jax.runs import validate
 from semrl_jax.sampling.prompts import check_files, evaluation_files, held_out_problems
@@ -136,7 +137,9 @@ def test_problems_over_the_limit_are_not_sampled_and_stay_in_the_denominator(con
     config.evaluation.every_steps = 3
     problems = read(config, tmp_path, "set.jsonl", "two.jsonl")
     evaluator = object.__new__(Evaluator)
-    vars(evaluator).update(config=config, problems=problems, sampler=SimpleNamespace(sample=sample))
+    vars(evaluator).update(
+        config=config, problems=problems, scores=[greedy], sampler=SimpleNamespace(sample=sample)
+    )
     scalars = evaluator.evaluate(3, Clock()).scalars
     # Each has the place and the seed that it has without a limit.
     assert requested == [(i, stream_seed(config.seed, EVALUATION, 3, i, 0)) for i in (0, 2, 3)]

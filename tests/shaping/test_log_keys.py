@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import shaping
-from semrl_jax.evaluation.greedy import greedy_scalars
+from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
 from semrl_jax.sampling.statistics import batch_scalars
 from tests.training.conftest import make_scored
@@ -99,11 +99,7 @@ def test_what_is_computed_a_step_is_on_the_page():
     values = dict.fromkeys(names, 1.0) | {f"{name}_valid": True for name in names}
     scored = [make_scored(i, score=float(i % 2), metrics=values) for i in range(4)]
     keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
-    keys |= set(
-        greedy_scalars(
-            "a_set", [s.rollout for s in scored], [s.verdict for s in scored], len(scored)
-        )
-    )
+    keys |= set(greedy.scalars("a_set", [[item] for item in scored], len(scored)))
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}
     state = shaping.init_shaping_state(guidance="curvature")
     mask = jnp.ones((4, 2), bool)

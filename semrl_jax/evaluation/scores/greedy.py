@@ -1,23 +1,29 @@
-"""Greedy accuracy of a frozen policy on problems with reference answers."""
+"""Accuracy of one greedy response per problem."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import ml_collections
 import numpy as np
 
-from semrl_jax.rewards import Verdict
-from semrl_jax.types import Rollout
+from semrl_jax.evaluation.seam import Plan
+from semrl_jax.sampling.scoring import ScoredRollout
 
 
-def greedy_scalars(
-    benchmark: str, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], num_problems: int
+def plan(options: ml_collections.ConfigDict) -> Plan:
+    """One response per problem, at temperature 0."""
+    return Plan()
+
+
+def scalars(
+    benchmark: str, responses: Sequence[Sequence[ScoredRollout]], num_problems: int
 ) -> dict[str, float]:
-    """Accuracy and shape of one greedy response per problem.
+    """Accuracy and shape of the responses.
 
     Args:
       benchmark: its name.
-      rollouts, verdicts: of the problems that were sampled, in one order.
+      responses: one per problem, of the problems that were sampled.
       num_problems: of the benchmark, at least 1; those without a response count as wrong.
 
     Returns:
@@ -26,6 +32,8 @@ def greedy_scalars(
       `mean_length` in tokens (also `_correct`, `_incorrect`, where there are such), `num_problems`.
       All but accuracy, its error and `num_problems` are of the responses, and absent without any.
     """
+    scored = [item for items in responses for item in items]
+    rollouts, verdicts = [item.rollout for item in scored], [item.verdict for item in scored]
     prefix = f"eval/{benchmark}/"
     accuracy = sum(verdict.correct for verdict in verdicts) / num_problems
     of_all = {

@@ -1,0 +1,1 @@
+"""Scores of held-out problems, one module each; `evaluation.seam` says what a score defines."""

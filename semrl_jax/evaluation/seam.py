@@ -1,0 +1,69 @@
+"""What a score and a benchmark are to the evaluator, which knows none by name.
+
+A score is a module with these names:
+
+- `plan(options) -> Plan`: how responses are sampled; `options` is `config.evaluation`.
+- `scalars(benchmark, responses, num_problems)`: numbers by log key, `eval/<benchmark>/...`.
+  `responses` holds the scored responses of one problem in each item. Problems whose prompt is too
+  long have none; `num_problems` counts them, too.
+
+A benchmark is a module with `problems(config, tokenizer)`: the held-out problems, one or more
+`data.PromptExample` whose `data_source` is the name of the benchmark in log keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from semrl_jax import data
+from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module
+from semrl_jax.sampling.prompts import held_out_problems
+
+
+class Plan(NamedTuple):
+    """How the responses to each problem are sampled; scores with equal plans share them."""
+
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def load_scores(names: Sequence[str]) -> list[ModuleType]:
+    """The scores of `evaluation.scores`.
+
+    Raises:
+      UserError: if there is no such module, or a part of it is missing.
+    """
+    return [
+        load_module("evaluation.scores", name, "semrl_jax.evaluation.scores", ("plan", "scalars"))
+        for name in names
+    ]
+
+
+def load_problems(
+    config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
+) -> Sequence[data.PromptExample]:
+    """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
+
+    Raises:
+      UserError: for a file, row, template or module that cannot be used, or two benchmarks of one
+        name.
+    """
+    problems = list(held_out_problems(config, tokenizer, report))
+    for name in config.evaluation.benchmarks:
+        module = load_module("evaluation.benchmarks", name, "", ("problems",))
+        found = list(module.problems(config, tokenizer))
+        taken = {problem.data_source for problem in problems}
+        if twice := sorted({problem.data_source for problem in found} & taken):
+            raise UserError(
+                f"evaluation.benchmarks has {name!r}, whose data_source {twice[0]!r} another "
+                "benchmark has too; results are kept by that name, so give one another."
+            )
+        problems += found
+    return problems
