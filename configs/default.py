@@ -128,9 +128,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.shaping.invalid = "excluded"  # or zeros
 
     config.algorithms = ml_collections.ConfigDict()
-    # A module of semrl_jax.algorithms, or "my_package.my_module"; its options are what follows,
-    # importance apart. Another algorithm has others: replace the sections. docs/extending.md
+    # A module of semrl_jax.algorithms, or "my_package.my_module"; docs/extending.md
     config.algorithms.name = "grpo"
+    config.algorithms.options = ml_collections.ConfigDict()  # those that are not named below
     config.algorithms.advantage = ml_collections.ConfigDict()
     config.algorithms.advantage.epsilon = 1e-6
     config.algorithms.loss = ml_collections.ConfigDict()

@@ -2,8 +2,8 @@
 
 An algorithm is a module with these names:
 
-- `Options`: a frozen dataclass that checks itself; its fields are the settings of
-  `config.algorithms` (`advantage.*`, `loss.*`, `aggregation`).
+- `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.algorithms`:
+  `advantage.*`, `loss.*`, `aggregation`, and `options.*` for any others.
 - `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
 - `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping.
 - `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
+from configs.default import get_config
 from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module
 
@@ -84,7 +85,8 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
 
     Args:
       section: `config.algorithms`. `name` is that of a module of this package ("grpo") or of any
-        other ("my_package.my_module"); all but `importance` are its options, sections merged.
+        other ("my_package.my_module"). All but `importance` are its options, sections merged; an
+        option that the module does not have is left out where it has its default.
 
     Raises:
       UserError: if there is no such module, if a part of it is missing, or for an option that the
@@ -95,10 +97,13 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
     fields = {field.name for field in dataclasses.fields(module.Options)}
     options: dict[str, Any] = {}
     paths: dict[str, str] = {}
+    defaults = {path: value for path, _, value in _options(get_config().algorithms.to_dict())}
     for path, option, value in _options(section):
         if option not in fields:
+            if value == defaults.get(path):  # of GRPO, and nobody has set it
+                continue
             raise UserError(
-                f"{path} is no option of algorithms.name={name!r}, which has "
+                f"{path}={value!r} is no option of algorithms.name={name!r}, which has "
                 f"{', '.join(sorted(fields))}; remove it."
             )
         if option in options:
