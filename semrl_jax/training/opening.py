@@ -20,7 +20,7 @@ from semrl_jax.files import read_json_object, write_json
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.console import Reporter
 from semrl_jax.training.owners import owning_processes

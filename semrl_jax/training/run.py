@@ -31,7 +31,7 @@ from semrl_jax.evaluation import greedy_scalars
 from semrl_jax.files import replacing
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints

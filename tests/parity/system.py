@@ -16,7 +16,7 @@ import optax
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.rewards import Verdict
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch import pad_batch

@@ -12,11 +12,11 @@ import grpc
 import numpy as np
 import pytest
 
-from semrl_jax.rollout.auth import token_metadata
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 
 REPLICA_PROCESS = pathlib.Path(__file__).with_name("replica_process.py")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import Preempted, UserError
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.training import loop, train
 from tests.oracles import algorithms as oracle
 from tests.training.conftest import read_rows, scores_by_length, stable

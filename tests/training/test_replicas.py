@@ -10,9 +10,9 @@ import pytest
 
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.child import ChildReplica
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.child import ChildReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 from semrl_jax.training import replicas, train
 from semrl_jax.training.opening import sampling_processes

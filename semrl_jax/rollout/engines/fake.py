@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from semrl_jax.rollout.codec import STATE_DTYPES, WEIGHT_DTYPES
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,

@@ -16,7 +16,7 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from semrl_jax import data, models
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import token_metadata
-from semrl_jax.rollout.measuring import Measurer
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
@@ -29,7 +29,7 @@ from tests.rollout.engines.vllm_replica import (
     environment,
     serving,
 )
-from tests.rollout.test_service import flip, refusal, update_messages
+from tests.rollout.server.test_service import flip, refusal, update_messages
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.message import Message
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec, wire
-from semrl_jax.rollout.auth import is_loopback, token_metadata
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,
@@ -101,7 +101,7 @@ class Replica:
         return self._control("Abort", pb.AbortResponse, timeout_s).num_aborted
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float):
-        """The stream of replies, for `wire.parse_generate_reply`; iterate and `cancel` it."""
+        """The stream of replies, for `bounds.parse_generate_reply`; iterate and `cancel` it."""
         return self._begin(self._generate, request, timeout_s)
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
@@ -129,7 +129,7 @@ class Replica:
         """The reply to a request that holds nothing."""
         data = self._call(self._channel.unary_unary(f"/{_SERVICE}/{name}"), b"", timeout_s)
         try:
-            return wire.parse_reply(kind, data)
+            return bounds.parse_reply(kind, data)
         except ValueError as error:
             raise UserError(
                 f"{self.name} sent an unreadable reply to {name}: {error} Correct "

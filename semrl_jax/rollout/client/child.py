@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.errors import UserError
 from semrl_jax.files import through_no_link
-from semrl_jax.rollout.auth import TOKEN_VARIABLE, new_token
+from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, new_token
 
 END_S = 20.0  # from the end of its standard input to SIGKILL
 PROGRESS_EVERY_S = 10.0

@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec, wire
 from semrl_jax.rollout.engines.base import Engine
-from semrl_jax.rollout.guard import Refused
-from semrl_jax.rollout.proto import rollout_pb2 as pb
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.server.guard import Refused
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,
@@ -89,9 +89,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._commit_task: asyncio.Task | None = None
         self._num_aborted = 0
 
-    def request_readers(self) -> dict[str, wire.Reader]:
+    def request_readers(self) -> dict[str, bounds.Reader]:
         """How the requests of each method are read, by its path."""
-        readers = wire.request_readers(self._limits, self._engine.expected_tensors())
+        readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
         return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
     async def Describe(self, request, context) -> pb.DescribeResponse:
@@ -192,7 +192,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         measuring = None
         if call.metrics is not None:
             measuring = await asyncio.to_thread(
-                importlib.import_module, "semrl_jax.rollout.measuring"
+                importlib.import_module, "semrl_jax.rollout.measurer"
             )
         rollouts = self._engine.generate(call.requests, call.sampling, states, call.version)
         if measuring is None:

@@ -2,7 +2,7 @@
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
-`python -m tests.rollout.test_recorded DIRECTORY` writes the messages below.
+`python -m tests.rollout.wire.test_recorded DIRECTORY` writes the messages below.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import child
-from semrl_jax.rollout.child import ChildReplica
+from semrl_jax.rollout.client import child
+from semrl_jax.rollout.client.child import ChildReplica
 from tests.running import is_running
 
 # Listens and ends with its standard input, as launch.rollout does; says what it was given.
@@ -83,7 +83,7 @@ def test_it_goes_when_its_parent_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     parent = subprocess.Popen(
         command(
-            "import sys, time; from semrl_jax.rollout.child import ChildReplica;"
+            "import sys, time; from semrl_jax.rollout.client.child import ChildReplica;"
             f"ChildReplica({command(SERVER)!r}, directory='.', log={str(log)!r});"
             "print('up', flush=True); time.sleep(100)"
         ),

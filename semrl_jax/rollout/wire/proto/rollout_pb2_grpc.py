@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from semrl_jax.rollout.proto import rollout_pb2 as semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2
+from semrl_jax.rollout.wire.proto import rollout_pb2 as semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in semrl_jax/rollout/proto/rollout_pb2_grpc.py depends on'
+        + ' but the generated code in semrl_jax/rollout/wire/proto/rollout_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,33 +36,33 @@ class RolloutServiceStub:
         """
         self.Describe = channel.unary_unary(
                 '/semrl.rollout.v1.RolloutService/Describe',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeResponse.FromString,
                 _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/semrl.rollout.v1.RolloutService/Generate',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.UpdateWeights = channel.stream_unary(
                 '/semrl.rollout.v1.RolloutService/UpdateWeights',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/semrl.rollout.v1.RolloutService/Pause',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseResponse.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/semrl.rollout.v1.RolloutService/Resume',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/semrl.rollout.v1.RolloutService/Abort',
-                request_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortRequest.SerializeToString,
-                response_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortResponse.FromString,
+                request_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortRequest.SerializeToString,
+                response_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortResponse.FromString,
                 _registered_method=True)
 
 
@@ -115,33 +115,33 @@ def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateResponse.SerializeToString,
             ),
             'UpdateWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.UpdateWeights,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseResponse.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortRequest.FromString,
-                    response_serializer=semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortRequest.FromString,
+                    response_serializer=semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,8 +169,8 @@ class RolloutService:
             request,
             target,
             '/semrl.rollout.v1.RolloutService/Describe',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.DescribeResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -196,8 +196,8 @@ class RolloutService:
             request,
             target,
             '/semrl.rollout.v1.RolloutService/Generate',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.GenerateResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -223,8 +223,8 @@ class RolloutService:
             request_iterator,
             target,
             '/semrl.rollout.v1.RolloutService/UpdateWeights',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -250,8 +250,8 @@ class RolloutService:
             request,
             target,
             '/semrl.rollout.v1.RolloutService/Pause',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.PauseResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.PauseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -277,8 +277,8 @@ class RolloutService:
             request,
             target,
             '/semrl.rollout.v1.RolloutService/Resume',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.ResumeResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -304,8 +304,8 @@ class RolloutService:
             request,
             target,
             '/semrl.rollout.v1.RolloutService/Abort',
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortRequest.SerializeToString,
-            semrl__jax_dot_rollout_dot_proto_dot_rollout__pb2.AbortResponse.FromString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortRequest.SerializeToString,
+            semrl__jax_dot_rollout_dot_wire_dot_proto_dot_rollout__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

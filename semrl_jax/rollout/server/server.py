@@ -16,12 +16,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import TokenInterceptor, check_certificates, check_key, is_loopback
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.guard import Guard
-from semrl_jax.rollout.proto import rollout_pb2_grpc
-from semrl_jax.rollout.service import SERVICE_NAME, RolloutService
+from semrl_jax.rollout.server.guard import Guard
+from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import TokenInterceptor, check_certificates, check_key, is_loopback
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 
 _log = logging.getLogger(__name__)
 

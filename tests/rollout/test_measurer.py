@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
-from semrl_jax.rollout import codec, measuring
+from semrl_jax.rollout import measurer
 from semrl_jax.rollout.engines.fake import FakeScript, fake_rollout
+from semrl_jax.rollout.wire import codec
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
+from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import assert_complete, make_requests, wait_until
-from tests.rollout.test_client import sync
 
 PARAMS = MetricParams(
     names=("effective_rank", "curvature"), stride=3, window="exact", method="svd", num_threads=2
@@ -117,12 +118,12 @@ def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
 def test_options_reach_the_measuring(world, sampling, monkeypatch):
     seen = {}
 
-    class Spy(measuring.Measurer):
+    class Spy(measurer.Measurer):
         def __init__(self, **settings):
             seen.update(settings)
             super().__init__(**settings)
 
-    monkeypatch.setattr(measuring, "Measurer", Spy)
+    monkeypatch.setattr(measurer, "Measurer", Spy)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     client = world.client(world.replica())
     version, requests = sync(client), make_requests()
@@ -148,7 +149,7 @@ def test_calls_without_metrics_are_as_before(world, sampling):
 
 def test_what_waits_for_company_is_sent_before_a_caller_gives_up(world, sampling, monkeypatch):
     """Small responses share a call, which the hanging engine will never fill."""
-    monkeypatch.setattr(measuring, "FLUSH_AFTER_S", 0.05)
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
     client = world.client(world.replica(FakeScript(hang_after=3)), stall_timeout_s=60.0)
     rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
     assert {next(rollouts).sample_id for _ in range(3)} == {"0/0", "0/1", "1/0"}
@@ -168,14 +169,14 @@ def test_an_engine_that_is_faster_than_the_measuring_waits(
     sampling, monkeypatch, limit, value, kinds
 ):
     """No more than the limit and one are sampled and not measured, whatever the engine could do."""
-    monkeypatch.setattr(measuring, limit, value)
-    submit, ahead = measuring.Measurer.submit, []
+    monkeypatch.setattr(measurer, limit, value)
+    submit, ahead = measurer.Measurer.submit, []
 
     def slowly(measurer, states):
         time.sleep(0.002)
         return submit(measurer, states)
 
-    monkeypatch.setattr(measuring.Measurer, "submit", slowly)
+    monkeypatch.setattr(measurer.Measurer, "submit", slowly)
     prompt = np.arange(5, dtype=np.int32)
     requests = [dataclasses.replace(r, prompt_ids=prompt) for r in make_requests(20, 1)]
     sampling = dataclasses.replace(sampling, max_tokens=1)
@@ -190,21 +191,21 @@ def test_an_engine_that_is_faster_than_the_measuring_waits(
 
     async def run():
         received = 0
-        each = measuring.measure_each(engine(), PARAMS, max_tokens=1, keep_states=False)
+        each = measurer.measure_each(engine(), PARAMS, max_tokens=1, keep_states=False)
         async for _ in each:
             ahead.append(sampled - received)
             received += 1
         return received
 
     # Nothing but what is held back would wake it.
-    monkeypatch.setattr(measuring, "FLUSH_AFTER_S", None)
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", None)
     assert asyncio.run(asyncio.wait_for(run(), 60)) == 20
     assert max(ahead) <= 4
 
 
 def test_a_caller_that_goes_away_ends_the_engines_call(world, sampling, monkeypatch):
     """Even where the engine would not send another response."""
-    monkeypatch.setattr(measuring, "FLUSH_AFTER_S", 0.05)
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
     replica = world.replica(FakeScript(hang_after=2))
     client = world.client(replica)
     rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
@@ -249,7 +250,7 @@ def test_jax_is_loaded_when_metrics_are_asked_for_and_not_before():
 import sys
 import numpy as np
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 from semrl_jax.types import MetricParams, SampleRequest, SamplingParams
 
@@ -275,9 +276,9 @@ def test_functions_of_options_not_used_for_long_are_dropped():
     def function(**options):
         return options
 
-    first = weakref.ref(measuring._compiled(function, stride=0))
-    kept = measuring._compiled(function, stride=1)
-    for stride in range(2, measuring.MAX_COMPILED + 1):
-        measuring._compiled(function, stride=stride)
+    first = weakref.ref(measurer._compiled(function, stride=0))
+    kept = measurer._compiled(function, stride=1)
+    for stride in range(2, measurer.MAX_COMPILED + 1):
+        measurer._compiled(function, stride=stride)
     gc.collect()
-    assert first() is None and measuring._compiled(function, stride=1) is kept
+    assert first() is None and measurer._compiled(function, stride=1) is kept

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from semrl_jax import compilation
-from semrl_jax.rollout import codec, wire
-from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
-from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -337,7 +337,7 @@ class _Stream:
         decoder = self._decoder
         try:
             for message in self._messages:
-                rollout = decoder.feed(wire.parse_generate_reply(message))
+                rollout = decoder.feed(bounds.parse_generate_reply(message))
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
                     self._put(rollout)  # a slow consumer is no stall: it does not look meanwhile

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.engines.fake import FakeEngine
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
     HiddenStateParams,

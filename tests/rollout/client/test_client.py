@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec
-from semrl_jax.rollout import replica as replica_module
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.dispatch import split_by_group
+from semrl_jax.rollout.client import replica as replica_module
+from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, _aborted
-from semrl_jax.rollout.proto import rollout_pb2 as pb
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
     FAKE,
@@ -43,7 +43,7 @@ def sync(client, value=1.0, step=0):
 def test_client_loads_neither_jax_nor_torch():
     code = (
         "import sys, semrl_jax.rollout.client, semrl_jax.rollout.server, "
-        "semrl_jax.rollout.embedded, semrl_jax.rollout.engines.fake; "
+        "semrl_jax.rollout.client.embedded, semrl_jax.rollout.engines.fake; "
         "print([name for name in ('jax', 'jaxlib', 'torch', 'flax') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from semrl_jax.rollout.auth import new_token
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server import RolloutServer, serve
+from semrl_jax.rollout.wire.auth import new_token
 
 
 class EmbeddedReplica:

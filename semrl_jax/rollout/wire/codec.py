@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
     HiddenStateParams,

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
-from semrl_jax.rollout import codec, wire
-from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.base import EngineDeadError
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.codec import LimitExceeded
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Guard(grpc.aio.ServerInterceptor):
       on_dead: called where the engine has died.
     """
 
-    def __init__(self, readers: Mapping[str, wire.Reader], on_dead: Callable[[], None]):
+    def __init__(self, readers: Mapping[str, bounds.Reader], on_dead: Callable[[], None]):
         self._readers = readers
         self._on_dead = on_dead
         self._long_reads = asyncio.Lock()  # one at a time: each may take much memory
@@ -50,7 +50,7 @@ class Guard(grpc.aio.ServerInterceptor):
         reader = self._readers.get(method)
         is_ours = reader is not None
         if reader is None:
-            reader = wire.small_reader(handler.request_deserializer)
+            reader = bounds.small_reader(handler.request_deserializer)
 
         async def requests(messages: AsyncIterator[bytes]):
             async for data in messages:
@@ -78,7 +78,7 @@ class Guard(grpc.aio.ServerInterceptor):
             stream_stream=handler.stream_stream and with_both,
         )
 
-    async def _read(self, reader: wire.Reader, data: bytes):
+    async def _read(self, reader: bounds.Reader, data: bytes):
         try:
             if not reader.is_long:
                 return reader.read(data)

@@ -6,7 +6,7 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 import semrl_jax
-from semrl_jax.rollout.proto import rollout_pb2
+from semrl_jax.rollout.wire.proto import rollout_pb2
 
 
 def without_json_names(messages):
@@ -21,7 +21,7 @@ def without_json_names(messages):
 def test_committed_code_matches_the_proto_file(tmp_path):
     root = pathlib.Path(semrl_jax.__file__).parents[1]
     output = tmp_path / "descriptor"
-    file = "semrl_jax/rollout/proto/rollout.proto"
+    file = "semrl_jax/rollout/wire/proto/rollout.proto"
     assert protoc.main(["", f"-I{root}", f"--descriptor_set_out={output}", file]) == 0
     expected = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file[0]
     actual = descriptor_pb2.FileDescriptorProto.FromString(rollout_pb2.DESCRIPTOR.serialized_pb)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.codec import LimitExceeded
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import ReplicaDescription, TensorSpec
 
 MAX_SMALL_BYTES = 4096  # of a message without a payload

@@ -12,11 +12,11 @@ import grpc
 import numpy as np
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import check_certificates, check_token
-from semrl_jax.rollout.broadcast import Broadcast, send_weights
-from semrl_jax.rollout.dispatch import Job, dispatch
-from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.broadcast import Broadcast, send_weights
+from semrl_jax.rollout.client.dispatch import Job, dispatch
+from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import check_certificates, check_token
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,

@@ -7,8 +7,8 @@ import types
 import pytest
 
 from semrl_jax import compilation
-from semrl_jax.rollout.dispatch import _Dispatcher
-from semrl_jax.rollout.replica import Replica
+from semrl_jax.rollout.client.dispatch import _Dispatcher
+from semrl_jax.rollout.client.replica import Replica
 from tests.rollout.conftest import make_requests
 
 

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec, guard, wire
-from semrl_jax.rollout.auth import token_metadata
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
-from semrl_jax.rollout.proto import rollout_pb2 as pb
+from semrl_jax.rollout.server import guard
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
-from tests.rollout.test_codec import VERSION
-from tests.rollout.test_service import (
+from tests.rollout.server.test_service import (
     CALLS,
     CODES,
     generate_message,
@@ -31,6 +31,7 @@ from tests.rollout.test_service import (
     sync,
     update_messages,
 )
+from tests.rollout.wire.test_codec import VERSION
 
 OPTIONS = {"timeout": 10.0, "metadata": token_metadata(TOKEN)}
 SERVICE = "/semrl.rollout.v1.RolloutService"
@@ -39,7 +40,7 @@ PATHS = {
     "Health.Watch": "/grpc.health.v1.Health/Watch",
     "Reflection": "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 }
-READERS = wire.request_readers(FakeEngine().describe(), FAKE_SPECS)
+READERS = bounds.request_readers(FakeEngine().describe(), FAKE_SPECS)
 
 
 def raw(channel, name):
@@ -84,7 +85,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_message_that_would_grow_is_refused_before_it_is_parsed(world, name, monkeypatch):
     parsed = []
-    monkeypatch.setattr(wire, "parse", lambda kind, data: parsed.append(data))
+    monkeypatch.setattr(bounds, "parse", lambda kind, data: parsed.append(data))
     method, data = BOMBS[name]
     replica = world.replica()
     began = time.monotonic()
@@ -138,9 +139,9 @@ def test_prompts_come_as_they_were_sent():
     ],
 )
 def test_reply_that_would_grow_is_refused_before_it_is_parsed(data, monkeypatch):
-    monkeypatch.setattr(wire, "parse", lambda kind, data: pytest.fail("parsed"))
+    monkeypatch.setattr(bounds, "parse", lambda kind, data: pytest.fail("parsed"))
     with pytest.raises(ValueError, match=r"are taken|no GenerateResponse"):
-        wire.parse_generate_reply(data)
+        bounds.parse_generate_reply(data)
 
 
 @pytest.mark.parametrize(

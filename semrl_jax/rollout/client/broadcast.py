@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc
 import numpy as np
 
-from semrl_jax.rollout import codec, wire
-from semrl_jax.rollout.proto import rollout_pb2 as pb
-from semrl_jax.rollout.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
 
 _QUEUED_CHUNKS = 8  # a replica; the fastest waits for the slowest beyond that
@@ -123,7 +123,7 @@ class _Receiver:
                 self._fail("failed without a reason")
             else:
                 try:
-                    reply = wire.parse_reply(pb.UpdateWeightsResponse, reply)
+                    reply = bounds.parse_reply(pb.UpdateWeightsResponse, reply)
                     committed = codec.decode_version(reply.version)
                 except ValueError as error:
                     self.error = f"sent an unreadable reply: {error}"

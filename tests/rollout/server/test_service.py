@@ -13,13 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import token_metadata
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
-from semrl_jax.rollout.proto import rollout_pb2 as pb
-from semrl_jax.rollout.proto import rollout_pb2_grpc
 from semrl_jax.rollout.server import SERVICE_NAME
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import (
     HiddenStateParams,
     SampleRequest,
@@ -29,7 +29,7 @@ from semrl_jax.types import (
     manifest_digest,
 )
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
-from tests.rollout.test_codec import BAD_REQUESTS
+from tests.rollout.wire.test_codec import BAD_REQUESTS
 
 CODES = grpc.StatusCode
 
@@ -190,7 +190,7 @@ def test_bad_request_is_refused_and_the_server_goes_on(world, index):
 
 
 def test_message_above_the_limit_is_refused(world, monkeypatch):
-    monkeypatch.setattr("semrl_jax.rollout.server._OPTIONS", (
+    monkeypatch.setattr("semrl_jax.rollout.server.server._OPTIONS", (
         ("grpc.max_receive_message_length", 10_000),
     ))  # fmt: skip
     stub, options = world.stub(world.replica())

@@ -10,12 +10,12 @@ import warnings
 import pytest
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout import auth
-from semrl_jax.rollout.auth import new_token
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
 from semrl_jax.rollout.server import serve
+from semrl_jax.rollout.wire import auth
+from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import FAKE, TOKEN, assert_complete, make_arrays, make_requests
 
@@ -69,7 +69,7 @@ def test_taken_port_is_one_line():
 
 
 def test_port_taken_between_the_look_and_the_binding(monkeypatch):
-    monkeypatch.setattr("semrl_jax.rollout.server._check_port", lambda host, port: None)
+    monkeypatch.setattr("semrl_jax.rollout.server.server._check_port", lambda host, port: None)
     with EmbeddedReplica(FakeEngine()) as replica:
         with pytest.raises(UserError, match=f"cannot listen on {replica.address}"):
             run_on_a_loop(serve_and_close(port=int(replica.address.split(":")[1])))
