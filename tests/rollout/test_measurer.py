@@ -13,11 +13,11 @@ import pytest
 
 from semrl_jax import metrics
 from semrl_jax.rollout import measurer
-from semrl_jax.rollout.engines.fake import FakeScript, fake_rollout
 from semrl_jax.rollout.wire import codec
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import assert_complete, make_requests, wait_until
+from tests.rollout.fake_engine import FakeScript, fake_rollout
 
 PARAMS = MetricParams(
     names=("effective_rank", "curvature"), stride=3, window="exact", method="svd", num_threads=2
@@ -218,11 +218,10 @@ def test_a_caller_that_goes_away_ends_the_engines_call(world, sampling, monkeypa
 def test_aborted_responses_come_too(world, sampling):
     replica = world.replica(FakeScript(hang_after=2))
     client = world.client(replica)
-    rollouts = client.generate(
-        make_requests(), sampling, version=sync(client), metrics=PARAMS, allow_aborted=True
-    )
+    caller = world.caller(replica)
+    rollouts = caller.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
     first = next(rollouts)
-    assert client.abort() >= 6
+    assert caller.abort() >= 6
     rest = list(rollouts)
     assert {r.finish_reason for r in (first, *rest)} >= {"aborted"} and len(rest) == 7
     for rollout in rest:
@@ -251,7 +250,7 @@ import sys
 import numpy as np
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from semrl_jax.types import MetricParams, SampleRequest, SamplingParams
 
 with EmbeddedReplica(FakeEngine()) as replica:

@@ -13,10 +13,10 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 from semrl_jax.training import replicas, train
 from semrl_jax.training.opening import sampling_processes
 from semrl_jax.training.policy_setup import build_policy
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""The trainer's side of the wire. Loads neither JAX nor torch."""
+"""The client: replicas that answer, weights sent to all of them, responses from all of them."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ _NO_HIDDEN_STATES = HiddenStateParams()
 class RolloutClient:
     """Samples from one or more rollout replicas over gRPC.
 
-    Calls are synchronous; several threads may share a client. Every call has a deadline, and
-    whatever waits longer than `progress_every_s` says so through `progress`.
+    Calls are synchronous, and several threads may share a client. Every call has a deadline. A wait
+    of more than `progress_every_s` is reported through `progress`.
 
     Args:
       addresses: host:port of each replica.
-      token: what the replicas were started with.
-      run_id: a replica belongs to the first run that gives it weights.
-      attempt_id: fresh for every start of the trainer.
-      tls_ca: PEM file of the certificate authority; "" connects in the clear, to loopback only.
-      connect_timeout_s: for all replicas to answer.
-      sync_timeout_s: for one `sync_weights`, retries included.
-      generate_timeout_s: for one `generate`, retries included.
-      stall_timeout_s: a replica that sends nothing for so long is given up. It must exceed what
-        the first response of a batch takes, compilation included.
-      control_timeout_s: for `describe`, `resume` and `abort`.
-      progress_every_s: between two lines about the same wait.
+      token: the token that the replicas were started with.
+      run_id: a replica belongs to the first run that sends it weights.
+      attempt_id: a new one for every start of the trainer.
+      tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
+      connect_timeout_s: until all replicas have answered.
+      sync_timeout_s: of one `sync_weights`, retries included.
+      generate_timeout_s: of one `generate`, retries included.
+      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
+        time to the first response of a batch, compilation included.
+      progress_every_s: interval between two lines about the same wait.
       progress: takes one line; the default logs it as a warning.
+
+    Raises:
+      UserError: an address is repeated or missing, an address other than loopback has no TLS, the
+        token cannot be sent in a header, or `tls_ca` cannot be read.
     """
 
     def __init__(
@@ -68,7 +71,6 @@ class RolloutClient:
         sync_timeout_s: float = 1800.0,
         generate_timeout_s: float = 7200.0,
         stall_timeout_s: float = 600.0,
-        control_timeout_s: float = 60.0,
         progress_every_s: float = 10.0,
         progress: Callable[[str], None] = _log.warning,
     ):
@@ -83,7 +85,6 @@ class RolloutClient:
         self._sync_timeout_s = sync_timeout_s
         self._generate_timeout_s = generate_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._control_timeout_s = control_timeout_s
         self._progress_every_s = progress_every_s
         self._progress = progress
         self._counters: collections.Counter[str] = collections.Counter()
@@ -105,9 +106,15 @@ class RolloutClient:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since the start: responses, retries (samples asked for again), aborted (responses that
-        were, and are asked for again), duplicates (dropped), replica_failures, and the bytes of
-        state_bytes, token_bytes, metric_bytes and weight_bytes."""
+        """Totals since the start, by name.
+
+        - responses: responses that `generate` yielded.
+        - retries: samples that were requested again.
+        - aborted: responses that a replica aborted; they are requested again.
+        - duplicates: responses that arrived a second time and were dropped.
+        - replica_failures: how often a replica was set aside.
+        - state_bytes, token_bytes, metric_bytes: received; weight_bytes: sent.
+        """
         names = ("responses", "retries", "aborted", "duplicates", "replica_failures")
         sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
         return {name: self._counters[name] for name in names + sizes}
@@ -115,12 +122,12 @@ class RolloutClient:
     def connect(
         self, *, model_hash: str, tokenizer_hash: str, vocab_size: int
     ) -> tuple[ReplicaDescription, ...]:
-        """Waits until all replicas answer, and checks that they are what the trainer needs.
+        """Waits until all replicas answer, and checks that they serve the trainer's model.
 
-        An empty `tokenizer_hash`, here or there, is not compared.
+        The tokenizer is not compared where the trainer or the replica has an empty hash.
 
         Raises:
-          UserError: a replica cannot be reached, refuses the token, or has another protocol,
+          UserError: a replica cannot be reached, refuses the token, or has another protocol major,
             model, tokenizer or vocabulary.
         """
         self._expected = {
@@ -137,13 +144,6 @@ class RolloutClient:
             raise UserError(f"rollout.addresses: several lead to the same replica {repeated[0]!r}.")
         return tuple(replica.description for replica in self._replicas)
 
-    def describe(self) -> tuple[ReplicaDescription, ...]:
-        """Asks every replica anew."""
-        return tuple(
-            self._control(replica, replica.describe, self._control_timeout_s)
-            for replica in self._replicas
-        )
-
     def sync_weights(
         self,
         specs: Sequence[TensorSpec],
@@ -151,21 +151,22 @@ class RolloutClient:
         *,
         step: int,
     ) -> WeightVersion:
-        """Streams the weights to all replicas at once and has them committed.
+        """Streams the weights to all replicas at the same time and commits them.
 
         Args:
           specs: of all tensors.
-          read: starts a pass over the arrays in the order of `specs`; they may be made one by one.
-            Called once, and again only where every replica failed.
-          step: part of the version; a lower one than before is legal.
+          read: starts a pass over the arrays in the order of `specs`, which may be made one by one.
+            It is called once, and once more each time that every replica has failed.
+          step: part of the version; it may be lower than before.
 
         Returns:
-          The version that every replica not set aside serves now.
+          The version that every replica now serves, except those that were set aside.
 
         Raises:
           UserError: a replica belongs to another run, or refuses the token.
-          ValueError: the arrays do not fit the specs, or these the replica's model.
-          RuntimeError: no replica took the weights within `sync_timeout_s`, or they are not finite.
+          ValueError: the arrays do not fit the specs, or the specs do not fit the replica's model.
+          RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
+            value that is not finite.
         """
         deadline = time.monotonic() + self._sync_timeout_s
         while True:
@@ -212,33 +213,29 @@ class RolloutClient:
         version: WeightVersion,
         metrics: MetricParams | None = None,
         resync: Callable[[], WeightVersion] | None = None,
-        allow_updates: bool = False,
-        allow_aborted: bool = False,
     ) -> Iterator[Rollout]:
-        """Yields every requested response exactly once, as they arrive.
+        """Yields every requested response exactly once, in the order of arrival.
 
-        Whole groups are dealt to the replicas that serve `version`. What a replica that fails,
-        hangs or cannot be reached leaves goes to the others, or is retried with growing pauses. A
-        response that a replica aborts is sampled again, twice at most.
+        The groups are divided among the replicas that serve `version`. If a replica fails, hangs or
+        cannot be reached, its remaining samples go to the others, or are retried with growing
+        pauses. A response that a replica aborts is sampled again, at most twice.
         Close the iterator to end the call early.
 
         Args:
-          requests: sample ids must be unique.
-          sampling, hidden_states: for all of them.
-          version: from `sync_weights`; a response sampled with other weights is refused.
-          allow_updates: take tokens of other versions, too: replicas that keep responses over a
-            weight update (rollout.in_flight) say in `versions` which those are.
-          allow_aborted: take aborted responses as they are: as far as they went, even no token.
-          metrics: what the replicas measure of the final hidden states, which need not travel then;
-            fills `metrics` and `mean_state` of the rollouts. None: nothing.
-          resync: called where no replica serves `version` any more, as after a restart; it should
-            call `sync_weights` with the same weights, which gives the same version.
+          requests: their sample ids must be unique.
+          sampling, hidden_states: for all requests.
+          version: from `sync_weights`. A response with a token sampled from other weights ends the
+            call with an error.
+          metrics: what the replicas measure of the final hidden states. Fills `metrics` and
+            `mean_state` of the rollouts; the states themselves need not be sent. None measures
+            nothing.
+          resync: called if no replica serves `version` any more, for example after a restart. It
+            should call `sync_weights` with the same weights, which gives the same version.
 
         Raises:
-          RuntimeError: the deadline passed, no replica serves `version`, a response is aborted for
-            the third time, or a replica's reply contradicts the request; nothing is dropped
-            silently.
-          UserError, ValueError: a replica refuses the call for good, or cannot send such states.
+          RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
+            the third time, or a replica's reply contradicts the request.
+          UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
         job = Job(
@@ -251,13 +248,11 @@ class RolloutClient:
             progress_every_s=self._progress_every_s,
             progress=self._progress,
             resync=resync,
-            allow_updates=allow_updates,
-            allow_aborted=allow_aborted,
         )
         return dispatch(job, requests, self._replicas, self._counters)
 
     def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
-        """A replica of an earlier release would not know what it was asked for."""
+        """Refuses kinds of states that a replica, of an earlier release perhaps, does not send."""
         if not hidden_states.layers:
             return
         for replica in self._replicas:
@@ -270,38 +265,6 @@ class RolloutClient:
                         "from this release."
                     )
 
-    def pause(self) -> None:
-        """Waits until every replica has ended its Generate calls; new ones are refused."""
-        for replica in self._replicas:
-            self._progress(f"waiting for {replica.name} to end its calls and pause")
-            self._control(replica, replica.pause, self._generate_timeout_s)
-
-    def resume(self) -> None:
-        for replica in self._replicas:
-            self._control(replica, replica.resume, self._control_timeout_s)
-
-    def abort(self) -> int:
-        """Ends the running Generate calls; returns how many responses came back as "aborted".
-
-        Another thread has to go on reading the responses meanwhile. `generate` samples them again
-        unless it has `allow_aborted`; to end one for good, close its iterator.
-        """
-        return sum(
-            self._control(replica, replica.abort, self._control_timeout_s)
-            for replica in self._replicas
-        )
-
-    def _control(self, replica: Replica, method: Callable, timeout_s: float):
-        try:
-            return method(timeout_s)
-        except grpc.RpcError as error:
-            if fatal := fatal_error(replica, error):
-                raise fatal from error
-            raise RuntimeError(
-                f"{replica.name} did not answer {method.__name__} within {timeout_s:g} s "
-                f"({describe_error(error)})."
-            ) from error
-
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         told = started = time.monotonic()
         while True:
@@ -313,7 +276,7 @@ class RolloutClient:
                 now, reason = time.monotonic(), describe_error(error)
                 if now >= deadline:
                     way_out = "start it with `python -m launch.rollout`, correct rollout.addresses"
-                    # So end a replica with TLS and a trainer without, and the reverse.
+                    # These errors occur if only one of the two sides uses TLS.
                     if any(sign in reason.lower() for sign in ("handshake", "socket closed")):
                         way_out = (
                             "give the replica --tls_certificate and --tls_key and the trainer that "
@@ -332,7 +295,7 @@ class RolloutClient:
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
 
     def _adopt(self, replica: Replica, timeout_s: float) -> None:
-        """Describes a replica, refuses a wrong one, and notes the weights it serves."""
+        """Describes a replica, refuses one of another model, and notes the weights it serves."""
         description = replica.describe(timeout_s)
         for field, expected in self._expected.items():
             actual = getattr(description, field)
@@ -347,7 +310,7 @@ class RolloutClient:
         replica.succeeded()
 
     def _answering_replicas(self) -> list[Replica]:
-        """All but those that failed before and still do not answer."""
+        """The replicas without those that failed earlier and still do not answer."""
         answering = []
         for replica in self._replicas:
             if replica.error or replica.description is None:
@@ -369,7 +332,7 @@ class RolloutClient:
 
 
 def _read_pem(path: str) -> bytes:
-    """The file, which gRPC would say nothing about."""
+    """Reads and checks the file: gRPC's own errors do not name it."""
     try:
         data = pathlib.Path(path).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One batch of requests over several replicas: every response once, whatever a replica does."""
+"""Distributes requests over replicas: every response arrives once, even if replicas fail."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-_QUEUED_RESPONSES = 16  # beyond them a slow consumer slows the replicas
-_MAX_ENGINE_FAILURES = 3  # without a response in between
-_MAX_ABORTS = 3  # of one response
+_QUEUED_RESPONSES = 16  # with more unread responses, the replicas wait for the consumer
+_MAX_ENGINE_FAILURES = 3  # consecutive, without a response in between
+_MAX_ABORTS = 3  # per response
 _ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to sample and how long to wait."""
+    """The settings of one `generate` call; see `RolloutClient.generate`."""
 
     sampling: SamplingParams
     hidden_states: HiddenStateParams
@@ -43,12 +43,10 @@ class Job:
     progress_every_s: float
     progress: Callable[[str], None]
     resync: Callable[[], WeightVersion] | None
-    allow_updates: bool
-    allow_aborted: bool
 
 
 def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
-    """Deals whole groups out in turn; a pure function of the order of the requests."""
+    """Assigns whole groups to the parts in turn; depends on the order of the requests only."""
     part_of: dict[int, int] = {}
     parts: list[list[SampleRequest]] = [[] for _ in range(num_parts)]
     for request in requests:
@@ -63,12 +61,12 @@ def dispatch(
     replicas: Sequence[Replica],
     counters: collections.Counter,
 ) -> Iterator[Rollout]:
-    """Yields every requested response once, as they arrive.
+    """Yields every requested response once, in the order of arrival.
 
     Raises:
-      RuntimeError: the deadline passed, no replica serves the version, an engine fails again and
-        again, a response is aborted again and again, or a replica sent what was not asked for.
-      UserError, ValueError: a replica refuses the call for good.
+      RuntimeError: the deadline passed, no replica serves the version, an engine failed or a
+        response was aborted too often, or a replica's reply contradicts the request.
+      UserError, ValueError: a replica refuses the call permanently.
     """
     dispatcher = _Dispatcher(job, requests, replicas, counters)
     try:
@@ -78,7 +76,7 @@ def dispatch(
 
 
 class _Dispatcher:
-    """At most one call a replica at a time; what a lost call leaves goes to the next idle one."""
+    """Runs at most one call per replica; samples of a failed call go to the next idle replica."""
 
     def __init__(self, job, requests, replicas, counters):
         self._job: Job = job
@@ -117,7 +115,7 @@ class _Dispatcher:
                 if event.sample_id not in self._pending:
                     self._counters["duplicates"] += 1
                     continue
-                if event.finish_reason == "aborted" and not self._job.allow_aborted:
+                if event.finish_reason == "aborted":
                     self._note_abort(stream, event.sample_id)
                     continue
                 del self._pending[event.sample_id]
@@ -132,7 +130,7 @@ class _Dispatcher:
                 self._end(stream, event)
 
     def close(self) -> None:
-        """Ends what still runs, and joins its threads."""
+        """Cancels the running calls and joins their threads."""
         self._closed.set()
         for stream in self._streams.values():
             stream.cancel()
@@ -140,7 +138,8 @@ class _Dispatcher:
             self._join(stream)
 
     def _join(self, stream: _Stream) -> None:
-        stream.join()  # counted here: threads adding to one counter lose some
+        stream.join()
+        # Counted in this thread: a shared counter is not safe to update from several.
         self._counters["state_bytes"] += stream.num_state_bytes
         self._counters["token_bytes"] += stream.num_token_bytes
         self._counters["metric_bytes"] += stream.num_metric_bytes
@@ -159,17 +158,10 @@ class _Dispatcher:
             self._job.metrics,
         )
         timeout_s = self._deadline - time.monotonic()
-        self._streams[replica] = _Stream(
-            replica,
-            call,
-            timeout_s,
-            self._events,
-            self._closed,
-            allow_updates=self._job.allow_updates,
-        )
+        self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
 
     def _use_idle_replicas(self) -> None:
-        """Gives each idle replica its share of the backlog."""
+        """Starts a call with a share of the backlog on each idle replica."""
         self._backlog = [r for r in self._backlog if r.sample_id in self._pending]
         if not self._backlog:
             return
@@ -198,7 +190,7 @@ class _Dispatcher:
             raise RuntimeError(f"syncing again gave weights {version}, not {self._job.version}.")
 
     def _note_abort(self, stream: _Stream, sample_id: str) -> None:
-        """An aborted response is no answer; it is missing when its call ends."""
+        """Counts an aborted response, which stays pending and is requested again."""
         stream.aborted.add(sample_id)
         self._counters["aborted"] += 1
         self._num_aborts[sample_id] += 1
@@ -210,7 +202,7 @@ class _Dispatcher:
             )
 
     def _end(self, stream: _Stream, error: Exception | None) -> None:
-        """A call is over: fine, to be retried elsewhere, or a reason to stop."""
+        """Handles the end of a call: complete, to be retried, or a permanent failure."""
         replica = stream.replica
         missing = [r for r in stream.call.requests if r.sample_id in self._pending]
         if isinstance(error, ValueError):
@@ -239,7 +231,7 @@ class _Dispatcher:
                     f"{replica.name} fails again and again: {describe_error(error)}"
                 ) from error
         if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
-            replica.version = None  # until the next sync
+            replica.version = None  # until the next sync of weights
         self._set_aside(replica, missing, describe_error(error))
 
     def _set_aside(
@@ -254,7 +246,7 @@ class _Dispatcher:
         )
 
     def _check_clocks(self, told: float) -> float:
-        """Looks for stalls and the deadline; returns when the user was last told of a wait."""
+        """Ends stalled calls and checks the deadline; returns when a wait was last reported."""
         now = time.monotonic()
         for replica, stream in list(self._streams.items()):
             silent_s = stream.silent_s(now)
@@ -290,9 +282,9 @@ class _Dispatcher:
 
 
 class _Stream:
-    """One Generate call, read in a thread of its own."""
+    """One Generate call, whose replies are read in a thread."""
 
-    def __init__(self, replica, call, timeout_s, events, closed, *, allow_updates):
+    def __init__(self, replica, call, timeout_s, events, closed):
         self.replica: Replica = replica
         self.call: GenerateCall = call
         self.aborted: set[str] = set()  # sample ids
@@ -303,7 +295,6 @@ class _Stream:
             call,
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
-            allow_updates=allow_updates,
         )
         self._messages = replica.generate(codec.encode_request(*call), timeout_s)
         self._thread = threading.Thread(
@@ -312,7 +303,7 @@ class _Stream:
         self._thread.start()
 
     def silent_s(self, now: float) -> float:
-        """For how long the replica has owed a message."""
+        """Seconds since the client began to wait for the next message."""
         return now - self._waiting_since
 
     def cancel(self) -> None:
@@ -340,11 +331,13 @@ class _Stream:
                 rollout = decoder.feed(bounds.parse_generate_reply(message))
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
-                    self._put(rollout)  # a slow consumer is no stall: it does not look meanwhile
+                    # Blocks while the consumer is slow. That is no stall: stalls are looked for in
+                    # the consumer's thread, and only when no response waits for it.
+                    self._put(rollout)
                 self._waiting_since = time.monotonic()
             decoder.finish()
             self._put(None)
-        except Exception as error:  # whoever waits must hear of any
+        except Exception as error:  # any error must reach the waiting consumer
             self._messages.cancel()
             self._put(error)
 

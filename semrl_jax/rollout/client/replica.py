@@ -1,4 +1,4 @@
-"""One replica as its client sees it: a channel, calls with deadlines, and what became of it."""
+"""The connection to one replica: a channel, calls with deadlines, and whether it failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 
 import grpc
-from google.protobuf.message import Message
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.wire import bounds, codec
@@ -24,8 +23,8 @@ from semrl_jax.types import (
 _OPTIONS = (
     ("grpc.max_send_message_length", codec.MAX_REQUEST_BYTES),
     ("grpc.max_receive_message_length", codec.MAX_RESPONSE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # a proxy of the environment would see the token
-    ("grpc.keepalive_time_ms", 20_000),  # finds a machine that went away without a word
+    ("grpc.enable_http_proxy", 0),  # a proxy from the environment would see the token
+    ("grpc.keepalive_time_ms", 20_000),  # detects a machine that is gone
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -34,21 +33,22 @@ _OPTIONS = (
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _MAX_BACKOFF_S = 30.0
-_MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds it up
-_MAX_DETAILS = 2000  # characters of a replica's status
-_CLOSE_S = 5.0  # for gRPC to end the calls of a channel
+_MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
+_MAX_DETAILS = 2000  # characters kept of a status message
+_CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 
 class Replica:
-    """A connection to one address.
+    """The connection to one replica, and what is known about that replica.
 
     Attributes:
       address: host:port.
-      description: what it said last.
-      version: the weights it is known to serve; None sends it no Generate call.
-      error: why it was set aside, "" if it was not.
-      retry_at: `time.monotonic()` before which it is left alone.
-      answered: kinds of calls that it has sent a response of; another kind may be compiled first.
+      description: its last answer to Describe.
+      version: the weights it serves; None if unknown, and it then gets no Generate call.
+      error: why the replica was set aside; "" if it is in use.
+      retry_at: the `time.monotonic()` before which no call is sent to it.
+      answered: kinds of calls it has sent a response to. The first response of another kind may
+        have to wait for compilation.
     """
 
     def __init__(self, address: str, token: str, *, tls_ca: bytes | None):
@@ -72,6 +72,7 @@ class Replica:
                 "authority."
             )
         # Replies stay bytes until their bounds are checked.
+        self._describe = self._channel.unary_unary(f"/{_SERVICE}/Describe")
         self._generate = self._channel.unary_stream(
             f"/{_SERVICE}/Generate", request_serializer=pb.GenerateRequest.SerializeToString
         )
@@ -83,33 +84,31 @@ class Replica:
         return f"rollout replica {self.address}"
 
     def describe(self, timeout_s: float) -> ReplicaDescription:
-        """Raises UserError where the reply is none that a replica may send."""
-        reply = self._control("Describe", pb.DescribeResponse, timeout_s)
+        """Raises UserError if the reply is invalid, grpc.RpcError if there is none."""
+        data = self._call(self._describe, b"", timeout_s)
+        try:
+            reply = bounds.parse_reply(pb.DescribeResponse, data)
+        except ValueError as error:
+            raise UserError(
+                f"{self.name} sent an unreadable reply to Describe: {error} Correct "
+                "rollout.addresses, or start the replica from this release."
+            ) from error
         try:
             self.description = codec.decode_description(reply)
         except ValueError as error:
             raise UserError(f"{self.name} describes itself wrongly: {error}") from error
         return self.description
 
-    def pause(self, timeout_s: float) -> None:
-        self._control("Pause", pb.PauseResponse, timeout_s)
-
-    def resume(self, timeout_s: float) -> None:
-        self._control("Resume", pb.ResumeResponse, timeout_s)
-
-    def abort(self, timeout_s: float) -> int:
-        return self._control("Abort", pb.AbortResponse, timeout_s).num_aborted
-
     def generate(self, request: pb.GenerateRequest, timeout_s: float):
-        """The stream of replies, for `bounds.parse_generate_reply`; iterate and `cancel` it."""
-        return self._begin(self._generate, request, timeout_s)
+        """The stream of serialised replies, for `bounds.parse_generate_reply`; has `cancel`."""
+        return self._start(self._generate, request, timeout_s)
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
-        """Begins to send serialised UpdateWeightsRequest messages; the reply is bytes, too."""
-        return self._begin(self._update_weights.future, messages, timeout_s)
+        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes, too."""
+        return self._start(self._update_weights.future, messages, timeout_s)
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
-        """Leaves the replica alone for a while that doubles with every failure in a row."""
+        """Sends the replica no call for a pause that doubles with each consecutive failure."""
         self.error = error
         backoff_s = min(0.5 * 2**self._num_failures, _MAX_BACKOFF_S)
         self.retry_at = time.monotonic() + max(backoff_s, wait_s)
@@ -120,38 +119,28 @@ class Replica:
 
     def close(self) -> None:
         """Ends all calls."""
-        # A signal's exception inside gRPC may have left one of its locks held: do not wait for it.
+        # If a signal handler raised inside gRPC, a lock may be held for ever: limit the wait.
         closing = threading.Thread(target=self._channel.close, name="close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
-    def _control(self, name: str, kind: type[Message], timeout_s: float) -> Message:
-        """The reply to a request that holds nothing."""
-        data = self._call(self._channel.unary_unary(f"/{_SERVICE}/{name}"), b"", timeout_s)
-        try:
-            return bounds.parse_reply(kind, data)
-        except ValueError as error:
-            raise UserError(
-                f"{self.name} sent an unreadable reply to {name}: {error} Correct "
-                "rollout.addresses, or start the replica from this release."
-            ) from error
+    def _start(self, method, request, timeout_s: float):
+        """Starts a call that runs concurrently with its caller.
 
-    def _begin(self, method, request, timeout_s: float):
-        """A call that goes on beside its caller.
-
-        It is begun in a thread, where no signal raises: gRPC counts a call before it makes the
-        thread that serves it, and would never close the channel of one left between the two.
+        Signal handlers raise in the main thread only, so the call is started in another thread.
+        gRPC counts a call before it creates the thread that serves the call; an exception between
+        the two would keep the channel from ever closing.
         """
-        begun: concurrent.futures.Future = concurrent.futures.Future()
+        started: concurrent.futures.Future = concurrent.futures.Future()
 
-        def begin() -> None:
+        def start() -> None:
             try:
-                begun.set_result(self._call(method, request, timeout_s))
+                started.set_result(self._call(method, request, timeout_s))
             except BaseException as error:
-                begun.set_exception(error)
+                started.set_exception(error)
 
-        threading.Thread(target=begin, name=f"begin {self.address}", daemon=True).start()
-        return begun.result()
+        threading.Thread(target=start, name=f"start {self.address}", daemon=True).start()
+        return started.result()
 
     def _call(self, method, request, timeout_s: float):
         timeout_s = min(max(timeout_s, 0.001), _MAX_CALL_S)
@@ -163,13 +152,14 @@ _FATAL = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
 }
-_ALL_PLACES_TAKEN = "Concurrent RPC limit exceeded!"  # gRPC's own words
+_TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"  # gRPC's own text
 
 
 def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
-    """The exception for a failure that no retry can mend, None for one that it might."""
+    """The exception to raise for a permanent failure; None if a retry may succeed."""
     code, details = error.code(), _one_line(error)
-    if details == _ALL_PLACES_TAKEN:  # the code is that of a call which is too large
+    # The code is RESOURCE_EXHAUSTED, as for a message that is too large; only this one may pass.
+    if details == _TOO_MANY_CALLS:
         return None
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return UserError(
@@ -178,7 +168,7 @@ def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
         )
     if code == grpc.StatusCode.PERMISSION_DENIED:
         return UserError(f"{replica.name}: {details}")
-    if code == grpc.StatusCode.OUT_OF_RANGE:  # of the trainer's own numbers
+    if code == grpc.StatusCode.OUT_OF_RANGE:  # weights that are not finite
         return RuntimeError(f"{replica.name} refuses the weights: {details}")
     if code in _FATAL:
         return ValueError(f"{replica.name} refuses the call: {details}")

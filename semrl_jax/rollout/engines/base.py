@@ -71,12 +71,6 @@ class Engine(abc.ABC):
     def abort_weight_update(self) -> None:
         """Forgets the staged weights; the engine keeps serving the previous ones."""
 
-    async def pause(self) -> None:
-        """Called once generation has ended and before it may begin again."""
-
-    async def resume(self) -> None:
-        """Undoes `pause`."""
-
     async def abort(self) -> None:
         """Ends running `generate` calls; each yields its unfinished responses as "aborted"."""
 

@@ -134,16 +134,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._paused = True
             try:
                 await _all_set(self._running)
-                await self._engine.pause()
             except BaseException:
                 self._paused = False
                 raise
         return pb.PauseResponse(version=self._encoded_version())
 
     async def Resume(self, request, context) -> pb.ResumeResponse:
-        if self._paused:
-            await self._engine.resume()
-            self._paused = False
+        self._paused = False
         return pb.ResumeResponse(version=self._encoded_version())
 
     async def Abort(self, request, context) -> pb.AbortResponse:

@@ -297,19 +297,10 @@ class RolloutDecoder:
       call: what was asked.
       vocab_size: of the replica's model.
       replica_id: noted in the rollouts.
-      allow_updates: tokens of other weights than those asked for are taken, too.
     """
 
-    def __init__(
-        self,
-        call: GenerateCall,
-        *,
-        vocab_size: int,
-        replica_id: str = "",
-        allow_updates: bool = False,
-    ):
+    def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
         self._call = call
-        self._allow_updates = allow_updates
         self._requests = {request.sample_id: request for request in call.requests}
         self._vocab_size = vocab_size
         self._replica_id = replica_id
@@ -437,7 +428,7 @@ class RolloutDecoder:
     def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
         end = 0
         for span in spans:
-            if span.version != self._version and not self._allow_updates:
+            if span.version != self._version:
                 raise ValueError(
                     f"{name} was sampled with weights {decode_version(span.version)}, "
                     f"not with {self._call.version}."

@@ -21,7 +21,6 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client import replica as replica_module
 from semrl_jax.rollout.client.dispatch import split_by_group
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, _aborted
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
@@ -34,6 +33,7 @@ from tests.rollout.conftest import (
     make_requests,
     wait_until,
 )
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, _aborted
 
 
 def sync(client, value=1.0, step=0):
@@ -43,7 +43,7 @@ def sync(client, value=1.0, step=0):
 def test_client_loads_neither_jax_nor_torch():
     code = (
         "import sys, semrl_jax.rollout.client, semrl_jax.rollout.server, "
-        "semrl_jax.rollout.client.embedded, semrl_jax.rollout.engines.fake; "
+        "semrl_jax.rollout.client.embedded, tests.rollout.fake_engine; "
         "print([name for name in ('jax', 'jaxlib', 'torch', 'flax') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -176,7 +176,7 @@ def test_weights_reach_all_replicas_in_one_pass(world):
     for replica in replicas:
         for spec, array in zip(FAKE_SPECS, make_arrays(5.0)):
             np.testing.assert_array_equal(replica.engine.weights[spec.name], array)
-    assert {d.version for d in client.describe()} == {version}
+    assert {world.caller(replica).describe().version for replica in replicas} == {version}
     assert client.counters["weight_bytes"] == 3 * sum(spec.num_bytes for spec in FAKE_SPECS)
 
 
@@ -250,7 +250,7 @@ def test_second_run_is_refused_and_a_resumed_one_is_not(world):
     with pytest.raises(UserError, match=r"belongs to run 'run'.*'intruder'"):
         sync(world.client(replica, run_id="intruder"))
     resumed = world.client(replica, attempt_id="second")
-    assert resumed.describe()[0].version == version
+    assert world.caller(replica).describe().version == version
     assert sync(resumed, step=3) == dataclasses.replace(version, attempt_id="second", step=3)
 
 
@@ -319,7 +319,7 @@ def test_replica_that_stops_reading_does_not_hold_up_the_sync(world):
     client = world.client(good, f"127.0.0.1:{port}", stall_timeout_s=2.0)
     version = client.sync_weights(specs, lambda: arrays, step=0)
     assert "took no chunk for 2 s" in client.lines[-1]
-    assert [d.version for d in client.describe()] == [version, None]
+    assert world.caller(good).describe().version == version
     deaf.released.set()
     server.stop(0).wait()
 
@@ -634,28 +634,17 @@ def test_early_close_ends_the_work_and_the_threads(world):
     assert replica.engine.num_yielded < 20
 
 
-# --- control
+# --- paused and aborting replicas
 
 
-def test_pause_resume_abort(world):
-    replica = world.replica(FakeScript(hang_after=2))
-    client = world.client(replica, stall_timeout_s=30.0)
-    version = sync(client)
-    requests, sampling = make_requests(), SamplingParams(16)
-    rollouts = client.generate(requests, sampling, version=version, allow_aborted=True)
-    received = [next(rollouts), next(rollouts)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        aborted = pool.submit(client.abort)
-        received += rollouts
-        assert aborted.result() == 6
-    assert sorted(r.sample_id for r in received) == sorted(r.sample_id for r in requests)
-    assert [r.finish_reason for r in received] == ["length"] * 2 + ["aborted"] * 6
-    assert all(len(r.response_ids) == 0 for r in received[2:])
-    replica.engine.script.hang_after = None
-    client.pause()
-    threading.Timer(0.3, client.resume).start()
-    again = list(client.generate(requests, sampling, version=version))  # retried until resumed
-    assert_complete(again, requests, sampling, version=version)
+def test_a_paused_replica_is_tried_again_until_it_is_resumed(world):
+    replica = world.replica()
+    client, caller = world.client(replica), world.caller(replica)
+    version, requests, sampling = sync(client), make_requests(), SamplingParams(16)
+    caller.pause()
+    threading.Timer(0.3, caller.resume).start()
+    rollouts = list(client.generate(requests, sampling, version=version))
+    assert_complete(rollouts, requests, sampling, version=version)
     assert any("paused" in line for line in client.lines)
 
 
@@ -673,7 +662,7 @@ def test_aborted_responses_are_sampled_again(world):
     rollouts = client.generate(requests, sampling, version=version)
     received = [next(rollouts), next(rollouts)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        aborted = pool.submit(client.abort)
+        aborted = pool.submit(world.caller(replica).abort)
         received += rollouts
         assert aborted.result() == 6
     assert_complete(received, requests, sampling, version=version)
@@ -719,14 +708,6 @@ def test_an_aborted_response_of_a_call_that_fails_is_asked_for_once(world):
     rollouts = list(client.generate(requests, sampling, version=version))
     assert_complete(rollouts, requests, sampling, version=version)
     assert (client.counters["aborted"], client.counters["retries"]) == (2, 16)
-
-
-def test_control_call_that_fails_names_the_replica(world):
-    replica = world.replica()
-    client = world.client(replica, control_timeout_s=0.5)
-    replica.close(0.0)
-    with pytest.raises(RuntimeError, match=f"{replica.address} did not answer describe within 0.5"):
-        client.describe()
 
 
 def test_progress_is_logged_by_default(caplog):

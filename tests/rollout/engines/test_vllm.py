@@ -307,13 +307,14 @@ def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     lengths = np.random.default_rng(0).integers(1, 200, 64)
     requests = requests_of(random_prompts(model, lengths), 3)
     aborts = []
-    aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
     rollouts = []
-    for rollout in client.generate(requests, SAMPLING, BOTH, version=version, allow_aborted=True):
-        rollouts.append(rollout)
-        if len(rollouts) == 20:
-            aborting.start()
-    aborting.join()
+    with client.replica.caller() as caller:
+        aborting = threading.Thread(target=lambda: aborts.append(caller.abort()))
+        for rollout in caller.generate(requests, SAMPLING, BOTH, version=version):
+            rollouts.append(rollout)
+            if len(rollouts) == 20:
+                aborting.start()
+        aborting.join()
     assert len(rollouts) == len(requests)
     aborted = [r for r in rollouts if r.finish_reason == "aborted"]
     assert aborts == [len(aborted)]

@@ -12,12 +12,12 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
 from semrl_jax.rollout.server import serve
 from semrl_jax.rollout.wire import auth
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import FAKE, TOKEN, assert_complete, make_arrays, make_requests
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 
 
 def run_on_a_loop(coroutine):

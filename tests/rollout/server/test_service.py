@@ -14,7 +14,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript
 from semrl_jax.rollout.server import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
@@ -29,6 +28,7 @@ from semrl_jax.types import (
     manifest_digest,
 )
 from tests.rollout.conftest import TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.wire.test_codec import BAD_REQUESTS
 
 CODES = grpc.StatusCode

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 from semrl_jax.rollout.server import guard
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 from tests.rollout.server.test_service import (
     CALLS,
     CODES,
@@ -266,8 +266,7 @@ def test_weights_that_are_not_finite_are_refused(world, dtype, value):
     with pytest.raises(RuntimeError, match=r"of step 1 .* not finite, in tensor 'norm.weight'.$"):
         client.sync_weights(specs, lambda: arrays, step=1)
     np.testing.assert_array_equal(replica.engine.weights["norm.weight"], make_arrays()[1])
-    (description,) = client.describe()
-    assert description.version == version
+    assert world.caller(replica).describe().version == version
 
 
 @pytest.mark.parametrize("dtype", codec.WEIGHT_DTYPES)
