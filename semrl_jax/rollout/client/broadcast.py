@@ -1,4 +1,4 @@
-"""Streams one set of weights to several replicas, reading and hashing the source once."""
+"""Streams the weights to several replicas; they are read and hashed once for all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
 
-_QUEUED_CHUNKS = 8  # a replica; the fastest waits for the slowest beyond that
+_QUEUED_CHUNKS = 8  # per replica; beyond them the fastest replica waits for the slowest
 _POLL_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Broadcast:
-    """What to send: the identity of the weights but for their digest, and how long to wait."""
+    """What to send, without the digest of the weights, and how long to wait."""
 
     run_id: str
     attempt_id: str
@@ -38,16 +38,16 @@ class Broadcast:
 def send_weights(
     job: Broadcast, arrays: Iterable[np.ndarray], replicas: Sequence[Replica]
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
-    """Sends the arrays, in the order of `job.specs`, to all replicas at once.
+    """Sends the arrays, in the order of `job.specs`, to all replicas at the same time.
 
     Returns:
-      The version, and for each replica that failed why; the others serve the version now. None
-      where all had failed before the last tensor was read.
+      The version, and the reason of the failure for each replica that failed. The other replicas
+      serve the version. The version is None if all replicas failed before the last tensor was read.
 
     Raises:
       ValueError: the arrays do not fit the specs.
-      UserError, ValueError: a replica refuses for good; none serves the version then, unless it
-        had committed before.
+      UserError, ValueError: a replica refuses the weights permanently. The update is then cancelled
+        on all replicas; only a replica that had already committed serves the version.
       RuntimeError: a replica found values that are not finite.
     """
     deadline = time.monotonic() + job.timeout_s
@@ -63,7 +63,8 @@ def send_weights(
         )
         _put_all(receivers, pb.UpdateWeightsRequest(begin=begin))
         checksums = []
-        # The arrays first: zip then asks for one more than there are specs.
+        # The arrays come first in the zip, so that it asks for one more array than there are specs
+        # and `_exactly` can find a surplus.
         for index, (array, spec) in enumerate(zip(_exactly(job.specs, arrays), job.specs)):
             checksums.append(_send_tensor(receivers, index, spec, array))
             if all(receiver.error for receiver in receivers):
@@ -82,14 +83,14 @@ def send_weights(
 
 
 class _Receiver:
-    """One replica's end of the stream."""
+    """The update stream of one replica."""
 
     def __init__(self, replica: Replica, job: Broadcast):
         self.replica = replica
         self.error = ""
         self._job = job
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
-        # gRPC reads the queue in a thread of its own, until it finds None.
+        # gRPC reads the queue in a thread, until it finds None.
         self._call = replica.update_weights(iter(self._queue.get, None), job.timeout_s)
 
     def put(self, message: bytes) -> None:
@@ -109,7 +110,7 @@ class _Receiver:
         """Waits for the reply to the commit."""
         started = now = time.monotonic()
         while not self.error:
-            self._offer_end()
+            self._put_end()
             try:
                 reply = self._call.result(timeout=_POLL_S)
             except grpc.FutureTimeoutError:
@@ -147,12 +148,12 @@ class _Receiver:
             raise fatal
         self.error = describe_error(error)
 
-    def _offer_end(self) -> None:
-        with contextlib.suppress(queue.Full):  # the next look finds room, or the call done
+    def _put_end(self) -> None:
+        with contextlib.suppress(queue.Full):  # the next attempt finds room, or the call has ended
             self._queue.put_nowait(None)
 
     def _end(self) -> None:
-        """Lets gRPC's reading thread go once the call is done: nothing in the queue matters now."""
+        """Ends gRPC's reading thread after the call has ended; drops what is still queued."""
         while True:
             try:
                 return self._queue.put_nowait(None)
@@ -182,13 +183,13 @@ def _send_tensor(
 
 
 def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -> None:
-    data = message.SerializeToString()  # once for all
+    data = message.SerializeToString()  # once for all replicas
     for receiver in receivers:
         receiver.put(data)
 
 
 def _exactly(specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray]):
-    """The arrays; raises ValueError where there are not as many as specs."""
+    """Yields the arrays; raises ValueError if there are more or fewer than specs."""
     count = 0
     for array in arrays:
         if count == len(specs):

@@ -1,4 +1,4 @@
-"""A replica as a child of this process, in an environment of its own; it ends with this process."""
+"""A replica in a child process, with another Python environment; it ends with this process."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import through_no_link
 from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, new_token
 
-END_S = 20.0  # from the end of its standard input to SIGKILL
+END_S = 20.0  # from closing its standard input to SIGKILL
 PROGRESS_EVERY_S = 10.0
 
 
 class ChildReplica:
-    """`launch.rollout` on a free loopback port, started again whenever it ends.
+    """`launch.rollout` on a free loopback port; it is started again whenever it ends.
 
-    It serves until its standard input closes: however this process ends, so does the child. `close`
-    it, or use it in a `with`. Returns once the child listens.
+    The child serves until its standard input closes, so it ends with this process, even if this
+    process is killed. The constructor returns once the child listens. `close` the replica, or use
+    it in a `with`.
 
     Args:
-      command: that serves; `--port` and `--until_stdin_closes` are added.
-      directory: where it runs.
-      log: file for what it prints, appended to.
-      start_timeout_s: for it to listen.
-      progress: takes one line about a wait or another start.
+      command: serves rollouts; `--port` and `--until_stdin_closes` are appended.
+      directory: working directory of the child.
+      log: file to which the child's output is appended.
+      start_timeout_s: until the child listens.
+      progress: takes one line about a wait or a restart.
 
     Attributes:
       address: host:port.
-      token: what the client must show.
+      token: the token that the client must send.
 
     Raises:
-      UserError: if there is no such program, or it ends or says nothing instead of listening.
+      UserError: if the program does not exist, or the child ends or does not listen in time.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class ChildReplica:
         progress: Callable[[str], None] = print,
     ):
         self.token = new_token()
-        # Held, and never listened on, lest anyone else is given the port while the child starts.
+        # Bound but not listening: no other process is given the port while the child starts.
         self._reservation = _reserved_port()
         self._port = self._reservation.getsockname()[1]
         self.address = f"127.0.0.1:{self._port}"
         self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
         self._directory, self._log, self._progress = directory, pathlib.Path(log), progress
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # nothing is started once `close` has begun
+        self._lock = threading.Lock()  # after `close` has begun, no child is started
         self._process = self._start()
         try:
             self._await_listening(start_timeout_s)
@@ -68,7 +69,7 @@ class ChildReplica:
         self._watcher.start()
 
     def close(self) -> None:
-        """Asks the child to end, and waits for it."""
+        """Ends the child and waits for it."""
         with self._lock:
             self._closing.set()
         self._end()
@@ -90,7 +91,7 @@ class ChildReplica:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends it in its turn
+                    start_new_session=True,  # Ctrl-C is sent to this process, which ends the child
                 )
         except OSError as error:
             raise UserError(
@@ -98,7 +99,7 @@ class ChildReplica:
             ) from None
 
     def _await_listening(self, timeout_s: float) -> None:
-        started = told = time.monotonic()
+        started = last_report = time.monotonic()
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
                 return
@@ -111,8 +112,8 @@ class ChildReplica:
                     f"the rollout replica does not listen after {timeout_s:g} s "
                     f"(rollout.connect_timeout_s); {self._log} has what it printed."
                 )
-            if now - told > PROGRESS_EVERY_S:
-                told = now
+            if now - last_report > PROGRESS_EVERY_S:
+                last_report = now
                 self._progress(f"waiting for the rollout replica to start ({now - started:.0f} s)")
             time.sleep(0.1)
 
@@ -139,7 +140,7 @@ class ChildReplica:
 
 
 def _reserved_port() -> socket.socket:
-    """A socket on a free loopback port, on which a server that sets SO_REUSEADDR may listen."""
+    """Binds a free loopback port. A server that sets SO_REUSEADDR can still listen on it."""
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind(("127.0.0.1", 0))

@@ -266,7 +266,7 @@ class RolloutClient:
                     )
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
-        told = started = time.monotonic()
+        last_report = started = time.monotonic()
         while True:
             try:
                 return self._adopt(replica, min(_PROBE_TIMEOUT_S, deadline - time.monotonic()))
@@ -286,8 +286,8 @@ class RolloutClient:
                         f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
                         f"({reason}); {way_out}, or raise rollout.connect_timeout_s."
                     ) from error
-                if now - told >= self._progress_every_s:
-                    told = now
+                if now - last_report >= self._progress_every_s:
+                    last_report = now
                     self._progress(
                         f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
                         f"{deadline - now:.0f} s)"

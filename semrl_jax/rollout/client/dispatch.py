@@ -103,13 +103,13 @@ class _Dispatcher:
         else:
             self._backlog = self._requests()
         poll_s = min(0.5, self._job.stall_timeout_s / 4, self._job.progress_every_s)
-        told = time.monotonic()
+        last_report = time.monotonic()
         while self._pending:
             self._use_idle_replicas()
             try:
                 stream, event = self._events.get(timeout=poll_s)
             except queue.Empty:
-                told = self._check_clocks(told)
+                last_report = self._check_clocks(last_report)
                 continue
             if isinstance(event, Rollout):
                 if event.sample_id not in self._pending:
@@ -123,7 +123,7 @@ class _Dispatcher:
                 self._num_engine_failures = 0
                 stream.replica.succeeded()
                 yield event
-                told = time.monotonic()
+                last_report = time.monotonic()
             elif self._streams.get(stream.replica) is stream:
                 del self._streams[stream.replica]
                 self._join(stream)
@@ -245,8 +245,8 @@ class _Dispatcher:
             "retried"
         )
 
-    def _check_clocks(self, told: float) -> float:
-        """Ends stalled calls and checks the deadline; returns when a wait was last reported."""
+    def _check_clocks(self, last_report: float) -> float:
+        """Ends stalled calls and checks the deadline; returns the time of the last report."""
         now = time.monotonic()
         for replica, stream in list(self._streams.items()):
             silent_s = stream.silent_s(now)
@@ -269,8 +269,8 @@ class _Dispatcher:
                 f"{len(self._pending)} responses did not come within {self._job.timeout_s:g} s; "
                 f"awaited: {state}."
             )
-        if now - told < self._job.progress_every_s:
-            return told
+        if now - last_report < self._job.progress_every_s:
+            return last_report
         if program := compilation.current():
             self._job.progress(f"compiling {program}; {len(self._pending)} responses to come")
             return now

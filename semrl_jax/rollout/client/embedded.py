@@ -1,4 +1,4 @@
-"""A replica inside the current process."""
+"""A replica inside this process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from semrl_jax.rollout.wire.auth import new_token
 
 
 class EmbeddedReplica:
-    """The same server as a replica's, on an event loop in one daemon thread.
+    """A rollout server on an event loop in a daemon thread of this process.
 
-    It listens on a free loopback port with a random token, so the trainer talks to it as to any
-    other replica. `close` it, or use it in a `with`.
+    It listens on a free loopback port, so the client calls it as any other replica. `close` it, or
+    use it in a `with`.
 
     Args:
-      engine: does the work; closed with the replica.
+      engine: samples the responses; closed with the replica.
       token: None makes a random one.
-      settings: others of `serve`.
+      settings: further arguments of `serve`.
 
     Attributes:
       address: host:port.
-      token: what the client must show.
+      token: the token that the client must send.
+
+    Raises:
+      UserError: as `serve`.
     """
 
     def __init__(self, engine: Engine, *, token: str | None = None, **settings: str | float | int):
@@ -39,7 +42,7 @@ class EmbeddedReplica:
         self.address = self._server.address
 
     def close(self, grace_s: float = 1.0) -> None:
-        """Ends running calls after `grace_s`, closes the engine and joins the thread."""
+        """Cancels calls that still run after `grace_s`, and closes the engine."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -58,8 +61,8 @@ class EmbeddedReplica:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-# grpc.aio wants all servers of a process on one event loop: they share it, and the last one out
-# ends it.
+# grpc.aio needs all servers of a process on one event loop. The first replica starts the loop, and
+# the last one that closes ends it.
 _lock = threading.Lock()
 _num_users = 0
 _loop: asyncio.AbstractEventLoop | None = None

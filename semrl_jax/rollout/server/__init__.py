@@ -1,4 +1,4 @@
-"""A replica: one engine behind gRPC. Loads nothing of the trainer."""
+"""A replica's gRPC server around one engine. Imports nothing of the trainer."""
 
 from semrl_jax.rollout.server.server import (
     RolloutServer,

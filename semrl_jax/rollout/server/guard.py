@@ -1,4 +1,4 @@
-"""Stands before every method of a server: reads requests within bounds, ends calls in one line."""
+"""Checks every request before its method runs, and ends failed calls with a one-line status."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from semrl_jax.rollout.wire.codec import LimitExceeded
 
 _log = logging.getLogger(__name__)
 
-MAX_STATUS_BYTES = 1500  # a status that does not fit into a header of 8 KiB, escaped, is lost
-_ABORT_S = 1.0  # for a client that does not read to take its status
+MAX_STATUS_BYTES = 1500  # the escaped status must fit into a header of 8 KiB, or gRPC drops it
+_ABORT_S = 1.0  # longest wait for a client to read its status
 
 
 class Refused(Exception):
-    """Ends a call with a status; the server goes on serving."""
+    """Ends a call with a status; the server continues to serve."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -28,19 +28,19 @@ class Refused(Exception):
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Hands requests on that were read within bounds, and turns what a method raises into a status.
+    """Passes on requests that are within bounds, and turns exceptions of methods into a status.
 
-    A call of a method in `readers` needs a deadline, at most `codec.MAX_CALL_S` away.
+    A call of a method in `readers` needs a deadline, which is at most `codec.MAX_CALL_S` away.
 
     Args:
-      readers: of the requests, by path of the method; other methods take small messages only.
-      on_dead: called where the engine has died.
+      readers: parse the requests, by the method's path; all other methods take small messages only.
+      on_dead: called when a method reports that the engine has died.
     """
 
     def __init__(self, readers: Mapping[str, bounds.Reader], on_dead: Callable[[], None]):
         self._readers = readers
         self._on_dead = on_dead
-        self._long_reads = asyncio.Lock()  # one at a time: each may take much memory
+        self._long_reads = asyncio.Lock()  # one at a time, because each may need much memory
 
     async def intercept_service(self, continuation, handler_call_details):
         handler = await continuation(handler_call_details)
@@ -57,16 +57,16 @@ class Guard(grpc.aio.ServerInterceptor):
                 yield await self._read(reader, data)
 
         async def with_request(data: bytes, context: grpc.aio.ServicerContext):
-            async with self._ended_in_order(method, is_ours, context):
+            async with self._failures_as_status(method, is_ours, context):
                 inner = handler.unary_stream or handler.unary_unary
                 return await inner(await self._read(reader, data), context)
 
         async def with_requests(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
-            async with self._ended_in_order(method, is_ours, context):
+            async with self._failures_as_status(method, is_ours, context):
                 return await handler.stream_unary(requests(messages), context)
 
         async def with_both(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
-            async with self._ended_in_order(method, is_ours, context):
+            async with self._failures_as_status(method, is_ours, context):
                 async for reply in handler.stream_stream(requests(messages), context):
                     yield reply
 
@@ -86,7 +86,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 reading = asyncio.create_task(asyncio.to_thread(reader.read, data))
                 try:
                     return await asyncio.shield(reading)
-                except asyncio.CancelledError:  # the thread cannot be ended: the next one waits
+                except asyncio.CancelledError:  # the thread cannot be stopped: wait for its end
                     await asyncio.wait([reading])
                     raise
         except LimitExceeded as error:
@@ -95,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
     @contextlib.asynccontextmanager
-    async def _ended_in_order(
+    async def _failures_as_status(
         self, method: str, needs_deadline: bool, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[None]:
         codes = grpc.StatusCode
@@ -119,7 +119,11 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _check_deadline(remaining_s: float | None) -> None:
-    """gRPC keeps a call whose client does not read until then, and its place among `max_calls`."""
+    """Refuses a call without a deadline, or with one that is too far away.
+
+    gRPC keeps the call of a client that has stopped reading until its deadline, and counts it among
+    `max_calls` until then.
+    """
     if remaining_s is None:
         reason = "the call has no deadline; every call needs one"
     elif remaining_s > codec.MAX_CALL_S:
@@ -130,13 +134,13 @@ def _check_deadline(remaining_s: float | None) -> None:
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str) -> None:
-    """Ends the call; always raises."""
+    """Ends the call with a status; always raises."""
     data = " ".join(message.split()).encode(errors="replace")
     if len(data) > MAX_STATUS_BYTES:
         data = data[:MAX_STATUS_BYTES] + b" ..."
     try:
         await asyncio.wait_for(context.abort(code, data.decode(errors="ignore")), _ABORT_S)
     except TimeoutError:
-        # The status lies ready for a client that reads on. To gRPC a cancelled method is over; it
-        # would complain of any other exception.
+        # The client gets the status if it reads on later. gRPC accepts the cancellation as the end
+        # of the method, and would log any other exception.
         raise asyncio.CancelledError from None

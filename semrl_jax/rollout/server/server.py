@@ -1,4 +1,4 @@
-"""Binds a rollout service to an address: token, TLS, health, reflection and limits."""
+"""Serves a rollout service on an address, with token, TLS, health checks and reflection."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-_CALLS_END_S = 2.0  # for calls that a stopped server has cancelled
-KEEPALIVE_S = 20  # how often an idle connection is probed; the client's interval must not be less
+_CALLS_END_S = 2.0  # longest wait for calls that a stopped server has cancelled
+KEEPALIVE_S = 20  # between probes of an idle connection; the client's interval must not be shorter
 
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharer
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error
     ("grpc.max_receive_message_length", codec.MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", codec.MAX_RESPONSE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
@@ -40,7 +40,7 @@ _OPTIONS = (
 
 
 class RolloutServer:
-    """A service that listens. Made by `serve`; lives on one event loop."""
+    """A service that listens on an address. Made by `serve`; bound to one event loop."""
 
     def __init__(self, engine: Engine, service: RolloutService, server, health_servicer, address):
         self.address: str = address  # host:port
@@ -50,14 +50,14 @@ class RolloutServer:
         self._health = health_servicer
 
     async def wait(self) -> None:
-        """Returns never; raises EngineDeadError once the engine has died."""
+        """Waits until the engine has died, then raises EngineDeadError."""
         await self._service.dead.wait()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
         raise EngineDeadError(f"the engine behind {self.address} is dead.")
 
     async def close(self, grace_s: float = 1.0) -> None:
-        """Refuses new calls, gives running ones `grace_s`, and closes the engine."""
+        """Refuses new calls, cancels calls that still run after `grace_s`, closes the engine."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         self._engine.close()
@@ -79,18 +79,18 @@ async def serve(
     """Starts a server around an engine on the running event loop.
 
     Args:
-      engine: what samples; the server closes it.
+      engine: samples the responses; the server closes it.
       token: every call must carry it.
-      host: address to bind; any but loopback demands TLS.
-      port: 0 takes a free one.
+      host: address to bind; any address other than loopback needs TLS.
+      port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
-      replica_id: "" makes one of the host's name, the port and a random part.
+      replica_id: "" makes one from the host name, the port and a random part.
       in_flight: what a weight update does with running calls; see `RolloutService`.
-      stall_timeout_s: a client that neither reads nor sends for so long loses its call.
-      max_calls: calls served at once; more are refused.
+      stall_timeout_s: a client that neither reads nor sends for this long loses its call.
+      max_calls: largest number of concurrent calls; further calls are refused.
 
     Raises:
-      UserError: a token, address, port or file that cannot be served with.
+      UserError: the token, address, port or a TLS file cannot be used.
     """
     interceptor = TokenInterceptor(token)
     credentials = _credentials(host, tls_certificate, tls_key)
@@ -130,7 +130,13 @@ async def serve(
 def serve_until_signal(
     engine: Engine, *, announce: Callable[[str], None] = print, grace_s: float = 5.0, **settings
 ) -> None:
-    """Serves in this process until SIGTERM or SIGINT; `settings` are those of `serve`.
+    """Serves in this process until SIGTERM or SIGINT.
+
+    Args:
+      engine: samples the responses; closed at the end.
+      announce: takes one line with the address, once the server listens.
+      grace_s: how long running calls may continue after the signal.
+      settings: further arguments of `serve`.
 
     Raises:
       UserError: as `serve`.
@@ -148,7 +154,7 @@ def serve_until_signal(
         for task in pending:
             task.cancel()
         await server.close(grace_s)
-        # gRPC prints a traceback of a call that the end of the loop cancels: let them end before.
+        # gRPC prints a traceback for every call that the end of the loop cancels: wait for them.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest, timeout=_CALLS_END_S)
         for task in done:
@@ -158,7 +164,7 @@ def serve_until_signal(
 
 
 def check_place(host: str, port: int, tls_certificate: str = "", tls_key: str = "") -> None:
-    """Raises UserError where `serve` would refuse the place; it needs no engine yet."""
+    """Raises UserError if `serve` would refuse these settings. Needs no engine."""
     _credentials(host, tls_certificate, tls_key)
     _check_port(host, port)
 
@@ -181,14 +187,14 @@ def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCr
             pems.append(pathlib.Path(path).read_bytes())
         except OSError as error:
             raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
-    # gRPC would say neither which file is wrong nor how.
+    # gRPC's own error names neither the file nor the reason.
     check_certificates("tls_certificate", tls_certificate, pems[1])
     check_key(tls_certificate, tls_key)
     return grpc.ssl_server_credentials([tuple(pems)])
 
 
 def _check_port(host: str, port: int) -> None:
-    """Binds and lets go: gRPC itself says neither why it failed nor on one line."""
+    """Binds the port once and releases it: gRPC's own error does not give the reason."""
     if not 0 <= port < 65_536:
         raise UserError(f"port={port} must be in [0, 65535]; 0 takes a free one.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

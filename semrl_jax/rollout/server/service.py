@@ -1,4 +1,4 @@
-"""The rollout service: checks every request and keeps updates and generation apart."""
+"""The rollout service: checks every request and keeps weight updates apart from generation."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """Serves one engine; lives on one event loop.
+    """Serves one engine; bound to one event loop.
 
-    A Generate call begins only on exactly the weights it names. A commit closes the gate, deals
-    with the running calls as `in_flight` says, and opens it again. The first
-    committed update decides which run the replica belongs to. It measures what the engine samples
-    where a call asks for metrics, whatever the engine is.
+    A Generate call starts only if the replica serves exactly the weights that the call names. While
+    an update is committed, new calls wait; running calls are treated as `in_flight` says. The
+    replica belongs to the run of its first committed update. Where a call asks for metrics, the
+    service measures the engine's responses itself.
 
     Args:
-      engine: does the work; the service closes nothing.
+      engine: samples the responses; the service does not close it.
       replica_id: unique name of this process.
-      in_flight: what a commit does with running calls: "wait" until they have ended, "abort" them,
-        or "keep" them, whose further tokens then come from the new weights.
-      stall_timeout_s: a client that takes no message for so long loses its call; one that sends
-        none of a weight update has twice the time, for it may itself wait so long for another
-        replica.
+      in_flight: what a commit does with running calls: "wait" for their end, "abort" them, or
+        "keep" them. The further tokens of kept calls are sampled with the new weights.
+      stall_timeout_s: a client that reads no message for this long loses its call. A client that
+        sends a weight update has twice this time between two messages, because it may itself wait
+        this long for another replica.
 
     Raises:
-      UserError: if the engine cannot keep them.
+      UserError: if `in_flight` is "keep" and the engine cannot keep calls.
 
     Attributes:
       dead: set once the engine has died.
@@ -81,7 +81,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if -1 in self._limits.layers and importlib.util.find_spec("jax"):
             self._limits = dataclasses.replace(self._limits, metric_kinds=codec.METRIC_KINDS)
         self._version: WeightVersion | None = None
-        self._running: set[asyncio.Event] = set()  # one a Generate call, set when it has ended
+        self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed
         self._gate.set()
         self._paused = False
@@ -90,7 +90,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._num_aborted = 0
 
     def request_readers(self) -> dict[str, bounds.Reader]:
-        """How the requests of each method are read, by its path."""
+        """The reader of each method's requests, by the method's path."""
         readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
         return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
@@ -99,12 +99,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, call: codec.GenerateCall, context) -> None:
         async with self._admitted(call.version):
-            rollouts = await self._answers(call)
+            rollouts = await self._responses(call)
             async with contextlib.aclosing(rollouts):
                 async for rollout in rollouts:
                     self._num_aborted += rollout.finish_reason == "aborted"
                     for message in codec.encode_rollout(rollout):
-                        # Waits for a slow reader: at most one response is held for it.
+                        # Waits for a slow client: at most one response is held for it.
                         await self._write(context, message)
 
     async def UpdateWeights(
@@ -124,7 +124,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._engine.abort_weight_update()
             self._end_update()
             raise
-        # A task of its own: once begun, a commit ends, even where the caller goes away.
+        # In a separate task: a commit that has begun is completed even if the caller is gone.
         self._commit_task = asyncio.create_task(self._commit(version))
         await asyncio.shield(self._commit_task)
         return pb.UpdateWeightsResponse(version=codec.encode_version(version))
@@ -162,7 +162,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def _next(
         self, messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""
     ):
-        """The next message's payload, which must be a begin, chunk or commit."""
+        """The payload of the next message, which must be of `kind`: begin, chunk or commit."""
         timeout_s = 2 * self._stall_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -176,25 +176,25 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             raise _invalid(f"a {payload} came where a {kind} {what} was due.")
         return getattr(message, kind)
 
-    async def _answers(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
-        """What the engine samples; measured here, where the call wants metrics."""
+    async def _responses(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
+        """The engine's responses, measured if the call asks for metrics."""
         states = call.hidden_states
         kept = states.kinds if states.layers else ()
         if call.metrics is not None and not kept:
             states = HiddenStateParams((-1,), call.metrics.dtype)
         elif call.metrics is not None and "decode" not in kept:
             states = dataclasses.replace(states, kinds=("decode", *kept))
-        # In the engine's process: it is idle or has JAX anyway, and states stay where they are.
-        # Loaded when first asked for, which takes seconds: in a thread.
-        measuring = None
+        # Measured in this process, so that the states need not be copied to another. The first
+        # import of the measurer loads JAX, which takes seconds: not on the event loop.
+        measurer = None
         if call.metrics is not None:
-            measuring = await asyncio.to_thread(
+            measurer = await asyncio.to_thread(
                 importlib.import_module, "semrl_jax.rollout.measurer"
             )
         rollouts = self._engine.generate(call.requests, call.sampling, states, call.version)
-        if measuring is None:
+        if measurer is None:
             return rollouts
-        return measuring.measure_each(
+        return measurer.measure_each(
             rollouts,
             call.metrics,
             max_tokens=call.sampling.max_tokens,
@@ -215,7 +215,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _admitted(self, version: WeightVersion) -> AsyncIterator[None]:
-        """Counts a Generate call as running once the replica serves `version`."""
+        """Admits a Generate call for `version`, and counts it as running until it ends."""
         while not self._gate.is_set():
             await self._gate.wait()
         if self._paused:
@@ -236,7 +236,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def _receive_weights(
         self, messages: AsyncIterator[pb.UpdateWeightsRequest]
     ) -> WeightVersion:
-        """Fills the engine's staging buffers; returns the version they hold."""
+        """Fills the engine's staging buffers; returns the version of the received weights."""
         begin = await self._next(messages, "begin")
         for field in ("run_id", "attempt_id"):
             if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
@@ -278,7 +278,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 grpc.StatusCode.DATA_LOSS,
                 f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
             )
-        if unsound:  # said once it is known that they were sent so
+        if unsound:  # only now is it known that the client sent these values
             more = f" and {len(unsound) - 1} more tensors" if len(unsound) > 1 else ""
             raise Refused(
                 grpc.StatusCode.OUT_OF_RANGE,
@@ -294,7 +294,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         spec: TensorSpec,
         buffer: UInt8[np.ndarray, " bytes"],
     ) -> tuple[bytes, bool]:
-        """Fills one staging buffer; returns the SHA-256 of what arrived, and if it is finite."""
+        """Fills one staging buffer; returns its SHA-256 and whether all its values are finite."""
         assert buffer.nbytes == spec.num_bytes
         checksum, filled, is_finite = hashlib.sha256(), 0, True
         item_size = codec.WEIGHT_DTYPES[spec.dtype].itemsize
@@ -311,7 +311,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
             buffer[filled:end] = np.frombuffer(data, np.uint8)
             checksum.update(data)
-            # Whole values only: a chunk may end inside one.
+            # Checks whole values only: a chunk may end inside one.
             values = buffer[filled - filled % item_size : end - end % item_size]
             is_finite = is_finite and codec.are_finite(values, spec.dtype)
             filled = end

@@ -1,4 +1,4 @@
-"""The token every call carries, where a connection may do without TLS, and the files of TLS."""
+"""The token that every call carries, and the checks of TLS files and of loopback addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 
 from semrl_jax.errors import UserError
 
-TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"  # of the environment
+TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"  # environment variable
 _HEADER = "authorization"
 
 
@@ -22,7 +22,7 @@ def new_token() -> str:
 
 
 def check_token(token: str) -> str:
-    """Returns the token; raises UserError where it is empty or does not fit into a header."""
+    """Returns the token; raises UserError if it is empty or cannot be sent in a header."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(
             f"the rollout token has {len(token)} characters; it must be one printable ASCII word. "
@@ -32,22 +32,24 @@ def check_token(token: str) -> str:
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call that is allowed in."""
+    """The metadata of a call that carries the token."""
     return ((_HEADER, f"Bearer {token}"),)
 
 
 def _is_fit_to_print(record: logging.LogRecord) -> bool:
-    """Not a header: gRPC logs one that is no UTF-8, which may be a token but for one byte."""
+    """Drops gRPC's message about a header that is not UTF-8: it quotes what may be a token."""
     return not str(record.msg).startswith("Invalid encoding on")
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Ends every call without the token as UNAUTHENTICATED before its request is read."""
+    """Ends every call without the token as UNAUTHENTICATED, before its request is read."""
 
     def __init__(self, token: str):
         self._expected = f"Bearer {check_token(token)}".encode()
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_fit_to_print)  # once, however often
-        # One handler for all kinds of method: on the wire they are the same stream.
+        logging.getLogger("grpc._cython.cygrpc").addFilter(
+            _is_fit_to_print
+        )  # a second time adds nothing
+        # One handler for unary and streaming methods: they are the same on the wire.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation, handler_call_details):
@@ -66,7 +68,7 @@ async def _refuse(request_iterator, context: grpc.aio.ServicerContext) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether traffic to this host stays on the machine."""
+    """Whether traffic to this host stays on this machine."""
     host = host.strip("[]")
     if host == "localhost":
         return True
@@ -77,9 +79,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_certificates(field: str, path: str, data: bytes) -> None:
-    """Raises UserError where a file, the value of `field`, holds no certificate in PEM."""
+    """Raises UserError if `data`, read from the file `field`=`path`, holds no PEM certificate."""
     try:
-        text = data.decode("ascii", "ignore")  # comments may be in any encoding
+        text = data.decode("ascii", "ignore")  # comments may have any encoding
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
     except (ValueError, ssl.SSLError):
         raise UserError(
@@ -89,9 +91,9 @@ def check_certificates(field: str, path: str, data: bytes) -> None:
 
 
 def check_key(tls_certificate: str, tls_key: str) -> None:
-    """Raises UserError where a file of certificates and a file of a key do not belong together."""
+    """Raises UserError if the private key cannot be read or is not that of the certificate."""
 
-    def no_password() -> str:  # rather than asking on the terminal
+    def no_password() -> str:  # else Python asks for it on the terminal
         return ""
 
     try:

@@ -1,7 +1,8 @@
-"""Bounds of messages, held against their bytes before protobuf parses them.
+"""Limits on the size of messages, checked on the bytes before protobuf parses them.
 
-An empty message has two bytes on the wire and a hundred or more once parsed. So how often a field
-comes, and how long it is, is read off the bytes first; that takes no memory and ends at the bound.
+An empty inner message has two bytes on the wire and a hundred or more after parsing. Therefore the
+number and the length of the fields are first counted in the bytes. This takes no memory, and stops
+at the first field beyond its limit.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from semrl_jax.rollout.wire.codec import LimitExceeded
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import ReplicaDescription, TensorSpec
 
-MAX_SMALL_BYTES = 4096  # of a message without a payload
+MAX_SMALL_BYTES = 4096  # of a message that carries no arrays or prompts
 _MAX_DESCRIPTION_BYTES = 1 << 20
-_MAX_PARAMS_BYTES = 1 << 16  # version, sampling, hidden_states and metrics of a call, each
+_MAX_PARAMS_BYTES = 1 << 16  # each of a call's version, sampling, hidden_states and metrics
 _MAX_CHUNK_BYTES = codec.CHUNK_BYTES + MAX_SMALL_BYTES
-_MAX_OTHERS = 32  # fields without a bound of their own in a message, those of later releases too
-_SLACK = 16  # entries above what is sound, so that the codec can say which is too much
-_VARINT_BYTES = 10  # the longest
+_MAX_OTHERS = 32  # all other fields of a message together, those of later releases included
+_SLACK = 16  # entries allowed above the true limit, so that the codec can name the surplus one
+_VARINT_BYTES = 10  # longest varint
 
 
 class Bounds:
-    """How much a message may hold.
+    """The limits of one kind of message.
 
     Args:
-      kind: of the message.
-      num_bytes: of the whole message.
-      fields: for each field that can make a message expensive, how often it may come, and the
-        bytes of each or its own Bounds.
+      kind: the message class.
+      num_bytes: limit of the whole message.
+      fields: for each field that can make a message expensive, how often it may occur, and its
+        limit: a number of bytes, or Bounds if it is a message.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Bounds:
         self._fields = {known[name].number: (name, *bound) for name, bound in fields.items()}
 
     def parse(self, data: bytes) -> Message:
-        """The message.
+        """Parses a message that is within the bounds.
 
         Raises:
-          LimitExceeded: it is larger, or holds more, than the bounds.
-          ValueError: the bytes are no such message.
+          LimitExceeded: the message exceeds a limit.
+          ValueError: the bytes are not a message of this kind.
         """
         collections.deque(self.split(data), maxlen=0)
         return parse(self.kind, data)
@@ -57,9 +58,9 @@ class Bounds:
     def split(
         self, data: bytes, start: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (field number, first byte, first byte of the content, end) of each field.
+        """Yields (field number, start of the field, start of its content, end) of each field.
 
-        Raises as `parse`, on reaching the field that is too much.
+        Positions count bytes of `data`. Raises as `parse`, at the first field beyond its limit.
         """
         end = len(data) if end is None else end
         name = self.kind.DESCRIPTOR.name
@@ -78,7 +79,7 @@ class Bounds:
                 position = content + size
             elif wire_type in (1, 5):
                 position += 8 if wire_type == 1 else 4
-            else:  # groups, which proto3 does not have
+            else:  # groups, which proto3 has not
                 raise _malformed(name)
             if position > end:
                 raise _malformed(name)
@@ -95,7 +96,7 @@ class Bounds:
 
 
 def parse(kind: type[Message], data: bytes) -> Message:
-    """Parses what is known to be small enough; raises ValueError where it is no such message."""
+    """Parses without limits; raises ValueError if the bytes are not a message of this kind."""
     try:
         return kind.FromString(data)
     except DecodeError:
@@ -103,11 +104,12 @@ def parse(kind: type[Message], data: bytes) -> Message:
 
 
 class Reader(NamedTuple):
-    """Turns the bytes of a request into what the method takes.
+    """Parses and checks the requests of one method.
 
     Attributes:
-      read: raises LimitExceeded, or another ValueError, with a text for the sender.
-      is_long: it may take longer than the event loop can wait.
+      read: turns bytes into the method's argument. Raises LimitExceeded, or another ValueError,
+        with a message for the sender.
+      is_long: `read` may take too long for the event loop, and should run in a thread.
     """
 
     read: Callable[[bytes], object]
@@ -115,7 +117,7 @@ class Reader(NamedTuple):
 
 
 def small_reader(read: Callable[[bytes], object]) -> Reader:
-    """Of requests of other services, which carry a name at most."""
+    """The reader for health checks and reflection, whose requests carry a name at most."""
 
     def read_small(data: bytes):
         _check_size("the request", len(data), MAX_SMALL_BYTES)
@@ -128,16 +130,16 @@ def small_reader(read: Callable[[bytes], object]) -> Reader:
 
 
 def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> dict[str, Reader]:
-    """The reader of every method, by its name.
+    """The reader of every method, by the method's name.
 
     Args:
-      limits: of a Generate call.
-      specs: tensors that a weight update carries.
+      limits: the limits of a Generate call.
+      specs: the tensors of a weight update.
     """
     empty = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
     empty |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
     readers = {name: Reader(Bounds(kind, MAX_SMALL_BYTES).parse) for name, kind in empty.items()}
-    num_tensors = 2 * len(specs) + _SLACK  # names that are missing and extra are told apart
+    num_tensors = 2 * len(specs) + _SLACK  # enough to name missing and extra tensors
     max_spec_bytes = 1024 + _utf8_bytes(max((len(s.name) for s in specs), default=0))
     begin = Bounds(
         pb.BeginUpdate,
@@ -177,8 +179,8 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
     prompts_number = pb.GenerateRequest.DESCRIPTOR.fields_by_name["prompts"].number
 
     def read(data: bytes) -> codec.GenerateCall:
-        # Prompts are nearly all of a large request. One is parsed at a time: parsed tokens take
-        # eight times their bytes, and nothing else runs in this process during one parse.
+        # Most of a large request are its prompts. They are parsed one by one, because parsed tokens
+        # take eight times their bytes, and nothing else runs in this process while protobuf parses.
         rest, places = [], []
         for number, first, content, end in bounds.split(data):
             if number == prompts_number:
@@ -192,7 +194,7 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
 
 
 class _Prompts(Sequence):
-    """Those of a request, each parsed when its turn comes."""
+    """The prompts of a request, each parsed on access."""
 
     def __init__(self, data: bytes, places: Sequence[tuple[int, int]]):
         self._data, self._places = data, places
@@ -227,12 +229,12 @@ _REPLY = Bounds(
 
 
 def parse_generate_reply(data: bytes) -> pb.GenerateResponse:
-    """Raises ValueError where a replica sent more than it may, or no such message."""
+    """Parses a reply to Generate; raises ValueError if it exceeds a limit or is malformed."""
     return _REPLY.parse(data)
 
 
 def parse_reply(kind: type[Message], data: bytes) -> Message:
-    """A reply without a stream; raises as `parse_generate_reply`."""
+    """Parses a reply that is not streamed; raises as `parse_generate_reply`."""
     _check_size(kind.DESCRIPTOR.name, len(data), _MAX_DESCRIPTION_BYTES)
     return parse(kind, data)
 
@@ -242,7 +244,7 @@ def _utf8_bytes(num_characters: int) -> int:
 
 
 def _varint(data: bytes, position: int, end: int, name: str) -> tuple[int, int]:
-    """The number that begins at `position`, and where it ends."""
+    """The varint at `position`, and the position after it."""
     value = shift = 0
     while position < end and shift < 7 * _VARINT_BYTES:
         byte = data[position]
