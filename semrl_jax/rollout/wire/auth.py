@@ -46,9 +46,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str):
         self._expected = f"Bearer {check_token(token)}".encode()
-        logging.getLogger("grpc._cython.cygrpc").addFilter(
-            _is_fit_to_print
-        )  # a second time adds nothing
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_fit_to_print)
         # One handler for unary and streaming methods: they are the same on the wire.
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 

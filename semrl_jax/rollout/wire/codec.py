@@ -1,4 +1,4 @@
-"""NumPy records to protobuf messages and back; sizes are checked before anything is allocated."""
+"""NumPy records to protobuf messages and back; sizes are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from semrl_jax.types import (
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
 
-CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
+CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
-MAX_RESPONSE_BYTES = 16 << 20  # one response without its state chunks
-MAX_CALL_S = 24 * 3600.0  # until the deadline of a call
+MAX_RESPONSE_BYTES = 16 << 20  # per response, without its state chunks
+MAX_CALL_S = 24 * 3600.0  # longest deadline of a call
 MAX_HIDDEN_WIDTH = 65_536
 MAX_NAME_LENGTH = 256
-MAX_END_TOKENS = 1024  # eos or stop token ids
-MAX_ENTRIES = 4096  # of a list in a replica's reply that has no other bound
-MAX_QUOTE = 200  # characters of what was sent, in a message about it
+MAX_END_TOKENS = 1024  # eos token ids, and as many stop token ids
+MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
+MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
 
-# Fields of a rollout and of its message, by kind, in the order of their chunks.
+# Name of the field of a rollout and of its message for each kind of states, in the order of the
+# chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 # What `semrl_jax.metrics` has, which this cannot import: it loads JAX. Tested to be the same.
@@ -57,11 +58,11 @@ WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
 
 
 class LimitExceeded(ValueError):
-    """A request that is well-formed but larger than the replica admits."""
+    """A well-formed request that is larger than the replica admits."""
 
 
 class GenerateCall(NamedTuple):
-    """What a GenerateRequest says."""
+    """A decoded GenerateRequest."""
 
     requests: tuple[SampleRequest, ...]
     sampling: SamplingParams
@@ -75,7 +76,7 @@ def encode_version(version: WeightVersion) -> pb.WeightVersion:
 
 
 def decode_version(message: pb.WeightVersion) -> WeightVersion:
-    """Raises ValueError where a field is missing or too long."""
+    """Raises ValueError if a field is missing or too long."""
     for field in ("run_id", "attempt_id", "digest"):
         _check_name(f"version.{field}", getattr(message, field))
     if message.step < 0:
@@ -112,11 +113,11 @@ def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
 def decode_specs(
     messages: Sequence[pb.TensorSpec], expected: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
-    """Reads the manifest of a weight update and compares it with what the engine expects.
+    """Decodes the manifest of a weight update and compares it with the engine's tensors.
 
     Raises:
-      ValueError: naming the tensors that are missing, extra, repeated, misshapen or of a dtype the
-        wire does not carry.
+      ValueError: names the tensors that are missing, extra or repeated, or have another shape or an
+        unknown dtype.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     counts = collections.Counter(message.name for message in messages)
@@ -147,12 +148,12 @@ def encode_request(
     version: WeightVersion,
     metrics: MetricParams | None = None,
 ) -> pb.GenerateRequest:
-    """A prompt that several samples share travels once."""
+    """Encodes a Generate call; a prompt that several samples share is sent once."""
     if hidden_states.layers and not hidden_states.kinds:
         raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
     states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
     if hidden_states.kinds == ("decode",):
-        states.ClearField("kinds")  # what 1.0 and 1.1 know
+        states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
     message = pb.GenerateRequest(
         version=encode_version(version),
         sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
@@ -180,16 +181,16 @@ def decode_request(
     limits: ReplicaDescription,
     prompts: Sequence[pb.Prompt] | None = None,
 ) -> GenerateCall:
-    """Reads a request and holds it against the replica's description.
+    """Decodes a request and checks it against the replica's description.
 
     Args:
-      message: what was sent.
-      limits: of the replica.
-      prompts: those of the message where it has none itself.
+      message: the request.
+      limits: the replica's description.
+      prompts: used in place of `message.prompts` where they were split off.
 
     Raises:
-      LimitExceeded: more samples or longer prompts than the replica admits.
-      ValueError: anything else it cannot sample; the message gives field, value and rule.
+      LimitExceeded: there are more samples or longer prompts than the replica admits.
+      ValueError: another part of the request is invalid; gives field, value and rule.
     """
     version = decode_version(message.version)
     sampling = _decode_sampling(message.sampling, limits)
@@ -218,7 +219,7 @@ def decode_request(
             )
         ids = np.array(prompt.token_ids, np.int32)
         _check_vocabulary(f"prompts[{i}]", ids, limits.vocab_size)
-        ids.setflags(write=False)  # the samples of a group share it
+        ids.setflags(write=False)  # the samples of a group share the array
         arrays.append(ids)
     requests, seen = [], set()
     for i, sample in enumerate(message.samples):
@@ -247,11 +248,11 @@ def decode_request(
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
-    """The response, then its hidden states in chunks where they do not fit into one.
+    """Yields the response, then the chunks of its hidden states if they exceed one chunk.
 
-    Prompt ids and replica id stay behind: the caller knows both.
+    Prompt ids and the replica's id are not sent: the client knows both.
     """
-    # Fields are set in place: a message given to another's constructor is copied.
+    # Fields are set in place: a constructor would copy an inner message.
     message = pb.GenerateResponse()
     response = message.response
     response.sample_id = rollout.sample_id
@@ -291,12 +292,12 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
 
 
 class RolloutDecoder:
-    """Turns the messages of one Generate stream back into rollouts, and doubts each of them.
+    """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
 
     Args:
-      call: what was asked.
+      call: the call that the stream answers.
       vocab_size: of the replica's model.
-      replica_id: noted in the rollouts.
+      replica_id: stored in the rollouts.
     """
 
     def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
@@ -306,18 +307,20 @@ class RolloutDecoder:
         self._replica_id = replica_id
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
-        self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its states, from the next byte on
+        self._unfilled: list[
+            UInt8[np.ndarray, " bytes"]
+        ] = []  # the bytes of its states still missing
         self.num_state_bytes = 0
         self.num_token_bytes = 0
         self.num_metric_bytes = 0
 
     def feed(self, message: pb.GenerateResponse) -> Rollout | None:
-        """Returns the rollout this message completes, if it completes one.
+        """Returns the rollout that this message completes, or None.
 
-        Its arrays may be read-only views of the message.
+        The arrays of the rollout may be read-only views of the message.
 
         Raises:
-          ValueError: the message does not fit the call, the rest of the stream, or itself.
+          ValueError: the message contradicts itself, the call or the messages before it.
         """
         kind = message.WhichOneof("payload")
         if kind == "response":
@@ -327,7 +330,7 @@ class RolloutDecoder:
         raise ValueError("a message holds neither a response nor a state chunk.")
 
     def finish(self) -> None:
-        """Raises ValueError where the stream ended inside a response."""
+        """Raises ValueError if the stream ended inside a response."""
         if self._open is not None:
             raise ValueError(
                 f"sample {self._open.sample_id!r} ended {sum(map(len, self._unfilled))} bytes "
@@ -335,7 +338,7 @@ class RolloutDecoder:
             )
 
     def _feed_response(self, message: pb.Response) -> Rollout | None:
-        self.finish()  # the previous one must be whole
+        self.finish()  # the previous response must be complete
         name = f"sample {quoted(message.sample_id)}"
         request = self._requests.get(message.sample_id)
         if request is None:
@@ -361,7 +364,7 @@ class RolloutDecoder:
         self._check_versions(name, message.versions, num_tokens)
         counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
         if message.finish_reason == "aborted" and num_tokens == 0:
-            counts["prefill"] = 0  # the engine may have been in the middle of it
+            counts["prefill"] = 0  # it may have been aborted in the middle of its prompt
         states = {
             field: self._decode_states(name, message, kind, counts[kind])
             for kind, field in STATE_FIELDS.items()
@@ -442,7 +445,7 @@ class RolloutDecoder:
     def _decode_states(
         self, name: str, message: pb.Response, kind: str, num_tokens: int
     ) -> Float[np.ndarray, "T L D"] | None:
-        """The states themselves where inlined, an array to fill where chunks follow."""
+        """The states if they are in the message; an array to fill if chunks follow."""
         asked, field = self._call.hidden_states, STATE_FIELDS[kind]
         is_asked = bool(asked.layers) and kind in asked.kinds
         if message.HasField(field) != is_asked:
@@ -475,7 +478,7 @@ class RolloutDecoder:
         return np.frombuffer(data, dtype).reshape(shape)
 
     def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
-        """None where nothing was to be measured; whatever was has its metrics beside it."""
+        """Checks that exactly the metrics asked for came; None if none were asked for."""
         asked = self._call.metrics
         if asked is None:
             if message.mean_state:
@@ -501,10 +504,10 @@ def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
 
 
 def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
-    """Whether none of the values, of a dtype that weights have, is infinite or NaN."""
+    """Whether all values are finite; `dtype` is one of WEIGHT_DTYPES."""
     if dtype == "float32":
         return bool(np.isfinite(data.view(np.float32)).all())
-    # NumPy's own test of 16-bit floats is slow. The exponent of what is not finite has all bits.
+    # NumPy's own test of 16-bit floats is slow. In infinity and NaN all exponent bits are set.
     exponent = np.uint16(0x7C00 if dtype == "float16" else 0x7F80)
     return bool(((data.view(np.uint16) & exponent) != exponent).all())
 
@@ -596,7 +599,7 @@ def _decode_metric_params(
     check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
     check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
     check("num_threads", message.num_threads >= 1, "at least 1")
-    # What is measured is what is sent, of it.
+    # The engine computes the states once, for the metrics and for the client: they must agree.
     if hidden_states.layers and (
         -1 not in hidden_states.layers or hidden_states.dtype != message.dtype
     ):
@@ -636,7 +639,7 @@ def _check_name(field: str, value: str) -> None:
 
 
 def _check_count(field: str, values: Sequence, known: Sequence) -> None:
-    """Before the values are looked at. A few too many are, so that one can be named."""
+    """Refuses lists that are much too long; in slightly longer ones the wrong entry is named."""
     if len(values) > len(known) + _SPARE_ENTRIES:
         raise ValueError(f"{field} has {len(values)} entries; the replica has {len(known)}.")
 
@@ -646,7 +649,7 @@ def _is_equal(values: Sequence[int], expected: Sequence[int]) -> bool:
 
 
 def quoted(value) -> str:
-    """As `repr`, or the beginning of it: what was sent may be of any length."""
+    """The beginning of `repr(value)`: a value that was sent may have any length."""
     if not isinstance(value, str | int | float):  # a repeated field
         text = repr(list(value[:MAX_QUOTE]))
     else:
@@ -655,6 +658,6 @@ def quoted(value) -> str:
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
+    """The first five items, and the number of the others."""
     more = f"{separator}and {len(items) - 5} more" if len(items) > 5 else ""
     return separator.join(item[:MAX_QUOTE] for item in items[:5]) + more
