@@ -13,7 +13,7 @@ from semrl_jax import models
 from semrl_jax.analysis.correlation import Correlation, correlate
 from semrl_jax.metrics import WINDOWS
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 

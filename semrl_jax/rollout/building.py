@@ -19,10 +19,10 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, write_json
 from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
 from semrl_jax.models.config import config_to_hf
-from semrl_jax.rollout.auth import TOKEN_VARIABLE
-from semrl_jax.rollout.child import ChildReplica
+from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE
 
 
 def jax_engine(

@@ -1,21 +1,24 @@
-"""Memory that this process may still take: the machine's, and its container's."""
+"""The memory that this process can still allocate, on the machine and in its container."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator
 
-# Of a control group of either version: limit, use, and what of the use the kernel gives up first.
+# Files of a control group, versions 2 and 1: limit and use; and the entry of memory.stat with the
+# part of the use that the kernel reclaims first.
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
-    """Bytes that can be taken without swapping, as the kernel estimates it, or before a limit of a
-    control group (a container's) ends the process.
+    """Bytes that this process can allocate without swapping and without exceeding a memory limit.
+
+    The kernel's estimate for the machine, or what the limit of a control group (a container) leaves
+    if that is less.
 
     Args:
-      root: where /proc and /sys are looked for.
+      root: the directory that has proc and sys; for tests.
     """
     fields = dict(line.split(":") for line in _lines(root / "proc/meminfo"))
     of_machine = int(fields["MemAvailable"].split()[0]) * 1024
@@ -23,7 +26,7 @@ def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
-    """What each group that this process is in, and each group around it, has left."""
+    """Bytes left in each control group of this process, and in each group around it."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -32,7 +35,7 @@ def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
             top, names = root / "sys/fs/cgroup/memory", V1
         else:
             continue
-        # In a container the group's own path may be the host's; its files are then at the top.
+        # In a container the path may be that of the host. Then the files are in the top directory.
         own = top / group.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(top):
@@ -43,7 +46,7 @@ def _left_in_group(folder: pathlib.Path, limit: str, used: str, reclaimable: str
     try:
         most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
     except OSError:
-        return  # no such group here, or one without limits, as the outermost
+        return  # the group is not visible here, or has no limit, as the outermost one
     if most != "max":
         stat = dict(line.split() for line in _lines(folder / "memory.stat"))
         yield max(int(most) - now + int(stat.get(reclaimable, 0)), 0)

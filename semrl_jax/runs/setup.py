@@ -28,7 +28,7 @@ from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.warm_start import starting_directory

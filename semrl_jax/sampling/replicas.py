@@ -19,7 +19,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, Policy, tensor_specs
 from semrl_jax.rollout.building import jax_engine, read_token, vllm_child
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.types import ReplicaDescription
 

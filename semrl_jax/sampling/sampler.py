@@ -25,7 +25,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.exchange import pack_scored, share_of, unpack_scored
 from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
 from semrl_jax.sampling.statistics import logprob_mismatch, state_differences, state_mismatch

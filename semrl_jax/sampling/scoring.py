@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.rollout.measuring import Measured, Measurer
+from semrl_jax.rollout.measurer import Measured, Measurer
 from semrl_jax.types import Rollout
 
 

@@ -15,7 +15,7 @@ from launch.convert import convert
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state

@@ -17,7 +17,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.seam import Passes, load_algorithm
 from semrl_jax.rewards import Verdict
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state

@@ -12,14 +12,15 @@ import grpc
 import numpy as np
 import pytest
 
-from semrl_jax.rollout.auth import token_metadata
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
+from tests.rollout.caller import Caller
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript, fake_rollout
 
-REPLICA_PROCESS = pathlib.Path(__file__).with_name("replica_process.py")
+ROOT = pathlib.Path(__file__).parents[2]
 TOKEN = "a-token-for-tests"
 FAKE = {"model_hash": "fake-model", "tokenizer_hash": "fake-tokenizer", "vocab_size": 101}
 
@@ -87,7 +88,8 @@ def start_process():
 
     def start(**settings):
         process = subprocess.Popen(
-            [sys.executable, str(REPLICA_PROCESS)],
+            [sys.executable, "-m", "tests.rollout.replica_process"],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,7 +150,12 @@ def world():
                 "metadata": token_metadata(token),
             }
 
-        yield types.SimpleNamespace(replica=replica, client=client, stub=stub, stack=stack)
+        def caller(replica):
+            return stack.enter_context(Caller(replica.address, TOKEN))
+
+        yield types.SimpleNamespace(
+            replica=replica, client=client, stub=stub, caller=caller, stack=stack
+        )
 
 
 @pytest.fixture

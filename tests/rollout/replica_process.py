@@ -3,8 +3,8 @@
 import json
 import sys
 
-from semrl_jax.rollout.engines.fake import FakeEngine, FakeScript
 from semrl_jax.rollout.server import serve_until_signal
+from tests.rollout.fake_engine import FakeEngine, FakeScript
 
 if __name__ == "__main__":
     settings = json.loads(sys.stdin.readline())

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import Preempted, UserError
-from semrl_jax.rollout.measuring import Measurer
+from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs import lifecycle, run, train
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.training import loop

@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import pytest
+from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
-from semrl_jax.rollout.child import ChildReplica
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
+from semrl_jax.rollout.client.child import ChildReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
 from semrl_jax.runs.setup import sampling_processes
 from semrl_jax.sampling import replicas

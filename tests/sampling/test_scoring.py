@@ -15,7 +15,7 @@ import pytest
 from semrl_jax import data
 from semrl_jax.metrics import hidden_state_metrics
 from semrl_jax.rewards import VerifierPool, verify_math
-from semrl_jax.rollout.measuring import Measured, Measurer
+from semrl_jax.rollout.measurer import Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.scoring import score_and_measure
 from semrl_jax.types import WeightVersion

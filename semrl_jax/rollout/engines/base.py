@@ -19,28 +19,28 @@ from semrl_jax.types import (
 
 
 class EngineDeadError(RuntimeError):
-    """The engine cannot go on. The service reports itself as not serving and its process ends."""
+    """The engine cannot continue. The service reports NOT_SERVING and its process ends."""
 
 
 class Engine(abc.ABC):
-    """One model that samples. The service checks requests; an engine may rely on them.
+    """Samples responses from one model. The service has already checked every request.
 
-    The service calls the coroutines from one event loop. It serialises weight updates against
-    generation: `commit_weight_update` runs while no `generate` does, unless the engine says that it
-    keeps responses over one.
+    The service calls the coroutines from one event loop. It calls `commit_weight_update` only while
+    no `generate` runs, unless the engine has `keeps_in_flight`.
 
     Attributes:
-      keeps_in_flight: running responses may go on over a commit, each token under one version.
+      keeps_in_flight: running responses can continue over a commit; each of their tokens is sampled
+        with one version of the weights.
     """
 
     keeps_in_flight = False
 
     async def start(self) -> None:
-        """Called once, on the event loop, before anything but `describe`."""
+        """Called once on the event loop, before all methods except `describe`."""
 
     @abc.abstractmethod
     def describe(self) -> ReplicaDescription:
-        """Says what the engine is and can do; `replica_id` and `version` are the service's."""
+        """What the engine is and can do; the service fills in `replica_id` and `version`."""
 
     @abc.abstractmethod
     def generate(
@@ -50,35 +50,30 @@ class Engine(abc.ABC):
         hidden_states: HiddenStateParams,
         version: WeightVersion,
     ) -> AsyncIterator[Rollout]:
-        """Yields each response as it finishes; an async generator, whose `aclose` ends the rest.
+        """Yields each response when it ends. An async generator; `aclose` ends the other responses.
 
-        Randomness follows from the requests' seeds and the contents of this call alone.
+        What is sampled depends only on the weights and on this call: its requests with their seeds,
+        and its settings.
         """
 
     @abc.abstractmethod
     def expected_tensors(self) -> Sequence[TensorSpec]:
-        """Names and shapes a weight update must carry; the dtype is the sender's choice."""
+        """Names and shapes of the tensors of a weight update; the sender chooses the dtype."""
 
     @abc.abstractmethod
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
-        """Returns one writable uint8 staging buffer of `num_bytes` a tensor, still unused."""
+        """Returns a writable uint8 staging buffer of `num_bytes` for each tensor, by name."""
 
     @abc.abstractmethod
     async def commit_weight_update(self, version: WeightVersion) -> None:
-        """Makes the staged weights the ones sampled with. All or nothing."""
+        """Samples with the staged weights from now on. If it raises, the old weights stay."""
 
     @abc.abstractmethod
     def abort_weight_update(self) -> None:
-        """Forgets the staged weights; the engine keeps serving the previous ones."""
-
-    async def pause(self) -> None:
-        """Called once generation has ended and before it may begin again."""
-
-    async def resume(self) -> None:
-        """Undoes `pause`."""
+        """Drops the staged weights; the engine continues with the previous ones."""
 
     async def abort(self) -> None:
-        """Ends running `generate` calls; each yields its unfinished responses as "aborted"."""
+        """Ends the running `generate` calls, which yield unfinished responses as "aborted"."""
 
     def close(self) -> None:
-        """Frees what the engine holds. No other call follows."""
+        """Frees the engine's resources. No other call follows."""

@@ -28,9 +28,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.wire.codec import LimitExceeded
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,

@@ -16,10 +16,11 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
+from tests.rollout.caller import Caller
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
 CONFIG = models.DecoderConfig(
@@ -49,6 +50,7 @@ def synced_client(policy, params, *, dtype="float32", **options):
         with RolloutClient(
             [replica.address], replica.token, run_id="run", attempt_id="attempt"
         ) as client:
+            client.replica = replica
             client.connect(model_hash=policy.config.hash, tokenizer_hash="", vocab_size=31)
             version = client.sync_weights(
                 models.tensor_specs(policy.config, dtype),
@@ -337,15 +339,18 @@ def test_abort_returns_what_was_sampled(policy, params):
 
 def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
     """Both calls ask for 4000 tokens; the second waits for the engine behind the first."""
-    call, options = (make_requests(2, 2), SamplingParams(4000)), {"allow_aborted": True}
-    with synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version):
+    call = make_requests(2, 2), SamplingParams(4000)
+    with (
+        synced_client(policy, params, chunk=4, max_response_tokens=4000) as (client, version),
+        Caller(client.replica.address, client.replica.token) as caller,
+    ):
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             calls = [
-                threads.submit(lambda: list(client.generate(*call, version=version, **options)))
+                threads.submit(lambda: list(caller.generate(*call, version=version)))
                 for _ in range(2)
             ]
             time.sleep(1.0)  # both have reached the replica
-            client.abort()
+            caller.abort()
             rollouts = [rollout for call in calls for rollout in call.result(timeout=60)]
     assert len(rollouts) == 8 and {r.finish_reason for r in rollouts} == {"aborted"}
     assert max(len(r.response_ids) for r in rollouts) < 4000

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from semrl_jax import data, models
-from semrl_jax.rollout import codec
-from semrl_jax.rollout.auth import token_metadata
-from semrl_jax.rollout.measuring import Measurer
-from semrl_jax.rollout.proto import rollout_pb2_grpc
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.engines.vllm_replica import (
     OBSERVED_LAUNCHER,
@@ -29,7 +29,7 @@ from tests.rollout.engines.vllm_replica import (
     environment,
     serving,
 )
-from tests.rollout.test_service import flip, refusal, update_messages
+from tests.rollout.server.test_service import flip, refusal, update_messages
 
 pytestmark = pytest.mark.slow
 
@@ -307,13 +307,14 @@ def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     lengths = np.random.default_rng(0).integers(1, 200, 64)
     requests = requests_of(random_prompts(model, lengths), 3)
     aborts = []
-    aborting = threading.Thread(target=lambda: aborts.append(client.abort()))
     rollouts = []
-    for rollout in client.generate(requests, SAMPLING, BOTH, version=version, allow_aborted=True):
-        rollouts.append(rollout)
-        if len(rollouts) == 20:
-            aborting.start()
-    aborting.join()
+    with client.replica.caller() as caller:
+        aborting = threading.Thread(target=lambda: aborts.append(caller.abort()))
+        for rollout in caller.generate(requests, SAMPLING, BOTH, version=version):
+            rollouts.append(rollout)
+            if len(rollouts) == 20:
+                aborting.start()
+        aborting.join()
     assert len(rollouts) == len(requests)
     aborted = [r for r in rollouts if r.finish_reason == "aborted"]
     assert aborts == [len(aborted)]

@@ -36,18 +36,13 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
         "--config.rollout.max_prompt_tokens=64", "--config.rollout.max_response_tokens=440",
     )  # fmt: skip
     prompts = random_prompts(models[0], [1, 5, 17, 33, 48, 64])
-    with serving(models[0].path, *flags) as client:
+    with serving(models[0].path, *flags) as client, client.replica.caller() as caller:
         old = models[0].sync(client, 0)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
 
             def generate(version, sampling, group_size=1):
                 requests = requests_of(prompts, group_size)
-                return list(
-                    client.generate(
-                        requests, sampling, BOTH, version=version, allow_updates=True,
-                        allow_aborted=True,
-                    )
-                )  # fmt: skip
+                return list(caller.generate(requests, sampling, BOTH, version=version))
 
             call = pool.submit(generate, old, SAMPLING)
             time.sleep(0.7)  # 300 tokens take 2 s and more
@@ -58,7 +53,7 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
             time.sleep(0.5)
             again = models[0].sync(client, 2)
             time.sleep(0.1)
-            client.abort()
+            caller.abort()
             aborted = [r for r in call.result(timeout=60) if r.finish_reason == "aborted"]
     begun = [rollout for rollout in aborted if len(rollout.response_ids)]
     assert begun

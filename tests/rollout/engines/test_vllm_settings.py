@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.codec import LimitExceeded
 from semrl_jax.rollout.engines.vllm import (
     VllmEngine,
     VllmModel,
@@ -17,6 +16,7 @@ from semrl_jax.rollout.engines.vllm import (
     _root_cause,
     check_queue_space,
 )
+from semrl_jax.rollout.wire.codec import LimitExceeded
 from semrl_jax.types import SampleRequest
 from tests.launch.conftest import run
 

@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 from semrl_jax.rollout.client import RolloutClient
+from tests.rollout.caller import Caller
 
 ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(os.environ.get("SEMRL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -72,8 +73,11 @@ class ReplicaProcess:
         return RolloutClient(
             (self.address(),), TOKEN, run_id="run", attempt_id="attempt", connect_timeout_s=10.0,
             sync_timeout_s=60.0, generate_timeout_s=60.0, stall_timeout_s=30.0,
-            control_timeout_s=30.0,
         )  # fmt: skip
+
+    def caller(self):
+        """For what the client does not do; close it."""
+        return Caller(self.address(), TOKEN)
 
     def wait(self, timeout_s):
         """The exit code, once everything it wrote has been read."""

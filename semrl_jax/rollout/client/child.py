@@ -1,0 +1,147 @@
+"""A replica in a child process, with another Python environment; it ends with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from semrl_jax.errors import UserError
+from semrl_jax.files import through_no_link
+from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE, new_token
+
+END_S = 20.0  # from closing its standard input to SIGKILL
+PROGRESS_EVERY_S = 10.0
+
+
+class ChildReplica:
+    """`launch.rollout` on a free loopback port; it is started again whenever it ends.
+
+    The child serves until its standard input closes, so it ends with this process, even if this
+    process is killed. The constructor returns once the child listens. `close` the replica, or use
+    it in a `with`.
+
+    Args:
+      command: serves rollouts; `--port` and `--until_stdin_closes` are appended.
+      directory: working directory of the child.
+      log: file to which the child's output is appended.
+      start_timeout_s: until the child listens.
+      progress: takes one line about a wait or a restart.
+
+    Attributes:
+      address: host:port.
+      token: the token that the client must send.
+
+    Raises:
+      UserError: if the program does not exist, or the child ends or does not listen in time.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        directory: str | os.PathLike[str],
+        log: str | os.PathLike[str],
+        start_timeout_s: float = 300.0,
+        progress: Callable[[str], None] = print,
+    ):
+        self.token = new_token()
+        # Bound but not listening: no other process is given the port while the child starts.
+        self._reservation = _reserved_port()
+        self._port = self._reservation.getsockname()[1]
+        self.address = f"127.0.0.1:{self._port}"
+        self._command = [*command, f"--port={self._port}", "--until_stdin_closes"]
+        self._directory, self._log, self._progress = directory, pathlib.Path(log), progress
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # after `close` has begun, no child is started
+        self._process = self._start()
+        try:
+            self._await_listening(start_timeout_s)
+        except BaseException:
+            self._end()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="child-replica", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Ends the child and waits for it."""
+        with self._lock:
+            self._closing.set()
+        self._end()
+        self._watcher.join()
+
+    def __enter__(self) -> ChildReplica:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen:
+        try:
+            with open(self._log, "ab", opener=through_no_link) as log:
+                return subprocess.Popen(
+                    self._command,
+                    cwd=self._directory,
+                    env={**os.environ, TOKEN_VARIABLE: self.token},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is sent to this process, which ends the child
+                )
+        except OSError as error:
+            raise UserError(
+                f"the rollout replica cannot be started: {self._command[0]}: {error.strerror}."
+            ) from None
+
+    def _await_listening(self, timeout_s: float) -> None:
+        started = last_report = time.monotonic()
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            now = time.monotonic()
+            if self._process.poll() is not None:
+                lines = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+                raise UserError(f"the rollout replica did not start: {lines[-1]} ({self._log})")
+            if now - started > timeout_s:
+                raise UserError(
+                    f"the rollout replica does not listen after {timeout_s:g} s "
+                    f"(rollout.connect_timeout_s); {self._log} has what it printed."
+                )
+            if now - last_report > PROGRESS_EVERY_S:
+                last_report = now
+                self._progress(f"waiting for the rollout replica to start ({now - started:.0f} s)")
+            time.sleep(0.1)
+
+    def _end(self) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reservation.close()
+
+    def _watch(self) -> None:
+        while True:
+            code = self._process.wait()
+            self._closing.wait(1.0)
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                self._progress(
+                    f"the rollout replica ended with code {code}; started again ({self._log})"
+                )
+                self._process = self._start()
+
+
+def _reserved_port() -> socket.socket:
+    """Binds a free loopback port. A server that sets SO_REUSEADDR can still listen on it."""
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation

@@ -1,0 +1,343 @@
+"""The client: replicas that answer, weights sent to all of them, responses from all of them."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import grpc
+import numpy as np
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.client.broadcast import Broadcast, send_weights
+from semrl_jax.rollout.client.dispatch import Job, dispatch
+from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import check_certificates, check_token
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    WeightVersion,
+)
+
+_log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 5.0  # of one Describe
+_NO_HIDDEN_STATES = HiddenStateParams()
+
+
+class RolloutClient:
+    """Samples from one or more rollout replicas over gRPC.
+
+    Calls are synchronous, and several threads may share a client. Every call has a deadline. A wait
+    of more than `progress_every_s` is reported through `progress`.
+
+    Args:
+      addresses: host:port of each replica.
+      token: the token that the replicas were started with.
+      run_id: a replica belongs to the first run that sends it weights.
+      attempt_id: a new one for every start of the trainer.
+      tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
+      connect_timeout_s: until all replicas have answered.
+      sync_timeout_s: of one `sync_weights`, retries included.
+      generate_timeout_s: of one `generate`, retries included.
+      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
+        time to the first response of a batch, compilation included.
+      progress_every_s: interval between two lines about the same wait.
+      progress: takes one line; the default logs it as a warning.
+
+    Raises:
+      UserError: an address is repeated or missing, an address other than loopback has no TLS, the
+        token cannot be sent in a header, or `tls_ca` cannot be read.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        run_id: str,
+        attempt_id: str,
+        tls_ca: str = "",
+        connect_timeout_s: float = 300.0,
+        sync_timeout_s: float = 1800.0,
+        generate_timeout_s: float = 7200.0,
+        stall_timeout_s: float = 600.0,
+        progress_every_s: float = 10.0,
+        progress: Callable[[str], None] = _log.warning,
+    ):
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise UserError(
+                f"rollout.addresses={tuple(addresses)} must name at least one replica, each once."
+            )
+        check_token(token)
+        self._run_id = run_id
+        self._attempt_id = attempt_id
+        self._connect_timeout_s = connect_timeout_s
+        self._sync_timeout_s = sync_timeout_s
+        self._generate_timeout_s = generate_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._progress_every_s = progress_every_s
+        self._progress = progress
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._expected: dict[str, str | int] = {}
+        authority = _read_pem(tls_ca) if tls_ca else None
+        self._replicas: list[Replica] = []
+        for address in addresses:
+            self._replicas.append(Replica(address, token, tls_ca=authority))
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, by name.
+
+        - responses: responses that `generate` yielded.
+        - retries: samples that were requested again.
+        - aborted: responses that a replica aborted; they are requested again.
+        - duplicates: responses that arrived a second time and were dropped.
+        - replica_failures: how often a replica was set aside.
+        - state_bytes, token_bytes, metric_bytes: received; weight_bytes: sent.
+        """
+        names = ("responses", "retries", "aborted", "duplicates", "replica_failures")
+        sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
+        return {name: self._counters[name] for name in names + sizes}
+
+    def connect(
+        self, *, model_hash: str, tokenizer_hash: str, vocab_size: int
+    ) -> tuple[ReplicaDescription, ...]:
+        """Waits until all replicas answer, and checks that they serve the trainer's model.
+
+        The tokenizer is not compared where the trainer or the replica has an empty hash.
+
+        Raises:
+          UserError: a replica cannot be reached, refuses the token, or has another protocol major,
+            model, tokenizer or vocabulary.
+        """
+        self._expected = {
+            "protocol_major": codec.PROTOCOL_MAJOR,
+            "model_hash": model_hash,
+            "tokenizer_hash": tokenizer_hash,
+            "vocab_size": vocab_size,
+        }
+        deadline = time.monotonic() + self._connect_timeout_s
+        for replica in self._replicas:
+            self._await_replica(replica, deadline)
+        ids = collections.Counter(r.description.replica_id for r in self._replicas)
+        if repeated := [name for name, count in ids.items() if count > 1]:
+            raise UserError(f"rollout.addresses: several lead to the same replica {repeated[0]!r}.")
+        return tuple(replica.description for replica in self._replicas)
+
+    def sync_weights(
+        self,
+        specs: Sequence[TensorSpec],
+        read: Callable[[], Iterable[np.ndarray]],
+        *,
+        step: int,
+    ) -> WeightVersion:
+        """Streams the weights to all replicas at the same time and commits them.
+
+        Args:
+          specs: of all tensors.
+          read: starts a pass over the arrays in the order of `specs`, which may be made one by one.
+            It is called once, and once more each time that every replica has failed.
+          step: part of the version; it may be lower than before.
+
+        Returns:
+          The version that every replica now serves, except those that were set aside.
+
+        Raises:
+          UserError: a replica belongs to another run, or refuses the token.
+          ValueError: the arrays do not fit the specs, or the specs do not fit the replica's model.
+          RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
+            value that is not finite.
+        """
+        deadline = time.monotonic() + self._sync_timeout_s
+        while True:
+            job = Broadcast(
+                run_id=self._run_id,
+                attempt_id=self._attempt_id,
+                step=step,
+                specs=specs,
+                timeout_s=deadline - time.monotonic(),
+                stall_timeout_s=self._stall_timeout_s,
+                progress_every_s=self._progress_every_s,
+                progress=self._progress,
+            )
+            replicas = self._answering_replicas()
+            version, failures = send_weights(job, read(), replicas) if replicas else (None, {})
+            for replica in replicas:
+                if replica in failures:
+                    self._set_aside(replica, failures[replica])
+                else:
+                    replica.version = version
+                    replica.succeeded()
+                    self._counters["weight_bytes"] += sum(spec.num_bytes for spec in specs)
+            if len(failures) < len(replicas):
+                return version
+            errors = "; ".join(f"{r.name}: {r.error}" for r in self._replicas)
+            now, retry_at = time.monotonic(), min(r.retry_at for r in self._replicas)
+            if retry_at >= deadline:
+                raise RuntimeError(
+                    f"no replica took the weights of step {step} within {self._sync_timeout_s:g} s "
+                    f"({errors})."
+                )
+            self._progress(
+                f"no replica took the weights of step {step} ({errors}); next attempt in "
+                f"{max(retry_at - now, 0):.1f} s, deadline in {deadline - now:.0f} s"
+            )
+            time.sleep(max(retry_at - now, 0))
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams = _NO_HIDDEN_STATES,
+        *,
+        version: WeightVersion,
+        metrics: MetricParams | None = None,
+        resync: Callable[[], WeightVersion] | None = None,
+    ) -> Iterator[Rollout]:
+        """Yields every requested response exactly once, in the order of arrival.
+
+        The groups are divided among the replicas that serve `version`. If a replica fails, hangs or
+        cannot be reached, its remaining samples go to the others, or are retried with growing
+        pauses. A response that a replica aborts is sampled again, at most twice.
+        Close the iterator to end the call early.
+
+        Args:
+          requests: their sample ids must be unique.
+          sampling, hidden_states: for all requests.
+          version: from `sync_weights`. A response with a token sampled from other weights ends the
+            call with an error.
+          metrics: what the replicas measure of the final hidden states. Fills `metrics` and
+            `mean_state` of the rollouts; the states themselves need not be sent. None measures
+            nothing.
+          resync: called if no replica serves `version` any more, for example after a restart. It
+            should call `sync_weights` with the same weights, which gives the same version.
+
+        Raises:
+          RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
+            the third time, or a replica's reply contradicts the request.
+          UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
+        """
+        self._check_kinds(hidden_states)
+        job = Job(
+            sampling=sampling,
+            hidden_states=hidden_states,
+            metrics=metrics,
+            version=version,
+            timeout_s=self._generate_timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
+            progress_every_s=self._progress_every_s,
+            progress=self._progress,
+            resync=resync,
+        )
+        return dispatch(job, requests, self._replicas, self._counters)
+
+    def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
+        """Refuses kinds of states that a replica, of an earlier release perhaps, does not send."""
+        if not hidden_states.layers:
+            return
+        for replica in self._replicas:
+            known = replica.description.state_kinds if replica.description else hidden_states.kinds
+            for kind in hidden_states.kinds:
+                if kind not in known:
+                    raise UserError(
+                        f"{replica.name} sends hidden states of kinds {list(known)}, and "
+                        f"hidden_states.kinds has {kind!r}; leave it out, or start the replica "
+                        "from this release."
+                    )
+
+    def _await_replica(self, replica: Replica, deadline: float) -> None:
+        last_report = started = time.monotonic()
+        while True:
+            try:
+                return self._adopt(replica, min(_PROBE_TIMEOUT_S, deadline - time.monotonic()))
+            except grpc.RpcError as error:
+                if fatal := fatal_error(replica, error):
+                    raise fatal from error
+                now, reason = time.monotonic(), describe_error(error)
+                if now >= deadline:
+                    way_out = "start it with `python -m launch.rollout`, correct rollout.addresses"
+                    # These errors occur if only one of the two sides uses TLS.
+                    if any(sign in reason.lower() for sign in ("handshake", "socket closed")):
+                        way_out = (
+                            "give the replica --tls_certificate and --tls_key and the trainer that "
+                            "certificate's authority as rollout.tls_ca_file, or neither any"
+                        )
+                    raise UserError(
+                        f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
+                        f"({reason}); {way_out}, or raise rollout.connect_timeout_s."
+                    ) from error
+                if now - last_report >= self._progress_every_s:
+                    last_report = now
+                    self._progress(
+                        f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
+                        f"{deadline - now:.0f} s)"
+                    )
+            time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
+
+    def _adopt(self, replica: Replica, timeout_s: float) -> None:
+        """Describes a replica, refuses one of another model, and notes the weights it serves."""
+        description = replica.describe(timeout_s)
+        for field, expected in self._expected.items():
+            actual = getattr(description, field)
+            if field == "tokenizer_hash" and not (actual and expected):
+                continue
+            if actual != expected:
+                raise UserError(
+                    f"{replica.name} has {field}={actual!r}, the trainer {expected!r}; start the "
+                    "replica from the same model, tokenizer and release."
+                )
+        replica.version = description.version
+        replica.succeeded()
+
+    def _answering_replicas(self) -> list[Replica]:
+        """The replicas without those that failed earlier and still do not answer."""
+        answering = []
+        for replica in self._replicas:
+            if replica.error or replica.description is None:
+                try:
+                    self._adopt(replica, _PROBE_TIMEOUT_S)
+                except grpc.RpcError as error:
+                    if fatal := fatal_error(replica, error):
+                        raise fatal from error
+                    self._set_aside(replica, describe_error(error))
+                    continue
+            answering.append(replica)
+        return answering
+
+    def _set_aside(self, replica: Replica, error: str) -> None:
+        replica.version = None
+        replica.set_aside(error)
+        self._counters["replica_failures"] += 1
+        self._progress(f"{replica.name} is set aside until the next sync of weights: {error}")
+
+
+def _read_pem(path: str) -> bytes:
+    """Reads and checks the file: gRPC's own errors do not name it."""
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"rollout.tls_ca_file={path!r} cannot be read: {error.strerror}."
+        ) from error
+    check_certificates("rollout.tls_ca_file", path, data)
+    return data

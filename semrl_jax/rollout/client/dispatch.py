@@ -1,0 +1,349 @@
+"""Distributes requests over replicas: every response arrives once, even if replicas fail."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from semrl_jax import compilation
+from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    WeightVersion,
+)
+
+_QUEUED_RESPONSES = 16  # with more unread responses, the replicas wait for the consumer
+_MAX_ENGINE_FAILURES = 3  # consecutive, without a response in between
+_MAX_ABORTS = 3  # per response
+_ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The settings of one `generate` call; see `RolloutClient.generate`."""
+
+    sampling: SamplingParams
+    hidden_states: HiddenStateParams
+    metrics: MetricParams | None
+    version: WeightVersion
+    timeout_s: float
+    stall_timeout_s: float
+    progress_every_s: float
+    progress: Callable[[str], None]
+    resync: Callable[[], WeightVersion] | None
+
+
+def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
+    """Assigns whole groups to the parts in turn; depends on the order of the requests only."""
+    part_of: dict[int, int] = {}
+    parts: list[list[SampleRequest]] = [[] for _ in range(num_parts)]
+    for request in requests:
+        part = part_of.setdefault(request.group_id, len(part_of) % num_parts)
+        parts[part].append(request)
+    return parts
+
+
+def dispatch(
+    job: Job,
+    requests: Sequence[SampleRequest],
+    replicas: Sequence[Replica],
+    counters: collections.Counter,
+) -> Iterator[Rollout]:
+    """Yields every requested response once, in the order of arrival.
+
+    Raises:
+      RuntimeError: the deadline passed, no replica serves the version, an engine failed or a
+        response was aborted too often, or a replica's reply contradicts the request.
+      UserError, ValueError: a replica refuses the call permanently.
+    """
+    dispatcher = _Dispatcher(job, requests, replicas, counters)
+    try:
+        yield from dispatcher.run()
+    finally:
+        dispatcher.close()
+
+
+class _Dispatcher:
+    """Runs at most one call per replica; samples of a failed call go to the next idle replica."""
+
+    def __init__(self, job, requests, replicas, counters):
+        self._job: Job = job
+        self._replicas: Sequence[Replica] = replicas
+        self._counters: collections.Counter = counters
+        self._pending: dict[str, SampleRequest] = {r.sample_id: r for r in requests}
+        if len(self._pending) < len(requests):
+            raise ValueError("requests: sample ids must be unique in a call.")
+        self._backlog: list[SampleRequest] = []
+        self._streams: dict[Replica, _Stream] = {}
+        self._events: queue.Queue[tuple[_Stream, Rollout | Exception | None]] = queue.Queue(
+            _QUEUED_RESPONSES
+        )
+        self._closed = threading.Event()
+        self._num_engine_failures = 0
+        self._num_aborts: collections.Counter[str] = collections.Counter()
+        self._deadline = time.monotonic() + job.timeout_s
+
+    def run(self) -> Iterator[Rollout]:
+        ready = [r for r in self._replicas if r.version == self._job.version]
+        if ready:
+            for replica, part in zip(ready, split_by_group(self._requests(), len(ready))):
+                self._start(replica, part)
+        else:
+            self._backlog = self._requests()
+        poll_s = min(0.5, self._job.stall_timeout_s / 4, self._job.progress_every_s)
+        last_report = time.monotonic()
+        while self._pending:
+            self._use_idle_replicas()
+            try:
+                stream, event = self._events.get(timeout=poll_s)
+            except queue.Empty:
+                last_report = self._check_clocks(last_report)
+                continue
+            if isinstance(event, Rollout):
+                if event.sample_id not in self._pending:
+                    self._counters["duplicates"] += 1
+                    continue
+                if event.finish_reason == "aborted":
+                    self._note_abort(stream, event.sample_id)
+                    continue
+                del self._pending[event.sample_id]
+                self._counters["responses"] += 1
+                self._num_engine_failures = 0
+                stream.replica.succeeded()
+                yield event
+                last_report = time.monotonic()
+            elif self._streams.get(stream.replica) is stream:
+                del self._streams[stream.replica]
+                self._join(stream)
+                self._end(stream, event)
+
+    def close(self) -> None:
+        """Cancels the running calls and joins their threads."""
+        self._closed.set()
+        for stream in self._streams.values():
+            stream.cancel()
+        for stream in self._streams.values():
+            self._join(stream)
+
+    def _join(self, stream: _Stream) -> None:
+        stream.join()
+        # Counted in this thread: a shared counter is not safe to update from several.
+        self._counters["state_bytes"] += stream.num_state_bytes
+        self._counters["token_bytes"] += stream.num_token_bytes
+        self._counters["metric_bytes"] += stream.num_metric_bytes
+
+    def _requests(self) -> list[SampleRequest]:
+        return list(self._pending.values())
+
+    def _start(self, replica: Replica, requests: list[SampleRequest]) -> None:
+        if not requests:
+            return
+        call = GenerateCall(
+            tuple(requests),
+            self._job.sampling,
+            self._job.hidden_states,
+            self._job.version,
+            self._job.metrics,
+        )
+        timeout_s = self._deadline - time.monotonic()
+        self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
+
+    def _use_idle_replicas(self) -> None:
+        """Starts a call with a share of the backlog on each idle replica."""
+        self._backlog = [r for r in self._backlog if r.sample_id in self._pending]
+        if not self._backlog:
+            return
+        serving = [r for r in self._replicas if r.version == self._job.version]
+        if not serving and not self._streams:
+            self._resync()
+            return
+        now = time.monotonic()
+        usable = [r for r in serving if now >= r.retry_at]
+        for replica in usable:
+            if replica not in self._streams and self._backlog:
+                share, *rest = split_by_group(self._backlog, len(usable))
+                self._backlog = [request for part in rest for request in part]
+                self._counters["retries"] += len(share)
+                self._start(replica, share)
+
+    def _resync(self) -> None:
+        errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas)
+        if self._job.resync is None or time.monotonic() > self._deadline:
+            raise RuntimeError(
+                f"no replica serves weights {self._job.version} ({errors}); sync weights first."
+            )
+        self._job.progress(f"no replica serves weights {self._job.version} ({errors}); syncing")
+        version = self._job.resync()
+        if version != self._job.version:
+            raise RuntimeError(f"syncing again gave weights {version}, not {self._job.version}.")
+
+    def _note_abort(self, stream: _Stream, sample_id: str) -> None:
+        """Counts an aborted response, which stays pending and is requested again."""
+        stream.aborted.add(sample_id)
+        self._counters["aborted"] += 1
+        self._num_aborts[sample_id] += 1
+        if self._num_aborts[sample_id] >= _MAX_ABORTS:
+            raise RuntimeError(
+                f"response {sample_id!r} was aborted {_MAX_ABORTS} times, last by "
+                f"{stream.replica.name}; let nothing call Abort on the replicas, or update weights "
+                "under rollout.in_flight='abort', while responses are sampled."
+            )
+
+    def _end(self, stream: _Stream, error: Exception | None) -> None:
+        """Handles the end of a call: complete, to be retried, or a permanent failure."""
+        replica = stream.replica
+        missing = [r for r in stream.call.requests if r.sample_id in self._pending]
+        if isinstance(error, ValueError):
+            raise RuntimeError(f"{replica.name} sent an inconsistent reply: {error}") from error
+        if error is None:
+            if lost := [r for r in missing if r.sample_id not in stream.aborted]:
+                raise RuntimeError(
+                    f"{replica.name} sent an inconsistent reply: the stream ended without "
+                    f"{len(lost)} of {len(stream.call.requests)} responses, the first "
+                    f"{lost[0].sample_id!r}."
+                )
+            if missing:
+                self._backlog += missing
+                self._job.progress(
+                    f"{replica.name} aborted {len(missing)} responses, which are sampled again"
+                )
+            return
+        if not isinstance(error, grpc.RpcError):
+            raise error
+        if fatal := fatal_error(replica, error):
+            raise fatal from error
+        if error.code() in _ENGINE_FAILURES:
+            self._num_engine_failures += 1
+            if self._num_engine_failures >= _MAX_ENGINE_FAILURES:
+                raise RuntimeError(
+                    f"{replica.name} fails again and again: {describe_error(error)}"
+                ) from error
+        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            replica.version = None  # until the next sync of weights
+        self._set_aside(replica, missing, describe_error(error))
+
+    def _set_aside(
+        self, replica: Replica, missing: list[SampleRequest], error: str, *, wait_s: float = 0.0
+    ) -> None:
+        replica.set_aside(error, wait_s=wait_s)
+        self._counters["replica_failures"] += 1
+        self._backlog += missing
+        self._job.progress(
+            f"{replica.name} is set aside ({error}); {len(missing)} responses go elsewhere or are "
+            "retried"
+        )
+
+    def _check_clocks(self, last_report: float) -> float:
+        """Ends stalled calls and checks the deadline; returns the time of the last report."""
+        now = time.monotonic()
+        for replica, stream in list(self._streams.items()):
+            silent_s = stream.silent_s(now)
+            if silent_s > self._job.stall_timeout_s:
+                del self._streams[replica]
+                stream.cancel()
+                missing = [r for r in stream.call.requests if r.sample_id in self._pending]
+                error = f"no message for {silent_s:.1f} s"
+                self._set_aside(replica, missing, error, wait_s=self._job.stall_timeout_s)
+        kind = self._job.sampling, self._job.hidden_states
+        state = ", ".join(
+            f"{replica.name} (silent for {stream.silent_s(now):.0f} s"
+            + ("" if kind in replica.answered else "; a first response may wait for compilation")
+            + ")"
+            for replica, stream in self._streams.items()
+        )
+        state = state or "; ".join(f"{r.name}: {r.error}" for r in self._replicas if r.error)
+        if now > self._deadline:
+            raise RuntimeError(
+                f"{len(self._pending)} responses did not come within {self._job.timeout_s:g} s; "
+                f"awaited: {state}."
+            )
+        if now - last_report < self._job.progress_every_s:
+            return last_report
+        if program := compilation.current():
+            self._job.progress(f"compiling {program}; {len(self._pending)} responses to come")
+            return now
+        self._job.progress(
+            f"waiting for {len(self._pending)} responses from {state}; a replica is given up after "
+            f"{self._job.stall_timeout_s:g} s, the call in {self._deadline - now:.0f} s"
+        )
+        return now
+
+
+class _Stream:
+    """One Generate call, whose replies are read in a thread."""
+
+    def __init__(self, replica, call, timeout_s, events, closed):
+        self.replica: Replica = replica
+        self.call: GenerateCall = call
+        self.aborted: set[str] = set()  # sample ids
+        self._events: queue.Queue = events
+        self._closed: threading.Event = closed
+        self._waiting_since = time.monotonic()
+        self._decoder = RolloutDecoder(
+            call,
+            vocab_size=replica.description.vocab_size,
+            replica_id=replica.description.replica_id,
+        )
+        self._messages = replica.generate(codec.encode_request(*call), timeout_s)
+        self._thread = threading.Thread(
+            target=self._read, name=f"generate {replica.address}", daemon=True
+        )
+        self._thread.start()
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since the client began to wait for the next message."""
+        return now - self._waiting_since
+
+    def cancel(self) -> None:
+        self._messages.cancel()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    @property
+    def num_state_bytes(self) -> int:
+        return self._decoder.num_state_bytes
+
+    @property
+    def num_token_bytes(self) -> int:
+        return self._decoder.num_token_bytes
+
+    @property
+    def num_metric_bytes(self) -> int:
+        return self._decoder.num_metric_bytes
+
+    def _read(self) -> None:
+        decoder = self._decoder
+        try:
+            for message in self._messages:
+                rollout = decoder.feed(bounds.parse_generate_reply(message))
+                if rollout is not None:
+                    self.replica.answered.add((self.call.sampling, self.call.hidden_states))
+                    # Blocks while the consumer is slow. That is no stall: stalls are looked for in
+                    # the consumer's thread, and only when no response waits for it.
+                    self._put(rollout)
+                self._waiting_since = time.monotonic()
+            decoder.finish()
+            self._put(None)
+        except Exception as error:  # any error must reach the waiting consumer
+            self._messages.cancel()
+            self._put(error)
+
+    def _put(self, event: Rollout | Exception | None) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._events.put((self, event), timeout=0.2)
+            except queue.Full:
+                continue

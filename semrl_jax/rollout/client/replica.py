@@ -1,0 +1,183 @@
+"""The connection to one replica: a channel, calls with deadlines, and whether it failed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Iterable
+
+import grpc
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    SamplingParams,
+    WeightVersion,
+)
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", codec.MAX_REQUEST_BYTES),
+    ("grpc.max_receive_message_length", codec.MAX_RESPONSE_BYTES),
+    ("grpc.enable_http_proxy", 0),  # a proxy from the environment would see the token
+    ("grpc.keepalive_time_ms", 20_000),  # detects a machine that is gone
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+_MAX_BACKOFF_S = 30.0
+_MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
+_MAX_DETAILS = 2000  # characters kept of a status message
+_CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
+
+
+class Replica:
+    """The connection to one replica, and what is known about that replica.
+
+    Attributes:
+      address: host:port.
+      description: its last answer to Describe.
+      version: the weights it serves; None if unknown, and it then gets no Generate call.
+      error: why the replica was set aside; "" if it is in use.
+      retry_at: the `time.monotonic()` before which no call is sent to it.
+      answered: kinds of calls it has sent a response to. The first response of another kind may
+        have to wait for compilation.
+    """
+
+    def __init__(self, address: str, token: str, *, tls_ca: bytes | None):
+        self.address = address
+        self.description: ReplicaDescription | None = None
+        self.version: WeightVersion | None = None
+        self.error = ""
+        self.retry_at = 0.0
+        self.answered: set[tuple[SamplingParams, HiddenStateParams]] = set()
+        self._num_failures = 0  # in a row
+        self._metadata = token_metadata(token)
+        if tls_ca is not None:
+            credentials = grpc.ssl_channel_credentials(tls_ca)
+            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
+        elif is_loopback(address.rpartition(":")[0]):
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
+        else:
+            raise UserError(
+                f"rollout.addresses: {address!r} is not loopback, so the token would travel in the "
+                "clear; set rollout.tls_ca_file to the PEM file of the replica's certificate "
+                "authority."
+            )
+        # Replies stay bytes until their bounds are checked.
+        self._describe = self._channel.unary_unary(f"/{_SERVICE}/Describe")
+        self._generate = self._channel.unary_stream(
+            f"/{_SERVICE}/Generate", request_serializer=pb.GenerateRequest.SerializeToString
+        )
+        # Takes serialised messages: one update goes to several replicas.
+        self._update_weights = self._channel.stream_unary(f"/{_SERVICE}/UpdateWeights")
+
+    @property
+    def name(self) -> str:
+        return f"rollout replica {self.address}"
+
+    def describe(self, timeout_s: float) -> ReplicaDescription:
+        """Raises UserError if the reply is invalid, grpc.RpcError if there is none."""
+        data = self._call(self._describe, b"", timeout_s)
+        try:
+            reply = bounds.parse_reply(pb.DescribeResponse, data)
+        except ValueError as error:
+            raise UserError(
+                f"{self.name} sent an unreadable reply to Describe: {error} Correct "
+                "rollout.addresses, or start the replica from this release."
+            ) from error
+        try:
+            self.description = codec.decode_description(reply)
+        except ValueError as error:
+            raise UserError(f"{self.name} describes itself wrongly: {error}") from error
+        return self.description
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float):
+        """The stream of serialised replies, for `bounds.parse_generate_reply`; has `cancel`."""
+        return self._start(self._generate, request, timeout_s)
+
+    def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
+        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes, too."""
+        return self._start(self._update_weights.future, messages, timeout_s)
+
+    def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
+        """Sends the replica no call for a pause that doubles with each consecutive failure."""
+        self.error = error
+        backoff_s = min(0.5 * 2**self._num_failures, _MAX_BACKOFF_S)
+        self.retry_at = time.monotonic() + max(backoff_s, wait_s)
+        self._num_failures += 1
+
+    def succeeded(self) -> None:
+        self.error, self.retry_at, self._num_failures = "", 0.0, 0
+
+    def close(self) -> None:
+        """Ends all calls."""
+        # If a signal handler raised inside gRPC, a lock may be held for ever: limit the wait.
+        closing = threading.Thread(target=self._channel.close, name="close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _start(self, method, request, timeout_s: float):
+        """Starts a call that runs concurrently with its caller.
+
+        Signal handlers raise in the main thread only, so the call is started in another thread.
+        gRPC counts a call before it creates the thread that serves the call; an exception between
+        the two would keep the channel from ever closing.
+        """
+        started: concurrent.futures.Future = concurrent.futures.Future()
+
+        def start() -> None:
+            try:
+                started.set_result(self._call(method, request, timeout_s))
+            except BaseException as error:
+                started.set_exception(error)
+
+        threading.Thread(target=start, name=f"start {self.address}", daemon=True).start()
+        return started.result()
+
+    def _call(self, method, request, timeout_s: float):
+        timeout_s = min(max(timeout_s, 0.001), _MAX_CALL_S)
+        return method(request, timeout=timeout_s, metadata=self._metadata)
+
+
+_FATAL = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+_TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"  # gRPC's own text
+
+
+def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
+    """The exception to raise for a permanent failure; None if a retry may succeed."""
+    code, details = error.code(), _one_line(error)
+    # The code is RESOURCE_EXHAUSTED, as for a message that is too large; only this one may pass.
+    if details == _TOO_MANY_CALLS:
+        return None
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return UserError(
+            f"{replica.name} refuses the token; give trainer and replica the same one, by "
+            "$SEMRL_ROLLOUT_TOKEN or rollout.token_file."
+        )
+    if code == grpc.StatusCode.PERMISSION_DENIED:
+        return UserError(f"{replica.name}: {details}")
+    if code == grpc.StatusCode.OUT_OF_RANGE:  # weights that are not finite
+        return RuntimeError(f"{replica.name} refuses the weights: {details}")
+    if code in _FATAL:
+        return ValueError(f"{replica.name} refuses the call: {details}")
+    return None
+
+
+def describe_error(error: grpc.RpcError) -> str:
+    return f"{error.code().name}: {_one_line(error)}"
+
+
+def _one_line(error: grpc.RpcError) -> str:
+    return " ".join((error.details() or "").split())[:_MAX_DETAILS]

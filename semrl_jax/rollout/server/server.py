@@ -1,0 +1,213 @@
+"""Serves a rollout service on an address, with token, TLS, health checks and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pathlib
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.server.guard import Guard
+from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.auth import TokenInterceptor, check_certificates, check_key, is_loopback
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_CALLS_END_S = 2.0  # longest wait for calls that a stopped server has cancelled
+KEEPALIVE_S = 20  # between probes of an idle connection; the client's interval must not be shorter
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error
+    ("grpc.max_receive_message_length", codec.MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", codec.MAX_RESPONSE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_S * 1000 // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_S * 1000 // 2),
+)
+
+
+class RolloutServer:
+    """A service that listens on an address. Made by `serve`; bound to one event loop."""
+
+    def __init__(self, engine: Engine, service: RolloutService, server, health_servicer, address):
+        self.address: str = address  # host:port
+        self._engine = engine
+        self._service = service
+        self._server = server
+        self._health = health_servicer
+
+    async def wait(self) -> None:
+        """Waits until the engine has died, then raises EngineDeadError."""
+        await self._service.dead.wait()
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+        raise EngineDeadError(f"the engine behind {self.address} is dead.")
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Refuses new calls, cancels calls that still run after `grace_s`, closes the engine."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        self._engine.close()
+
+
+async def serve(
+    engine: Engine,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls_certificate: str = "",
+    tls_key: str = "",
+    replica_id: str = "",
+    in_flight: str = "wait",
+    stall_timeout_s: float = 600.0,
+    max_calls: int = 64,
+) -> RolloutServer:
+    """Starts a server around an engine on the running event loop.
+
+    Args:
+      engine: samples the responses; the server closes it.
+      token: every call must carry it.
+      host: address to bind; any address other than loopback needs TLS.
+      port: 0 takes a free port.
+      tls_certificate, tls_key: PEM files, both or neither.
+      replica_id: "" makes one from the host name, the port and a random part.
+      in_flight: what a weight update does with running calls; see `RolloutService`.
+      stall_timeout_s: a client that neither reads nor sends for this long loses its call.
+      max_calls: largest number of concurrent calls; further calls are refused.
+
+    Raises:
+      UserError: the token, address, port or a TLS file cannot be used.
+    """
+    interceptor = TokenInterceptor(token)
+    credentials = _credentials(host, tls_certificate, tls_key)
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    _check_port(host, port)
+    service = RolloutService(
+        engine,
+        replica_id=replica_id or _replica_id(port),
+        in_flight=in_flight,
+        stall_timeout_s=stall_timeout_s,
+    )
+    await engine.start()
+    health_servicer = health.aio.HealthServicer()
+    server = grpc.aio.server(
+        interceptors=(interceptor, Guard(service.request_readers(), service.dead.set)),
+        options=_OPTIONS,
+        maximum_concurrent_rpcs=max_calls,
+    )
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    target = f"[{host}]" if ":" in host else host
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(f"{target}:{port}")
+        else:
+            bound = server.add_secure_port(f"{target}:{port}", credentials)
+    except RuntimeError as error:
+        raise UserError(f"cannot listen on {target}:{port}: {error}") from error
+    await server.start()
+    for name in ("", SERVICE_NAME):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return RolloutServer(engine, service, server, health_servicer, f"{target}:{bound}")
+
+
+def serve_until_signal(
+    engine: Engine, *, announce: Callable[[str], None] = print, grace_s: float = 5.0, **settings
+) -> None:
+    """Serves in this process until SIGTERM or SIGINT.
+
+    Args:
+      engine: samples the responses; closed at the end.
+      announce: takes one line with the address, once the server listens.
+      grace_s: how long running calls may continue after the signal.
+      settings: further arguments of `serve`.
+
+    Raises:
+      UserError: as `serve`.
+      EngineDeadError: the engine died; a supervisor should start the process again.
+    """
+
+    async def run() -> None:
+        server = await serve(engine, **settings)
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        announce(f"rollout replica listens on {server.address}")
+        tasks = [asyncio.create_task(server.wait()), asyncio.create_task(stopped.wait())]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await server.close(grace_s)
+        # gRPC prints a traceback for every call that the end of the loop cancels: wait for them.
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(rest, timeout=_CALLS_END_S)
+        for task in done:
+            task.result()
+
+    asyncio.run(run())
+
+
+def check_place(host: str, port: int, tls_certificate: str = "", tls_key: str = "") -> None:
+    """Raises UserError if `serve` would refuse these settings. Needs no engine."""
+    _credentials(host, tls_certificate, tls_key)
+    _check_port(host, port)
+
+
+def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCredentials | None:
+    if bool(tls_certificate) != bool(tls_key):
+        raise UserError(
+            f"tls_certificate={tls_certificate!r} and tls_key={tls_key!r} must be set together."
+        )
+    if not tls_certificate:
+        if is_loopback(host):
+            return None
+        raise UserError(
+            f"host={host!r} is not loopback and needs TLS: set tls_certificate and tls_key to PEM "
+            "files, or bind 127.0.0.1."
+        )
+    pems = []
+    for field, path in (("tls_key", tls_key), ("tls_certificate", tls_certificate)):
+        try:
+            pems.append(pathlib.Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
+    # gRPC's own error names neither the file nor the reason.
+    check_certificates("tls_certificate", tls_certificate, pems[1])
+    check_key(tls_certificate, tls_key)
+    return grpc.ssl_server_credentials([tuple(pems)])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Binds the port once and releases it: gRPC's own error does not give the reason."""
+    if not 0 <= port < 65_536:
+        raise UserError(f"port={port} must be in [0, 65535]; 0 takes a free one.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}. "
+                "Choose another port, or 0 for any free one."
+            ) from error
+
+
+def _replica_id(port: int) -> str:
+    return f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"

@@ -1,0 +1,349 @@
+"""The rollout service: checks every request and keeps weight updates apart from generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import importlib.util
+import logging
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import numpy as np
+from jaxtyping import UInt8
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.server.guard import Refused
+from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    TensorSpec,
+    WeightVersion,
+    manifest_digest,
+)
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """Serves one engine; bound to one event loop.
+
+    A Generate call starts only if the replica serves exactly the weights that the call names. While
+    an update is committed, new calls wait; running calls are treated as `in_flight` says. The
+    replica belongs to the run of its first committed update. Where a call asks for metrics, the
+    service measures the engine's responses itself.
+
+    Args:
+      engine: samples the responses; the service does not close it.
+      replica_id: unique name of this process.
+      in_flight: what a commit does with running calls: "wait" for their end, "abort" them, or
+        "keep" them. The further tokens of kept calls are sampled with the new weights.
+      stall_timeout_s: a client that reads no message for this long loses its call. A client that
+        sends a weight update has twice this time between two messages, because it may itself wait
+        this long for another replica.
+
+    Raises:
+      UserError: if `in_flight` is "keep" and the engine cannot keep calls.
+
+    Attributes:
+      dead: set once the engine has died.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        replica_id: str,
+        in_flight: str = "wait",
+        stall_timeout_s: float = 600.0,
+    ):
+        if in_flight == "keep" and not engine.keeps_in_flight:
+            raise UserError(
+                f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
+                "engine, whose responses have one set of weights; use 'wait' or 'abort'."
+            )
+        self.dead = asyncio.Event()
+        self._engine = engine
+        self._in_flight = in_flight
+        self._stall_timeout_s = stall_timeout_s
+        self._replica_id = replica_id
+        self._limits = engine.describe()
+        if -1 in self._limits.layers and importlib.util.find_spec("jax"):
+            self._limits = dataclasses.replace(self._limits, metric_kinds=codec.METRIC_KINDS)
+        self._version: WeightVersion | None = None
+        self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
+        self._gate = asyncio.Event()  # closed while weights are committed
+        self._gate.set()
+        self._paused = False
+        self._updating = False
+        self._commit_task: asyncio.Task | None = None
+        self._num_aborted = 0
+
+    def request_readers(self) -> dict[str, bounds.Reader]:
+        """The reader of each method's requests, by the method's path."""
+        readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
+        return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
+
+    async def Describe(self, request, context) -> pb.DescribeResponse:
+        return codec.encode_description(self._description())
+
+    async def Generate(self, call: codec.GenerateCall, context) -> None:
+        async with self._admitted(call.version):
+            rollouts = await self._responses(call)
+            async with contextlib.aclosing(rollouts):
+                async for rollout in rollouts:
+                    self._num_aborted += rollout.finish_reason == "aborted"
+                    for message in codec.encode_rollout(rollout):
+                        # Waits for a slow client: at most one response is held for it.
+                        await self._write(context, message)
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context
+    ) -> pb.UpdateWeightsResponse:
+        if self._updating:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
+        self._updating = True
+        try:
+            version = await self._receive_weights(request_iterator)
+            self._gate.clear()
+            if self._in_flight == "abort" and self._running:
+                await self._engine.abort()
+            if self._in_flight != "keep":
+                await _all_set(self._running)
+        except BaseException:
+            self._engine.abort_weight_update()
+            self._end_update()
+            raise
+        # In a separate task: a commit that has begun is completed even if the caller is gone.
+        self._commit_task = asyncio.create_task(self._commit(version))
+        await asyncio.shield(self._commit_task)
+        return pb.UpdateWeightsResponse(version=codec.encode_version(version))
+
+    async def Pause(self, request, context) -> pb.PauseResponse:
+        if not self._paused:
+            self._paused = True
+            try:
+                await _all_set(self._running)
+            except BaseException:
+                self._paused = False
+                raise
+        return pb.PauseResponse(version=self._encoded_version())
+
+    async def Resume(self, request, context) -> pb.ResumeResponse:
+        self._paused = False
+        return pb.ResumeResponse(version=self._encoded_version())
+
+    async def Abort(self, request, context) -> pb.AbortResponse:
+        running, before = tuple(self._running), self._num_aborted
+        if running:
+            await self._engine.abort()
+            await _all_set(running)
+        return pb.AbortResponse(
+            num_aborted=self._num_aborted - before, version=self._encoded_version()
+        )
+
+    async def _write(self, context, message: pb.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await context.write(message)
+        except TimeoutError:
+            raise _stalled("took no message", self._stall_timeout_s) from None
+
+    async def _next(
+        self, messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""
+    ):
+        """The payload of the next message, which must be of `kind`: begin, chunk or commit."""
+        timeout_s = 2 * self._stall_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            raise _invalid(f"the stream ended where a {kind} {what} was due.") from None
+        except TimeoutError:
+            raise _stalled(f"sent no {kind}", timeout_s) from None
+        payload = message.WhichOneof("payload")
+        if payload != kind:
+            raise _invalid(f"a {payload} came where a {kind} {what} was due.")
+        return getattr(message, kind)
+
+    async def _responses(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
+        """The engine's responses, measured if the call asks for metrics."""
+        states = call.hidden_states
+        kept = states.kinds if states.layers else ()
+        if call.metrics is not None and not kept:
+            states = HiddenStateParams((-1,), call.metrics.dtype)
+        elif call.metrics is not None and "decode" not in kept:
+            states = dataclasses.replace(states, kinds=("decode", *kept))
+        # Measured in this process, so that the states need not be copied to another. The first
+        # import of the measurer loads JAX, which takes seconds: not on the event loop.
+        measurer = None
+        if call.metrics is not None:
+            measurer = await asyncio.to_thread(
+                importlib.import_module, "semrl_jax.rollout.measurer"
+            )
+        rollouts = self._engine.generate(call.requests, call.sampling, states, call.version)
+        if measurer is None:
+            return rollouts
+        return measurer.measure_each(
+            rollouts,
+            call.metrics,
+            max_tokens=call.sampling.max_tokens,
+            keep_states="decode" in kept,
+        )
+
+    def _description(self) -> ReplicaDescription:
+        return dataclasses.replace(
+            self._limits,
+            protocol_major=codec.PROTOCOL_MAJOR,
+            protocol_minor=codec.PROTOCOL_MINOR,
+            replica_id=self._replica_id,
+            version=self._version,
+        )
+
+    def _encoded_version(self) -> pb.WeightVersion | None:
+        return codec.encode_version(self._version) if self._version else None
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, version: WeightVersion) -> AsyncIterator[None]:
+        """Admits a Generate call for `version`, and counts it as running until it ends."""
+        while not self._gate.is_set():
+            await self._gate.wait()
+        if self._paused:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the replica is paused; resume it.")
+        if self._version != version:
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the replica serves weights {self._version}, not {version}; sync weights first.",
+            )
+        ended = asyncio.Event()
+        self._running.add(ended)
+        try:
+            yield
+        finally:
+            self._running.discard(ended)
+            ended.set()
+
+    async def _receive_weights(
+        self, messages: AsyncIterator[pb.UpdateWeightsRequest]
+    ) -> WeightVersion:
+        """Fills the engine's staging buffers; returns the version of the received weights."""
+        begin = await self._next(messages, "begin")
+        for field in ("run_id", "attempt_id"):
+            if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
+                raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
+        if begin.step < 0:
+            raise _invalid(f"begin.step={begin.step} must be at least 0.")
+        if self._version is not None and begin.run_id != self._version.run_id:
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
+                f"{begin.run_id!r}. Restart the replica to hand it over.",
+            )
+        try:
+            specs = codec.decode_specs(begin.tensors, self._engine.expected_tensors())
+        except ValueError as error:
+            raise _invalid(str(error)) from error
+        buffers = self._engine.begin_weight_update(specs)
+        checksums, unsound = [], []
+        for index, spec in enumerate(specs):
+            checksum, is_finite = await self._receive_tensor(
+                messages, index, spec, buffers[spec.name]
+            )
+            checksums.append(checksum)
+            if not is_finite:
+                unsound.append(spec.name)
+        commit = await self._next(messages, "commit")
+        if len(commit.checksums) != len(specs):
+            raise _invalid(f"{len(commit.checksums)} checksums for {len(specs)} tensors.")
+        for spec, checksum, received in zip(specs, commit.checksums, checksums):
+            if not hmac.compare_digest(checksum, received):
+                raise Refused(
+                    grpc.StatusCode.DATA_LOSS,
+                    f"tensor {spec.name!r} arrived with SHA-256 {received.hex()[:12]}, "
+                    f"not {checksum.hex()[:12]}.",
+                )
+        digest = manifest_digest(specs, checksums)
+        if commit.digest != digest:
+            raise Refused(
+                grpc.StatusCode.DATA_LOSS,
+                f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
+            )
+        if unsound:  # only now is it known that the client sent these values
+            more = f" and {len(unsound) - 1} more tensors" if len(unsound) > 1 else ""
+            raise Refused(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"the weights of step {begin.step} have values that are not finite, in tensor "
+                f"{unsound[0]!r}{more}.",
+            )
+        return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest)
+
+    async def _receive_tensor(
+        self,
+        messages: AsyncIterator[pb.UpdateWeightsRequest],
+        index: int,
+        spec: TensorSpec,
+        buffer: UInt8[np.ndarray, " bytes"],
+    ) -> tuple[bytes, bool]:
+        """Fills one staging buffer; returns its SHA-256 and whether all its values are finite."""
+        assert buffer.nbytes == spec.num_bytes
+        checksum, filled, is_finite = hashlib.sha256(), 0, True
+        item_size = codec.WEIGHT_DTYPES[spec.dtype].itemsize
+        while filled < spec.num_bytes:
+            chunk = await self._next(messages, "chunk", f"tensor {spec.name!r}")
+            data = chunk.data
+            end = filled + len(data)
+            if chunk.tensor_index != index or not 0 < len(data) <= codec.CHUNK_BYTES:
+                raise _invalid(
+                    f"a chunk of {len(data)} bytes for tensor {chunk.tensor_index}; tensor {index} "
+                    f"({spec.name!r}) is due in chunks of 1 to {codec.CHUNK_BYTES} bytes."
+                )
+            if end > spec.num_bytes:
+                raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
+            buffer[filled:end] = np.frombuffer(data, np.uint8)
+            checksum.update(data)
+            # Checks whole values only: a chunk may end inside one.
+            values = buffer[filled - filled % item_size : end - end % item_size]
+            is_finite = is_finite and codec.are_finite(values, spec.dtype)
+            filled = end
+        return checksum.digest(), is_finite
+
+    async def _commit(self, version: WeightVersion) -> None:
+        try:
+            await self._engine.commit_weight_update(version)
+            self._version = version
+            _log.info("serves weights %s", version)
+        except BaseException:
+            self._engine.abort_weight_update()
+            raise
+        finally:
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._updating = False
+        self._gate.set()
+
+
+async def _all_set(events: Iterable[asyncio.Event]) -> None:
+    for event in tuple(events):
+        await event.wait()
+
+
+def _stalled(what: str, timeout_s: float) -> Refused:
+    return Refused(
+        grpc.StatusCode.ABORTED,
+        f"the client {what} for {timeout_s:g} s (rollout.stall_timeout_s of the replica).",
+    )
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)

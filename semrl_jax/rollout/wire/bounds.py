@@ -1,0 +1,265 @@
+"""Limits on the size of messages, checked on the bytes before protobuf parses them.
+
+An empty inner message has two bytes on the wire and a hundred or more after parsing. Therefore the
+number and the length of the fields are first counted in the bytes. This takes no memory, and stops
+at the first field beyond its limit.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.types import ReplicaDescription, TensorSpec
+
+MAX_SMALL_BYTES = 4096  # of a message that carries no arrays or prompts
+_MAX_DESCRIPTION_BYTES = 1 << 20
+_MAX_PARAMS_BYTES = 1 << 16  # each of a call's version, sampling, hidden_states and metrics
+_MAX_CHUNK_BYTES = codec.CHUNK_BYTES + MAX_SMALL_BYTES
+_MAX_OTHERS = 32  # all other fields of a message together, those of later releases included
+_SLACK = 16  # entries allowed above the true limit, so that the codec can name the surplus one
+_VARINT_BYTES = 10  # longest varint
+
+
+class Bounds:
+    """The limits of one kind of message.
+
+    Args:
+      kind: the message class.
+      num_bytes: limit of the whole message.
+      fields: for each field that can make a message expensive, how often it may occur, and its
+        limit: a number of bytes, or Bounds if it is a message.
+    """
+
+    def __init__(
+        self, kind: type[Message], num_bytes: int, **fields: tuple[int, int | Bounds]
+    ) -> None:
+        self.kind = kind
+        self.num_bytes = num_bytes
+        known = kind.DESCRIPTOR.fields_by_name
+        self._fields = {known[name].number: (name, *bound) for name, bound in fields.items()}
+
+    def parse(self, data: bytes) -> Message:
+        """Parses a message that is within the bounds.
+
+        Raises:
+          LimitExceeded: the message exceeds a limit.
+          ValueError: the bytes are not a message of this kind.
+        """
+        collections.deque(self.split(data), maxlen=0)
+        return parse(self.kind, data)
+
+    def split(
+        self, data: bytes, start: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (field number, start of the field, start of its content, end) of each field.
+
+        Positions count bytes of `data`. Raises as `parse`, at the first field beyond its limit.
+        """
+        end = len(data) if end is None else end
+        name = self.kind.DESCRIPTOR.name
+        _check_size(name, end - start, self.num_bytes)
+        counts: collections.Counter[int] = collections.Counter()
+        position = start
+        while position < end:
+            first = position
+            tag, position = _varint(data, position, end, name)
+            number, content = tag >> 3, position
+            wire_type = tag & 7
+            if wire_type == 0:
+                _, position = _varint(data, position, end, name)
+            elif wire_type == 2:
+                size, content = _varint(data, position, end, name)
+                position = content + size
+            elif wire_type in (1, 5):
+                position += 8 if wire_type == 1 else 4
+            else:  # groups, which proto3 has not
+                raise _malformed(name)
+            if position > end:
+                raise _malformed(name)
+            field, count, inner = self._fields.get(number, ("other fields", _MAX_OTHERS, None))
+            number_or_other = number if inner is not None else 0
+            counts[number_or_other] += 1
+            if counts[number_or_other] > count:
+                raise LimitExceeded(f"{name}.{field}: more than {count} came; no more are taken.")
+            if isinstance(inner, Bounds):
+                collections.deque(inner.split(data, content, position), maxlen=0)
+            elif inner is not None:
+                _check_size(f"{name}.{field}", position - content, inner)
+            yield number, first, content, position
+
+
+def parse(kind: type[Message], data: bytes) -> Message:
+    """Parses without limits; raises ValueError if the bytes are not a message of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise _malformed(kind.DESCRIPTOR.name) from None
+
+
+class Reader(NamedTuple):
+    """Parses and checks the requests of one method.
+
+    Attributes:
+      read: turns bytes into the method's argument. Raises LimitExceeded, or another ValueError,
+        with a message for the sender.
+      is_long: `read` may take too long for the event loop, and should run in a thread.
+    """
+
+    read: Callable[[bytes], object]
+    is_long: bool = False
+
+
+def small_reader(read: Callable[[bytes], object]) -> Reader:
+    """The reader for health checks and reflection, whose requests carry a name at most."""
+
+    def read_small(data: bytes):
+        _check_size("the request", len(data), MAX_SMALL_BYTES)
+        try:
+            return read(data)
+        except DecodeError:
+            raise _malformed("request") from None
+
+    return Reader(read_small)
+
+
+def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> dict[str, Reader]:
+    """The reader of every method, by the method's name.
+
+    Args:
+      limits: the limits of a Generate call.
+      specs: the tensors of a weight update.
+    """
+    empty = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
+    empty |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
+    readers = {name: Reader(Bounds(kind, MAX_SMALL_BYTES).parse) for name, kind in empty.items()}
+    num_tensors = 2 * len(specs) + _SLACK  # enough to name missing and extra tensors
+    max_spec_bytes = 1024 + _utf8_bytes(max((len(s.name) for s in specs), default=0))
+    begin = Bounds(
+        pb.BeginUpdate,
+        _MAX_PARAMS_BYTES + num_tensors * max_spec_bytes,
+        tensors=(num_tensors, max_spec_bytes),
+    )
+    commit = Bounds(
+        pb.CommitUpdate, _MAX_PARAMS_BYTES + num_tensors * 64, checksums=(num_tensors, 64)
+    )
+    update = Bounds(
+        pb.UpdateWeightsRequest,
+        _MAX_CHUNK_BYTES + begin.num_bytes + commit.num_bytes,
+        begin=(1, begin),
+        chunk=(1, _MAX_CHUNK_BYTES),
+        commit=(1, commit),
+    )
+    return readers | {"UpdateWeights": Reader(update.parse), "Generate": _generate_reader(limits)}
+
+
+def _generate_reader(limits: ReplicaDescription) -> Reader:
+    max_prompt_bytes = _VARINT_BYTES * (limits.max_prompt_tokens + _SLACK)
+    max_sample_bytes = _utf8_bytes(codec.MAX_NAME_LENGTH) + 256
+    num_entries = limits.max_prompts + _SLACK
+    bounds = Bounds(
+        pb.GenerateRequest,
+        min(
+            codec.MAX_REQUEST_BYTES,
+            4 * _MAX_PARAMS_BYTES + num_entries * (max_prompt_bytes + max_sample_bytes),
+        ),
+        version=(1, _MAX_PARAMS_BYTES),
+        sampling=(1, _MAX_PARAMS_BYTES),
+        hidden_states=(1, _MAX_PARAMS_BYTES),
+        metrics=(1, _MAX_PARAMS_BYTES),
+        prompts=(num_entries, max_prompt_bytes),
+        samples=(num_entries, max_sample_bytes),
+    )
+    prompts_number = pb.GenerateRequest.DESCRIPTOR.fields_by_name["prompts"].number
+
+    def read(data: bytes) -> codec.GenerateCall:
+        # Most of a large request are its prompts. They are parsed one by one, because parsed tokens
+        # take eight times their bytes, and nothing else runs in this process while protobuf parses.
+        rest, places = [], []
+        for number, first, content, end in bounds.split(data):
+            if number == prompts_number:
+                places.append((content, end))
+            else:
+                rest.append(data[first:end])
+        message = parse(pb.GenerateRequest, b"".join(rest))
+        return codec.decode_request(message, limits, _Prompts(data, places))
+
+    return Reader(read, is_long=True)
+
+
+class _Prompts(Sequence):
+    """The prompts of a request, each parsed on access."""
+
+    def __init__(self, data: bytes, places: Sequence[tuple[int, int]]):
+        self._data, self._places = data, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> pb.Prompt:
+        start, end = self._places[index]
+        return parse(pb.Prompt, self._data[start:end])
+
+
+_STATES = Bounds(pb.Array, codec.MAX_RESPONSE_BYTES, shape=(1, 64))
+_REPLY = Bounds(
+    pb.GenerateResponse,
+    codec.MAX_RESPONSE_BYTES,
+    response=(
+        1,
+        Bounds(
+            pb.Response,
+            codec.MAX_RESPONSE_BYTES,
+            token_ids=(1, codec.MAX_RESPONSE_BYTES),
+            versions=(codec.MAX_ENTRIES, MAX_SMALL_BYTES),
+            layers=(1, _MAX_PARAMS_BYTES),
+            hidden_states=(1, _STATES),
+            prompt_states=(1, _STATES),
+            metrics=(codec.MAX_ENTRIES, MAX_SMALL_BYTES),
+        ),
+    ),
+    state_chunk=(1, _MAX_CHUNK_BYTES),
+)
+
+
+def parse_generate_reply(data: bytes) -> pb.GenerateResponse:
+    """Parses a reply to Generate; raises ValueError if it exceeds a limit or is malformed."""
+    return _REPLY.parse(data)
+
+
+def parse_reply(kind: type[Message], data: bytes) -> Message:
+    """Parses a reply that is not streamed; raises as `parse_generate_reply`."""
+    _check_size(kind.DESCRIPTOR.name, len(data), _MAX_DESCRIPTION_BYTES)
+    return parse(kind, data)
+
+
+def _utf8_bytes(num_characters: int) -> int:
+    return 4 * num_characters
+
+
+def _varint(data: bytes, position: int, end: int, name: str) -> tuple[int, int]:
+    """The varint at `position`, and the position after it."""
+    value = shift = 0
+    while position < end and shift < 7 * _VARINT_BYTES:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+    raise _malformed(name)
+
+
+def _check_size(name: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise LimitExceeded(f"{name} has {num_bytes} bytes; at most {limit} are taken.")
+
+
+def _malformed(name: str) -> ValueError:
+    return ValueError(f"the bytes are no {name} message.")

@@ -1,0 +1,663 @@
+"""NumPy records to protobuf messages and back; sizes are checked before memory is allocated."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.types import (
+    FINISH_REASONS,
+    HiddenStateParams,
+    MetricParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+)
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
+
+CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
+MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
+MAX_RESPONSE_BYTES = 16 << 20  # per response, without its state chunks
+MAX_CALL_S = 24 * 3600.0  # longest deadline of a call
+MAX_HIDDEN_WIDTH = 65_536
+MAX_NAME_LENGTH = 256
+MAX_END_TOKENS = 1024  # eos token ids, and as many stop token ids
+MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
+MAX_QUOTE = 200  # characters quoted from a wrong message
+_SPARE_ENTRIES = 16
+
+# Name of the field of a rollout and of its message for each kind of states, in the order of the
+# chunks.
+STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
+STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+# What `semrl_jax.metrics` has, which this cannot import: it loads JAX. Tested to be the same.
+METRIC_KINDS = (
+    "effective_rank",
+    "log_effective_rank",
+    "traditional_rank",
+    "response_entropy",
+    "curvature",
+)
+METRIC_WINDOWS = ("exact", "release", "later")
+METRIC_METHODS = ("gram", "svd")
+WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
+
+
+class LimitExceeded(ValueError):
+    """A well-formed request that is larger than the replica admits."""
+
+
+class GenerateCall(NamedTuple):
+    """A decoded GenerateRequest."""
+
+    requests: tuple[SampleRequest, ...]
+    sampling: SamplingParams
+    hidden_states: HiddenStateParams
+    version: WeightVersion
+    metrics: MetricParams | None = None
+
+
+def encode_version(version: WeightVersion) -> pb.WeightVersion:
+    return pb.WeightVersion(**dataclasses.asdict(version))
+
+
+def decode_version(message: pb.WeightVersion) -> WeightVersion:
+    """Raises ValueError if a field is missing or too long."""
+    for field in ("run_id", "attempt_id", "digest"):
+        _check_name(f"version.{field}", getattr(message, field))
+    if message.step < 0:
+        raise ValueError(f"version.step={message.step} must be at least 0.")
+    return WeightVersion(message.run_id, message.attempt_id, message.step, message.digest)
+
+
+def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
+    fields = {
+        field.name: getattr(description, field.name) for field in dataclasses.fields(description)
+    }
+    version = fields.pop("version")
+    return pb.DescribeResponse(**fields, version=encode_version(version) if version else None)
+
+
+def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
+    fields = {}
+    for field in dataclasses.fields(ReplicaDescription):
+        value = getattr(message, field.name)
+        fields[field.name] = value if isinstance(value, int | str) else None
+    for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds"):
+        if (count := len(getattr(message, name))) > MAX_ENTRIES:
+            raise ValueError(f"{name} has {count} entries; at most {MAX_ENTRIES} are taken.")
+        fields[name] = tuple(getattr(message, name))
+    if message.HasField("version"):
+        fields["version"] = decode_version(message.version)
+    return ReplicaDescription(**fields)
+
+
+def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
+    return [pb.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype) for s in specs]
+
+
+def decode_specs(
+    messages: Sequence[pb.TensorSpec], expected: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Decodes the manifest of a weight update and compares it with the engine's tensors.
+
+    Raises:
+      ValueError: names the tensors that are missing, extra or repeated, or have another shape or an
+        unknown dtype.
+    """
+    shapes = {spec.name: spec.shape for spec in expected}
+    counts = collections.Counter(message.name for message in messages)
+    problems = []
+    if missing := [name for name in shapes if name not in counts]:
+        problems.append(f"missing: {_some(missing)}")
+    if extra := [name for name in counts if name not in shapes]:
+        problems.append(f"not of this model: {_some(extra)}")
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        problems.append(f"repeated: {_some(repeated)}")
+    for message in messages:
+        shape = shapes.get(message.name)
+        if shape is not None and not _is_equal(message.shape, shape):
+            problems.append(f"{message.name!r} is {quoted(message.shape)}, not {list(shape)}")
+        if message.dtype not in WEIGHT_DTYPES:
+            problems.append(
+                f"{quoted(message.name)} has dtype {quoted(message.dtype)}, not {_WEIGHT_DTYPES}"
+            )
+    if problems:
+        raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
+    return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
+
+
+def encode_request(
+    requests: Sequence[SampleRequest],
+    sampling: SamplingParams,
+    hidden_states: HiddenStateParams,
+    version: WeightVersion,
+    metrics: MetricParams | None = None,
+) -> pb.GenerateRequest:
+    """Encodes a Generate call; a prompt that several samples share is sent once."""
+    if hidden_states.layers and not hidden_states.kinds:
+        raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
+    states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
+    if hidden_states.kinds == ("decode",):
+        states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
+    message = pb.GenerateRequest(
+        version=encode_version(version),
+        sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
+        hidden_states=states,
+        metrics=pb.MetricParams(**dataclasses.asdict(metrics)) if metrics else None,
+    )
+    index_of: dict[bytes, int] = {}
+    for request in requests:
+        key = np.ascontiguousarray(request.prompt_ids, np.int32).tobytes()
+        if key not in index_of:
+            index_of[key] = len(index_of)
+            message.prompts.add(token_ids=request.prompt_ids.tolist())
+        message.samples.add(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_index=index_of[key],
+        )
+    return message
+
+
+def decode_request(
+    message: pb.GenerateRequest,
+    limits: ReplicaDescription,
+    prompts: Sequence[pb.Prompt] | None = None,
+) -> GenerateCall:
+    """Decodes a request and checks it against the replica's description.
+
+    Args:
+      message: the request.
+      limits: the replica's description.
+      prompts: used in place of `message.prompts` where they were split off.
+
+    Raises:
+      LimitExceeded: there are more samples or longer prompts than the replica admits.
+      ValueError: another part of the request is invalid; gives field, value and rule.
+    """
+    version = decode_version(message.version)
+    sampling = _decode_sampling(message.sampling, limits)
+    hidden_states = _decode_hidden_state_params(message.hidden_states, limits)
+    metrics = None
+    if message.HasField("metrics"):
+        metrics = _decode_metric_params(message.metrics, hidden_states, limits)
+    prompts = message.prompts if prompts is None else prompts
+    num_samples, num_prompts = len(message.samples), len(prompts)
+    if num_samples == 0:
+        raise ValueError("samples is empty; a call needs at least one.")
+    if num_samples > limits.max_prompts:
+        raise LimitExceeded(
+            f"{num_samples} samples; the replica takes {limits.max_prompts} a call."
+        )
+    if num_prompts > num_samples:
+        raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
+    arrays = []
+    for i, prompt in enumerate(prompts):
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise ValueError(f"prompts[{i}] is empty; it needs at least one token.")
+        if length > limits.max_prompt_tokens:
+            raise LimitExceeded(
+                f"prompts[{i}] has {length} tokens; the replica takes {limits.max_prompt_tokens}."
+            )
+        ids = np.array(prompt.token_ids, np.int32)
+        _check_vocabulary(f"prompts[{i}]", ids, limits.vocab_size)
+        ids.setflags(write=False)  # the samples of a group share the array
+        arrays.append(ids)
+    requests, seen = [], set()
+    for i, sample in enumerate(message.samples):
+        _check_name(f"samples[{i}].sample_id", sample.sample_id)
+        if sample.sample_id in seen:
+            raise ValueError(f"samples[{i}].sample_id={quoted(sample.sample_id)} is not unique.")
+        seen.add(sample.sample_id)
+        if not 0 <= sample.prompt_index < num_prompts:
+            raise ValueError(
+                f"samples[{i}].prompt_index={sample.prompt_index} must be in [0, {num_prompts})."
+            )
+        if sample.sample_index < 0:
+            raise ValueError(
+                f"samples[{i}].sample_index={sample.sample_index} must not be below 0."
+            )
+        requests.append(
+            SampleRequest(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                sample_index=sample.sample_index,
+                prompt_ids=arrays[sample.prompt_index],
+                seed=sample.seed,
+            )
+        )
+    return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+
+
+def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
+    """Yields the response, then the chunks of its hidden states if they exceed one chunk.
+
+    Prompt ids and the replica's id are not sent: the client knows both.
+    """
+    # Fields are set in place: a constructor would copy an inner message.
+    message = pb.GenerateResponse()
+    response = message.response
+    response.sample_id = rollout.sample_id
+    response.group_id = rollout.group_id
+    response.sample_index = rollout.sample_index
+    response.token_ids.extend(rollout.response_ids.tolist())
+    response.logprobs = rollout.rollout_logprobs.astype("<f4", copy=False).tobytes()
+    if rollout.rollout_raw_logprobs is not None:
+        response.raw_logprobs = rollout.rollout_raw_logprobs.astype("<f4", copy=False).tobytes()
+    response.finish_reason = rollout.finish_reason
+    for span in rollout.versions:
+        response.versions.add(version=encode_version(span.version), start=span.start, end=span.end)
+    response.layers.extend(rollout.layers)
+    response.metrics.update(rollout.metrics)
+    response.generate_s = rollout.generate_s
+    if rollout.mean_state is not None:
+        response.mean_state = rollout.mean_state.astype("<f4", copy=False).tobytes()
+    in_chunks = []
+    for field in STATE_FIELDS.values():
+        states = getattr(rollout, field)
+        if states is None:
+            continue
+        array, data = getattr(response, field), as_bytes(states)
+        array.dtype = states.dtype.name
+        array.shape.extend(states.shape)
+        if len(data) <= CHUNK_BYTES:
+            array.data = data.tobytes()
+        else:
+            in_chunks.append(data)
+    yield message
+    for data in in_chunks:
+        for start in range(0, len(data), CHUNK_BYTES):
+            message = pb.GenerateResponse()
+            message.state_chunk.sample_id = rollout.sample_id
+            message.state_chunk.data = data[start : start + CHUNK_BYTES].tobytes()
+            yield message
+
+
+class RolloutDecoder:
+    """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
+
+    Args:
+      call: the call that the stream answers.
+      vocab_size: of the replica's model.
+      replica_id: stored in the rollouts.
+    """
+
+    def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
+        self._call = call
+        self._requests = {request.sample_id: request for request in call.requests}
+        self._vocab_size = vocab_size
+        self._replica_id = replica_id
+        self._version = encode_version(call.version)
+        self._open: Rollout | None = None  # waits for its state chunks
+        self._unfilled: list[
+            UInt8[np.ndarray, " bytes"]
+        ] = []  # the bytes of its states still missing
+        self.num_state_bytes = 0
+        self.num_token_bytes = 0
+        self.num_metric_bytes = 0
+
+    def feed(self, message: pb.GenerateResponse) -> Rollout | None:
+        """Returns the rollout that this message completes, or None.
+
+        The arrays of the rollout may be read-only views of the message.
+
+        Raises:
+          ValueError: the message contradicts itself, the call or the messages before it.
+        """
+        kind = message.WhichOneof("payload")
+        if kind == "response":
+            return self._feed_response(message.response)
+        if kind == "state_chunk":
+            return self._feed_chunk(message.state_chunk)
+        raise ValueError("a message holds neither a response nor a state chunk.")
+
+    def finish(self) -> None:
+        """Raises ValueError if the stream ended inside a response."""
+        if self._open is not None:
+            raise ValueError(
+                f"sample {self._open.sample_id!r} ended {sum(map(len, self._unfilled))} bytes "
+                "before the end of its hidden states."
+            )
+
+    def _feed_response(self, message: pb.Response) -> Rollout | None:
+        self.finish()  # the previous response must be complete
+        name = f"sample {quoted(message.sample_id)}"
+        request = self._requests.get(message.sample_id)
+        if request is None:
+            raise ValueError(f"{name} was not asked for.")
+        if (message.group_id, message.sample_index) != (request.group_id, request.sample_index):
+            raise ValueError(
+                f"{name} came back as group {message.group_id}, index {message.sample_index}; "
+                f"it was asked for as {request.group_id}, {request.sample_index}."
+            )
+        if message.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"{name}: unknown finish reason {quoted(message.finish_reason)}.")
+        num_tokens, max_tokens = len(message.token_ids), self._call.sampling.max_tokens
+        if num_tokens > max_tokens or (num_tokens == 0 and message.finish_reason != "aborted"):
+            raise ValueError(f"{name} has {num_tokens} tokens; 1 to {max_tokens} were asked for.")
+        ids = np.array(message.token_ids, np.int32)
+        _check_vocabulary(name, ids, self._vocab_size)
+        logprobs = _decode_logprobs(f"{name}: logprobs", message.logprobs, num_tokens)
+        raw_logprobs = None
+        if message.raw_logprobs:
+            raw_logprobs = _decode_logprobs(
+                f"{name}: raw_logprobs", message.raw_logprobs, num_tokens
+            )
+        self._check_versions(name, message.versions, num_tokens)
+        counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
+        if message.finish_reason == "aborted" and num_tokens == 0:
+            counts["prefill"] = 0  # it may have been aborted in the middle of its prompt
+        states = {
+            field: self._decode_states(name, message, kind, counts[kind])
+            for kind, field in STATE_FIELDS.items()
+        }
+        if len({array.shape[-1] for array in states.values() if array is not None}) > 1:
+            raise ValueError(f"{name}: the states of prompt and response are not equally wide.")
+        mean_state = self._decode_mean_state(name, message)
+        rollout = Rollout(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            sample_index=request.sample_index,
+            prompt_ids=request.prompt_ids,
+            response_ids=ids,
+            rollout_logprobs=logprobs,
+            rollout_raw_logprobs=raw_logprobs,
+            finish_reason=message.finish_reason,
+            versions=tuple(
+                VersionSpan(decode_version(s.version), s.start, s.end) for s in message.versions
+            ),
+            replica_id=self._replica_id,
+            **states,
+            layers=tuple(message.layers),
+            metrics=dict(sorted(message.metrics.items())),  # a map has no order
+            generate_s=message.generate_s,
+            mean_state=mean_state,
+        )
+        self.num_token_bytes += 4 * num_tokens * (2 if raw_logprobs is None else 3)
+        if mean_state is not None:
+            self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
+        for field, array in states.items():
+            if array is not None and array.nbytes > 0:
+                data = getattr(message, field).data
+                self.num_state_bytes += len(data)
+                if not data:
+                    self._unfilled.append(as_bytes(array))
+        if self._unfilled:
+            self._open = rollout
+            return None
+        return rollout
+
+    def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
+        rollout = self._open
+        if rollout is None or rollout.sample_id != message.sample_id:
+            raise ValueError(
+                f"a state chunk of sample {quoted(message.sample_id)} came out of turn."
+            )
+        data, rest = message.data, self._unfilled[0]
+        if not 0 < len(data) <= min(CHUNK_BYTES, len(rest)):
+            raise ValueError(
+                f"sample {message.sample_id!r}: a chunk of {len(data)} bytes, {len(rest)} bytes "
+                f"before the end of its states; a chunk has 1 to {CHUNK_BYTES} bytes of them."
+            )
+        self.num_state_bytes += len(data)
+        rest[: len(data)] = np.frombuffer(data, np.uint8)
+        self._unfilled[0] = rest[len(data) :]
+        if len(self._unfilled[0]):
+            return None
+        self._unfilled.pop(0)
+        if self._unfilled:
+            return None
+        self._open = None
+        return rollout
+
+    def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
+        end = 0
+        for span in spans:
+            if span.version != self._version:
+                raise ValueError(
+                    f"{name} was sampled with weights {decode_version(span.version)}, "
+                    f"not with {self._call.version}."
+                )
+            if span.start != end or span.end <= span.start:
+                raise ValueError(f"{name}: version span [{span.start}, {span.end}) follows {end}.")
+            end = span.end
+        if end != num_tokens:
+            raise ValueError(f"{name}: version spans cover {end} of {num_tokens} tokens.")
+
+    def _decode_states(
+        self, name: str, message: pb.Response, kind: str, num_tokens: int
+    ) -> Float[np.ndarray, "T L D"] | None:
+        """The states if they are in the message; an array to fill if chunks follow."""
+        asked, field = self._call.hidden_states, STATE_FIELDS[kind]
+        is_asked = bool(asked.layers) and kind in asked.kinds
+        if message.HasField(field) != is_asked:
+            sent = "sent" if message.HasField(field) else "missing"
+            raise ValueError(
+                f"{name}: {field} are {sent}; layers={list(asked.layers)}, "
+                f"kinds={list(asked.kinds)}."
+            )
+        if not is_asked:
+            return None
+        array = getattr(message, field)
+        width = array.shape[-1] if array.shape else 0
+        shape = (num_tokens, len(asked.layers), width)
+        if not _is_equal(array.shape, shape) or not 0 < width <= MAX_HIDDEN_WIDTH:
+            raise ValueError(
+                f"{name}: {field} of shape {quoted(array.shape)} for {num_tokens} tokens and "
+                f"{len(asked.layers)} layers."
+            )
+        if not _is_equal(message.layers, asked.layers) or array.dtype != asked.dtype:
+            raise ValueError(
+                f"{name}: {array.dtype[:MAX_QUOTE]} states of layers {quoted(message.layers)}; "
+                f"asked for {asked.dtype} of {list(asked.layers)}."
+            )
+        dtype = STATE_DTYPES[array.dtype]
+        data = array.data
+        if not data:
+            return np.empty(shape, dtype)
+        if len(data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {len(data)} bytes of states for shape {list(shape)}.")
+        return np.frombuffer(data, dtype).reshape(shape)
+
+    def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
+        """Checks that exactly the metrics asked for came; None if none were asked for."""
+        asked = self._call.metrics
+        if asked is None:
+            if message.mean_state:
+                raise ValueError(f"{name}: a mean state was sent; nothing was to be measured.")
+            return None
+        missing = {
+            key for kind in asked.names for key in (kind, f"{kind}_valid")
+        } - message.metrics.keys()
+        if missing:
+            raise ValueError(f"{name} was sent without {sorted(missing)[0]!r}, a metric asked for.")
+        data = message.mean_state
+        if not 0 < len(data) <= 4 * MAX_HIDDEN_WIDTH or len(data) % 4:
+            raise ValueError(
+                f"{name}: a mean state of {len(data)} bytes; it has 4 a dimension, of 1 to "
+                f"{MAX_HIDDEN_WIDTH}."
+            )
+        return np.frombuffer(data, "<f4")
+
+
+def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
+    """The array's bytes in C order; a view where the array is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
+    """Whether all values are finite; `dtype` is one of WEIGHT_DTYPES."""
+    if dtype == "float32":
+        return bool(np.isfinite(data.view(np.float32)).all())
+    # NumPy's own test of 16-bit floats is slow. In infinity and NaN all exponent bits are set.
+    exponent = np.uint16(0x7C00 if dtype == "float16" else 0x7F80)
+    return bool(((data.view(np.uint16) & exponent) != exponent).all())
+
+
+_WEIGHT_DTYPES = ", ".join(WEIGHT_DTYPES)
+
+
+def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> SamplingParams:
+    def check(field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"sampling.{field}={getattr(message, field)} must be {rule}.")
+
+    limit = limits.max_response_tokens
+    check("max_tokens", 1 <= message.max_tokens <= limit, f"in [1, {limit}]")
+    temperature = message.temperature
+    check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
+    check("top_p", 0 < message.top_p <= 1, "in (0, 1]")
+    check("top_k", 0 <= message.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
+    for field in ("eos_token_ids", "stop_token_ids"):
+        num_ids = len(getattr(message, field))
+        if num_ids > MAX_END_TOKENS:
+            raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
+        ids = np.array(getattr(message, field), np.int32)
+        _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        eos_token_ids=tuple(message.eos_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def _decode_hidden_state_params(
+    message: pb.HiddenStateParams, limits: ReplicaDescription
+) -> HiddenStateParams:
+    if not message.layers:
+        return HiddenStateParams()
+    _check_count("hidden_states.layers", message.layers, limits.layers)
+    _check_count("hidden_states.kinds", message.kinds, limits.state_kinds)
+    layers = tuple(message.layers)
+    for layer in layers:
+        if layer not in limits.layers:
+            reason = f": {limits.layers_reason}" if limits.layers_reason else ""
+            raise ValueError(
+                f"hidden_states.layers has {layer}; the replica has {list(limits.layers)}{reason}."
+            )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"hidden_states.layers={list(layers)} names a layer twice.")
+    if message.dtype not in STATE_DTYPES:
+        raise ValueError(
+            f"hidden_states.dtype={quoted(message.dtype)} must be one of {', '.join(STATE_DTYPES)}."
+        )
+    kinds = tuple(message.kinds) or ("decode",)
+    for kind in kinds:
+        if kind not in limits.state_kinds:
+            raise ValueError(
+                f"hidden_states.kinds has {quoted(kind)}; the replica has "
+                f"{list(limits.state_kinds)}."
+            )
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"hidden_states.kinds has {len(kinds)} entries, and a kind twice.")
+    return HiddenStateParams(layers, message.dtype, kinds)
+
+
+def _decode_metric_params(
+    message: pb.MetricParams, hidden_states: HiddenStateParams, limits: ReplicaDescription
+) -> MetricParams:
+    def check(field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"metrics.{field}={quoted(getattr(message, field))} must be {rule}.")
+
+    if not message.names:
+        raise ValueError("metrics.names is empty; leave metrics out to measure nothing.")
+    _check_count("metrics.names", message.names, limits.metric_kinds)
+    for name in message.names:
+        if name not in limits.metric_kinds:
+            raise ValueError(
+                f"metrics.names has {quoted(name)}; the replica measures "
+                f"{list(limits.metric_kinds)}."
+            )
+    if len(set(message.names)) < len(message.names):
+        raise ValueError(f"metrics.names={list(message.names)} names a metric twice.")
+    check("stride", message.stride >= 1, "at least 1")
+    check("window", message.window in METRIC_WINDOWS, f"one of {METRIC_WINDOWS}")
+    check("method", message.method in METRIC_METHODS, f"one of {METRIC_METHODS}")
+    growth = message.window_growth
+    check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
+    check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    check("num_threads", message.num_threads >= 1, "at least 1")
+    # The engine computes the states once, for the metrics and for the client: they must agree.
+    if hidden_states.layers and (
+        -1 not in hidden_states.layers or hidden_states.dtype != message.dtype
+    ):
+        raise ValueError(
+            f"metrics are of {message.dtype} states of layer -1; hidden_states asks for "
+            f"{hidden_states.dtype} of {list(hidden_states.layers)}: let it ask for them, or none."
+        )
+    return MetricParams(
+        names=tuple(message.names),
+        stride=message.stride,
+        window=message.window,
+        method=message.method,
+        window_growth=growth,
+        dtype=message.dtype,
+        num_threads=message.num_threads,
+    )
+
+
+def _decode_logprobs(name: str, data: bytes, num_tokens: int) -> Float[np.ndarray, " T"]:
+    if len(data) != 4 * num_tokens:
+        raise ValueError(f"{name} has {len(data)} bytes for {num_tokens} tokens of 4.")
+    logprobs = np.frombuffer(data, "<f4")
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"{name} has values that are not finite.")
+    return logprobs
+
+
+def _check_vocabulary(name: str, ids: Int[np.ndarray, " T"], vocab_size: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise ValueError(f"{name} has token id {wrong}; ids must be in [0, {vocab_size}).")
+
+
+def _check_name(field: str, value: str) -> None:
+    if not 0 < len(value) <= MAX_NAME_LENGTH:
+        raise ValueError(f"{field} has {len(value)} characters; it needs 1 to {MAX_NAME_LENGTH}.")
+
+
+def _check_count(field: str, values: Sequence, known: Sequence) -> None:
+    """Refuses lists that are much too long; in slightly longer ones the wrong entry is named."""
+    if len(values) > len(known) + _SPARE_ENTRIES:
+        raise ValueError(f"{field} has {len(values)} entries; the replica has {len(known)}.")
+
+
+def _is_equal(values: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(values) == len(expected) and tuple(values) == tuple(expected)
+
+
+def quoted(value) -> str:
+    """The beginning of `repr(value)`: a value that was sent may have any length."""
+    if not isinstance(value, str | int | float):  # a repeated field
+        text = repr(list(value[:MAX_QUOTE]))
+    else:
+        text = repr(value[: MAX_QUOTE + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_QUOTE else f"{text[:MAX_QUOTE]}..."
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    """The first five items, and the number of the others."""
+    more = f"{separator}and {len(items) - 5} more" if len(items) > 5 else ""
+    return separator.join(item[:MAX_QUOTE] for item in items[:5]) + more

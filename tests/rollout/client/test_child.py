@@ -1,0 +1,120 @@
+"""A replica as a child process: it comes, comes again, and goes with its parent."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.client import child
+from semrl_jax.rollout.client.child import ChildReplica
+from tests.running import is_running
+
+# Listens and ends with its standard input, as launch.rollout does; says what it was given.
+SERVER = """
+import os, socket, sys
+flags = dict(a.lstrip("-").partition("=")[::2] for a in sys.argv[1:])
+print("token", len(os.environ["SEMRL_ROLLOUT_TOKEN"]), "pid", os.getpid(), flush=True)
+with socket.create_server(("127.0.0.1", int(flags["port"]))):
+    assert "until_stdin_closes" in flags
+    sys.stdin.read()
+print("closed", flush=True)
+"""
+
+
+def command(script):
+    return [sys.executable, "-c", script]
+
+
+def until(check, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def pid_of(log, start=-1):
+    """The process of a start, counted in the log."""
+    lines = [line for line in log.read_text().splitlines() if line.startswith("token")]
+    return int(lines[start].split()[-1])
+
+
+def test_it_listens_with_a_token_and_ends_when_closed(tmp_path):
+    log = tmp_path / "log.txt"
+    with ChildReplica(command(SERVER), directory=tmp_path, log=log) as replica:
+        assert len(replica.token) > 30
+        assert is_running(pid_of(log))
+    assert log.read_text().splitlines()[-1] == "closed"
+    assert not is_running(pid_of(log))
+
+
+def test_it_is_started_again_at_the_same_address(tmp_path):
+    log, lines = tmp_path / "log.txt", []
+    with ChildReplica(
+        command(SERVER), directory=tmp_path, log=log, progress=lines.append
+    ) as replica:
+        first, address = pid_of(log), replica.address
+        os.kill(first, signal.SIGKILL)
+        until(lambda: log.read_text().count("token") == 2)
+        assert replica.address == address and is_running(pid_of(log)) and pid_of(log) != first
+    assert "ended with code -9; started again" in lines[0]
+    assert not is_running(pid_of(log))
+
+
+def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
+    """vLLM takes up to a minute to; a killed one comes again."""
+    log, lines = tmp_path / "log.txt", []
+    with ChildReplica(
+        command(SERVER), directory=tmp_path, log=log, progress=lines.append
+    ) as replica:
+        os.kill(pid_of(log), signal.SIGKILL)
+        until(lambda: not is_running(pid_of(log)))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", int(replica.address.split(":")[1])))
+        until(lambda: log.read_text().count("token") == 2)
+
+
+def test_it_goes_when_its_parent_is_killed(tmp_path):
+    log = tmp_path / "log.txt"
+    parent = subprocess.Popen(
+        command(
+            "import sys, time; from semrl_jax.rollout.client.child import ChildReplica;"
+            f"ChildReplica({command(SERVER)!r}, directory='.', log={str(log)!r});"
+            "print('up', flush=True); time.sleep(100)"
+        ),
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdout.readline() == "up\n"
+    pid = pid_of(log)
+    parent.kill()
+    parent.communicate()
+    until(lambda: not is_running(pid))
+    assert log.read_text().splitlines()[-1] == "closed"
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "message"),
+    [
+        ("import sys; sys.exit('rollout.top_k=9 is wrong.')", 60.0, "start: rollout.top_k=9"),
+        ("pass", 60.0, "did not start: nothing"),
+        ("import time; time.sleep(100)", 1.0, "does not listen after 1 s"),
+    ],
+)
+def test_one_that_does_not_listen_is_told_in_one_line(
+    tmp_path, monkeypatch, script, timeout_s, message
+):
+    monkeypatch.setattr(child, "END_S", 0.5)
+    log = tmp_path / "log.txt"
+    with pytest.raises(UserError, match=message) as caught:
+        ChildReplica(command(script), directory=tmp_path, log=log, start_timeout_s=timeout_s)
+    assert "\n" not in str(caught.value) and str(log) in str(caught.value)
+
+
+def test_a_missing_program_is_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere/python: No such file"):
+        ChildReplica(["/nowhere/python"], directory=tmp_path, log=tmp_path / "log.txt")

@@ -1,0 +1,46 @@
+"""What is said while responses are waited for."""
+
+import collections
+import time
+import types
+
+import pytest
+
+from semrl_jax import compilation
+from semrl_jax.rollout.client.dispatch import _Dispatcher
+from semrl_jax.rollout.client.replica import Replica
+from tests.rollout.conftest import make_requests
+
+
+@pytest.mark.parametrize(
+    "compiling, answered, says",
+    [
+        (True, False, "compiling decode_chunk; 8 responses to come"),
+        (False, False, "replica 127.0.0.1:1 (silent for 10 s; a first response may wait for "),
+        (
+            False,
+            True,
+            "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);",
+        ),
+    ],
+)
+def test_a_wait_for_a_compiler_does_not_read_as_a_failure(monkeypatch, compiling, answered, says):
+    monkeypatch.setattr(compilation, "_running", {1: "decode_chunk"} if compiling else {})
+    lines = []
+    job = types.SimpleNamespace(
+        sampling="sampling",
+        hidden_states="states",
+        timeout_s=100.0,
+        stall_timeout_s=60.0,
+        progress_every_s=10.0,
+        progress=lines.append,
+    )
+    replica = Replica("127.0.0.1:1", "token", tls_ca=None)
+    replica.succeeded()  # took the weights
+    replica.answered = {("sampling", "states" if answered else "none")}
+    dispatcher = _Dispatcher(job, make_requests(), [replica], collections.Counter())
+    dispatcher._streams[replica] = types.SimpleNamespace(silent_s=lambda now: 10.0)
+    told = time.monotonic() - 11.0
+    assert dispatcher._check_clocks(told) > told
+    replica.close()
+    assert len(lines) == 1 and says in lines[0]

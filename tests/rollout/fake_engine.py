@@ -1,0 +1,266 @@
+"""An engine for tests whose output can be worked out by hand. It serves no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from semrl_jax.rollout.engines.base import Engine, EngineDeadError
+from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+)
+
+FAKE_SPECS = (
+    TensorSpec("embed.weight", (16, 8), "float32"),
+    TensorSpec("norm.weight", (8,), "float32"),
+)
+
+
+@dataclasses.dataclass
+class FakeScript:
+    """What goes wrong, and when; may be changed while the engine runs.
+
+    Attributes:
+      delay_s: before every response.
+      hang_after, fail_after, die_after, exit_after: the response index, counted over the engine's
+        life, at which it waits for ever, raises, raises EngineDeadError, or ends the process.
+      backwards: responses come in reverse order.
+      commit_delay_s: a weight commit takes this long.
+      fail_commit: the commit raises.
+    """
+
+    delay_s: float = 0.0
+    hang_after: int | None = None
+    fail_after: int | None = None
+    die_after: int | None = None
+    exit_after: int | None = None
+    backwards: bool = False
+    commit_delay_s: float = 0.0
+    fail_commit: bool = False
+
+
+class FakeEngine(Engine):
+    """Closed forms in place of a model; see `fake_rollout`.
+
+    Args:
+      specs: the tensors a weight update must carry.
+      vocab_size: of the responses.
+      hidden_size: width of the hidden states.
+      layers: hidden-state layers on offer.
+      max_prompts, max_prompt_tokens, max_response_tokens: limits of a call.
+      model_hash, tokenizer_hash: as described.
+      script: what goes wrong.
+
+    Attributes:
+      weights: the committed tensors by name.
+      script: as given.
+      num_yielded: responses so far.
+      num_closed: generate calls that ended, in whatever way.
+      num_staged: weight updates begun.
+    """
+
+    def __init__(
+        self,
+        *,
+        specs: Sequence[TensorSpec] = FAKE_SPECS,
+        vocab_size: int = 101,
+        hidden_size: int = 8,
+        layers: tuple[int, ...] = (-1, 0, 1, 2),
+        max_prompts: int = 1024,
+        max_prompt_tokens: int = 64,
+        max_response_tokens: int = 4096,
+        model_hash: str = "fake-model",
+        tokenizer_hash: str = "fake-tokenizer",
+        script: FakeScript | None = None,
+    ):
+        self.script = script or FakeScript()
+        self.weights: dict[str, np.ndarray] = {}
+        self.num_yielded = 0
+        self.num_closed = 0
+        self.num_staged = 0
+        self._specs = tuple(specs)
+        self._hidden_size = hidden_size
+        self._description = ReplicaDescription(
+            protocol_major=0,
+            protocol_minor=0,
+            replica_id="",
+            engine="fake",
+            engine_version="1",
+            model_hash=model_hash,
+            tokenizer_hash=tokenizer_hash,
+            vocab_size=vocab_size,
+            layers=layers,
+            state_kinds=("decode", "prefill"),
+            logprob_kinds=("sampling", "raw"),
+            metric_kinds=(),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            version=None,
+        )
+        self._staged: dict[str, np.ndarray] = {}
+        self._staged_specs: tuple[TensorSpec, ...] = ()
+        self._calls: set[asyncio.Event] = set()  # one a running call, set to abort it
+
+    def describe(self) -> ReplicaDescription:
+        return self._description
+
+    async def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        sampling: SamplingParams,
+        hidden_states: HiddenStateParams,
+        version: WeightVersion,
+    ) -> AsyncIterator[Rollout]:
+        aborting = asyncio.Event()
+        self._calls.add(aborting)
+        try:
+            for request in reversed(requests) if self.script.backwards else requests:
+                await self._play(aborting)
+                rollout = fake_rollout(
+                    request,
+                    sampling,
+                    hidden_states,
+                    version,
+                    vocab_size=self._description.vocab_size,
+                    hidden_size=self._hidden_size,
+                )
+                if aborting.is_set():
+                    rollout = _aborted(rollout)
+                self.num_yielded += 1
+                yield rollout
+        finally:
+            self._calls.discard(aborting)
+            self.num_closed += 1
+
+    def expected_tensors(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
+        self.num_staged += 1
+        self._staged_specs = tuple(specs)
+        self._staged = {spec.name: np.empty(spec.num_bytes, np.uint8) for spec in specs}
+        return self._staged
+
+    async def commit_weight_update(self, version: WeightVersion) -> None:
+        await asyncio.sleep(self.script.commit_delay_s)
+        if self.script.fail_commit:
+            raise RuntimeError("the script says so")
+        self.weights = {
+            spec.name: self._staged[spec.name].view(WEIGHT_DTYPES[spec.dtype]).reshape(spec.shape)
+            for spec in self._staged_specs
+        }
+        self.abort_weight_update()
+
+    def abort_weight_update(self) -> None:
+        self._staged, self._staged_specs = {}, ()
+
+    @property
+    def is_staging(self) -> bool:
+        return bool(self._staged)
+
+    async def abort(self) -> None:
+        for aborting in self._calls:
+            aborting.set()
+
+    async def _play(self, aborting: asyncio.Event) -> None:
+        script, count = self.script, self.num_yielded
+        if aborting.is_set():
+            return
+        if script.fail_after is not None and count >= script.fail_after:
+            raise RuntimeError("the script says so")
+        if script.die_after is not None and count >= script.die_after:
+            raise EngineDeadError("the script says so")
+        if script.exit_after is not None and count >= script.exit_after:
+            os._exit(1)
+        hangs = script.hang_after is not None and count >= script.hang_after
+        if hangs or script.delay_s:
+            with contextlib.suppress(TimeoutError):  # `abort` ends a delay and even a hang
+                await asyncio.wait_for(aborting.wait(), None if hangs else script.delay_s)
+
+
+def fake_rollout(
+    request: SampleRequest,
+    sampling: SamplingParams,
+    hidden_states: HiddenStateParams,
+    version: WeightVersion,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+) -> Rollout:
+    """What the fake engine answers.
+
+    Token t is (sum of the prompt + seed + t) mod vocabulary. There are 1 + seed mod max_tokens of
+    them, fewer where an end or stop token comes first. Log-probabilities are -(t + 1) / 8 and, raw,
+    -(t + 1) / 4. The hidden state of token id x in layer l is (x + 3 l + d) mod 128 at d, of a
+    prompt's, too: every value is exact in bfloat16.
+    """
+    num_tokens = 1 + request.seed % sampling.max_tokens
+    first = (int(request.prompt_ids.sum()) + request.seed) % vocab_size
+    ids = ((first + np.arange(num_tokens)) % vocab_size).astype(np.int32)
+    reason = "length"
+    ends = np.isin(ids, (*sampling.eos_token_ids, *sampling.stop_token_ids))
+    if ends.any():
+        ids = ids[: int(ends.argmax()) + 1]
+        reason = "eos" if int(ids[-1]) in sampling.eos_token_ids else "stop"
+    steps = np.arange(1, len(ids) + 1, dtype=np.float32)
+    return Rollout(
+        sample_id=request.sample_id,
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        prompt_ids=request.prompt_ids,
+        response_ids=ids,
+        rollout_logprobs=-steps / 8,
+        rollout_raw_logprobs=-steps / 4,
+        finish_reason=reason,
+        versions=(VersionSpan(version, 0, len(ids)),),
+        hidden_states=_fake_states("decode", ids, hidden_states, hidden_size),
+        prompt_states=_fake_states("prefill", request.prompt_ids, hidden_states, hidden_size),
+        layers=hidden_states.layers,
+    )
+
+
+def _fake_states(
+    kind: str, ids: Int[np.ndarray, " T"], params: HiddenStateParams, hidden_size: int
+):
+    if not params.layers or kind not in params.kinds:
+        return None
+    return _state_table(params, hidden_size)[ids % 128]
+
+
+@functools.lru_cache
+def _state_table(params: HiddenStateParams, hidden_size: int) -> np.ndarray:
+    """[128, L, D]: the states of every token id modulo 128."""
+    planes = 3 * np.array(params.layers, np.int32)[:, None] + np.arange(hidden_size, dtype=np.int32)
+    table = (np.arange(128, dtype=np.int32)[:, None, None] + planes) % 128
+    return table.astype(STATE_DTYPES[params.dtype])
+
+
+def _aborted(rollout: Rollout) -> Rollout:
+    """The response as if it had been cut before its first token."""
+    states, prompt_states = rollout.hidden_states, rollout.prompt_states
+    return dataclasses.replace(
+        rollout,
+        response_ids=rollout.response_ids[:0],
+        rollout_logprobs=rollout.rollout_logprobs[:0],
+        rollout_raw_logprobs=None,
+        finish_reason="aborted",
+        versions=(),
+        hidden_states=None if states is None else states[:0],
+        prompt_states=None if prompt_states is None else prompt_states[:0],
+    )

@@ -1,0 +1,283 @@
+"""A replica that measures: what it sends in place of hidden states, and how it keeps going."""
+
+import asyncio
+import dataclasses
+import gc
+import subprocess
+import sys
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from semrl_jax import metrics
+from semrl_jax.rollout import measurer
+from semrl_jax.rollout.wire import codec
+from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
+from tests.rollout.client.test_client import sync
+from tests.rollout.conftest import assert_complete, make_requests, wait_until
+from tests.rollout.fake_engine import FakeScript, fake_rollout
+
+PARAMS = MetricParams(
+    names=("effective_rank", "curvature"), stride=3, window="exact", method="svd", num_threads=2
+)
+NAMES = [
+    f"effective_rank{order}{suffix}"
+    for order in ("", "_velocity", "_acceleration")
+    for suffix in ("", "_valid")
+]
+
+
+def states_of(rollout, request, sampling, dtype="bfloat16"):
+    """The final states the fake engine has for a response, float32 [T, D]."""
+    states = HiddenStateParams((-1,), dtype)
+    known = fake_rollout(
+        request, sampling, states, rollout.versions[0].version, vocab_size=101, hidden_size=8
+    )
+    return known.hidden_states[:, 0].astype(np.float32)
+
+
+def expected_metrics(states, params=PARAMS):
+    """By the function itself, of one response; in other padding than the replica's."""
+    padded = np.full((1, 20, 8), np.nan, np.float32)
+    padded[0, : len(states)] = states
+    found = metrics.hidden_state_metrics(
+        padded, np.arange(20)[None] < len(states), names=params.names, stride=params.stride,
+        window=params.window, method=params.method, window_growth=params.window_growth,
+    )  # fmt: skip
+    return {name: float(value[0]) for name, value in found.items()}
+
+
+def test_the_codec_knows_what_can_be_measured():
+    assert codec.METRIC_KINDS == metrics.METRICS
+    assert codec.METRIC_WINDOWS == metrics.WINDOWS
+    assert codec.METRIC_METHODS == metrics.METHODS
+
+
+def test_a_replica_says_what_it_measures(world):
+    able, without = world.replica(), world.replica(layers=(0,))
+    kinds = [d.metric_kinds for d in world.client(able, without).describe()]
+    assert kinds == [metrics.METRICS, ()]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_metrics_come_in_place_of_states(world, sampling, backwards):
+    client = world.client(world.replica(FakeScript(backwards=backwards)))
+    version, requests = sync(client), make_requests(10, 3)
+    rollouts = list(client.generate(requests, sampling, version=version, metrics=PARAMS))
+    assert_complete(rollouts, requests, sampling, version=version)  # and without states
+    by_id = {request.sample_id: request for request in requests}
+    sizes = []
+    for rollout in rollouts:
+        states = states_of(rollout, by_id[rollout.sample_id], sampling)
+        expected = expected_metrics(states)
+        assert list(rollout.metrics) == sorted(expected) and set(NAMES) < set(rollout.metrics)
+        for name, value in expected.items():
+            # The same function on a longer, padded array: sums in another order.
+            assert rollout.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        np.testing.assert_allclose(rollout.mean_state, states.mean(axis=0), rtol=1e-6)
+        assert rollout.mean_state.dtype == np.float32
+        sizes.append(4 * 8 + sum(len(name) + 4 for name in rollout.metrics))
+    valid = [rollout.metrics["effective_rank_acceleration_valid"] for rollout in rollouts]
+    assert set(valid) == {0.0, 1.0}
+    counters = client.counters
+    assert (counters["state_bytes"], counters["metric_bytes"]) == (0, sum(sizes))
+
+
+def test_states_may_come_beside_metrics(world, sampling):
+    client = world.client(world.replica())
+    version, requests = sync(client), make_requests()
+    states = HiddenStateParams((1, -1), "float32")
+    params = dataclasses.replace(PARAMS, dtype="float32")
+    rollouts = list(client.generate(requests, sampling, states, version=version, metrics=params))
+    assert_complete(rollouts, requests, sampling, states, version=version)
+    for rollout in rollouts:
+        of_states = expected_metrics(rollout.hidden_states[:, 1])
+        assert rollout.metrics == pytest.approx(of_states, rel=1e-5, abs=1e-5)
+        mean = rollout.hidden_states[:, 1].mean(axis=0)
+        np.testing.assert_allclose(rollout.mean_state, mean, rtol=1e-6)
+    assert client.counters["state_bytes"] == sum(r.hidden_states.nbytes for r in rollouts)
+
+
+def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
+    """What is measured is always the response."""
+    client = world.client(world.replica())
+    version, requests = sync(client), make_requests()
+    states = HiddenStateParams((-1,), "float32", ("prefill",))
+    params = dataclasses.replace(PARAMS, dtype="float32")
+    rollouts = list(client.generate(requests, sampling, states, version=version, metrics=params))
+    assert_complete(rollouts, requests, sampling, states, version=version)
+    by_id = {request.sample_id: request for request in requests}
+    for rollout in rollouts:
+        assert rollout.hidden_states is None
+        of_response = expected_metrics(states_of(rollout, by_id[rollout.sample_id], sampling))
+        assert rollout.metrics == pytest.approx(of_response, rel=1e-5, abs=1e-5)
+
+
+def test_options_reach_the_measuring(world, sampling, monkeypatch):
+    seen = {}
+
+    class Spy(measurer.Measurer):
+        def __init__(self, **settings):
+            seen.update(settings)
+            super().__init__(**settings)
+
+    monkeypatch.setattr(measurer, "Measurer", Spy)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    client = world.client(world.replica())
+    version, requests = sync(client), make_requests()
+    params = MetricParams(("effective_rank",), 2, "later", "svd", 1.5, num_threads=99)
+    by_id = {request.sample_id: request for request in requests}
+    for rollout in client.generate(requests, sampling, version=version, metrics=params):
+        states = states_of(rollout, by_id[rollout.sample_id], sampling)
+        expected = expected_metrics(states, params)
+        assert rollout.metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert seen == {
+        "names": ("effective_rank",), "stride": 2, "window": "later", "method": "svd",
+        "window_growth": 1.5, "max_tokens": 16, "num_threads": 3,
+    }  # fmt: skip
+
+
+def test_calls_without_metrics_are_as_before(world, sampling):
+    client = world.client(world.replica())
+    version, requests = sync(client), make_requests()
+    for rollout in client.generate(requests, sampling, version=version):
+        assert rollout.metrics == {} and rollout.mean_state is None
+    assert client.counters["metric_bytes"] == 0
+
+
+def test_what_waits_for_company_is_sent_before_a_caller_gives_up(world, sampling, monkeypatch):
+    """Small responses share a call, which the hanging engine will never fill."""
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
+    client = world.client(world.replica(FakeScript(hang_after=3)), stall_timeout_s=60.0)
+    rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
+    assert {next(rollouts).sample_id for _ in range(3)} == {"0/0", "0/1", "1/0"}
+    rollouts.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "kinds"),
+    [
+        ("MAX_HELD_RESPONSES", 3, ("decode",)),
+        ("MAX_HELD_BYTES", 3 * 8 * 2, ("decode",)),
+        # Prompts of five tokens: six states a response.
+        ("MAX_HELD_BYTES", 3 * 6 * 8 * 2, ("decode", "prefill")),
+    ],
+)
+def test_an_engine_that_is_faster_than_the_measuring_waits(
+    sampling, monkeypatch, limit, value, kinds
+):
+    """No more than the limit and one are sampled and not measured, whatever the engine could do."""
+    monkeypatch.setattr(measurer, limit, value)
+    submit, ahead = measurer.Measurer.submit, []
+
+    def slowly(measurer, states):
+        time.sleep(0.002)
+        return submit(measurer, states)
+
+    monkeypatch.setattr(measurer.Measurer, "submit", slowly)
+    prompt = np.arange(5, dtype=np.int32)
+    requests = [dataclasses.replace(r, prompt_ids=prompt) for r in make_requests(20, 1)]
+    sampling = dataclasses.replace(sampling, max_tokens=1)
+    states = HiddenStateParams((-1,), kinds=kinds)
+    version, sampled = WeightVersion("run", "attempt", 0, "0" * 64), 0
+
+    async def engine():
+        nonlocal sampled
+        for request in requests:
+            sampled += 1
+            yield fake_rollout(request, sampling, states, version, vocab_size=101, hidden_size=8)
+
+    async def run():
+        received = 0
+        each = measurer.measure_each(engine(), PARAMS, max_tokens=1, keep_states=False)
+        async for _ in each:
+            ahead.append(sampled - received)
+            received += 1
+        return received
+
+    # Nothing but what is held back would wake it.
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", None)
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 20
+    assert max(ahead) <= 4
+
+
+def test_a_caller_that_goes_away_ends_the_engines_call(world, sampling, monkeypatch):
+    """Even where the engine would not send another response."""
+    monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
+    replica = world.replica(FakeScript(hang_after=2))
+    client = world.client(replica)
+    rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
+    assert next(rollouts).metrics
+    assert replica.engine.num_closed == 0
+    rollouts.close()
+    wait_until(lambda: replica.engine.num_closed == 1)
+
+
+def test_aborted_responses_come_too(world, sampling):
+    replica = world.replica(FakeScript(hang_after=2))
+    client = world.client(replica)
+    caller = world.caller(replica)
+    rollouts = caller.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
+    first = next(rollouts)
+    assert caller.abort() >= 6
+    rest = list(rollouts)
+    assert {r.finish_reason for r in (first, *rest)} >= {"aborted"} and len(rest) == 7
+    for rollout in rest:
+        if rollout.finish_reason == "aborted":
+            assert rollout.metrics["effective_rank_valid"] == 0
+            np.testing.assert_array_equal(rollout.mean_state, np.zeros(8))
+
+
+def test_an_engine_that_fails_is_said(world, sampling):
+    client = world.client(world.replica(FakeScript(fail_after=2)))
+    with pytest.raises(RuntimeError, match="the script says so"):
+        list(client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS))
+
+
+def test_an_unknown_metric_is_refused_in_one_line(world, sampling):
+    client = world.client(world.replica())
+    params = dataclasses.replace(PARAMS, names=("effective_rank", "luck"))
+    with pytest.raises(ValueError, match=r"metrics.names has 'luck'; the replica meas") as caught:
+        list(client.generate(make_requests(), sampling, version=sync(client), metrics=params))
+    assert "\n" not in str(caught.value)
+
+
+def test_jax_is_loaded_when_metrics_are_asked_for_and_not_before():
+    code = """
+import sys
+import numpy as np
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
+from semrl_jax.types import MetricParams, SampleRequest, SamplingParams
+
+with EmbeddedReplica(FakeEngine()) as replica:
+    with RolloutClient([replica.address], replica.token, run_id="r", attempt_id="a") as client:
+        client.connect(model_hash="fake-model", tokenizer_hash="fake-tokenizer", vocab_size=101)
+        arrays = [np.ones(spec.shape, np.float32) for spec in FAKE_SPECS]
+        version = client.sync_weights(FAKE_SPECS, lambda: arrays, step=0)
+        for metrics in (None, MetricParams(("effective_rank",), 3)):
+            request = SampleRequest("s", 0, 0, np.array([1], np.int32), 7)
+            (rollout,) = client.generate(
+                [request], SamplingParams(8), version=version, metrics=metrics
+            )
+            print("jax" in sys.modules, "effective_rank" in rollout.metrics)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "False", "True", "True"], result.stderr
+
+
+def test_functions_of_options_not_used_for_long_are_dropped():
+    """A client chooses the options: without a bound it could fill the memory with programs."""
+
+    def function(**options):
+        return options
+
+    first = weakref.ref(measurer._compiled(function, stride=0))
+    kept = measurer._compiled(function, stride=1)
+    for stride in range(2, measurer.MAX_COMPILED + 1):
+        measurer._compiled(function, stride=stride)
+    gc.collect()
+    assert first() is None and measurer._compiled(function, stride=1) is kept

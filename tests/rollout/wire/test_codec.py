@@ -1,0 +1,521 @@
+"""Records survive the wire bit for bit; messages that lie are refused before anything is built."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.types import (
+    FINISH_REASONS,
+    HiddenStateParams,
+    MetricParams,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+)
+from tests.rollout.fake_engine import FakeEngine
+
+VERSION = WeightVersion("run", "attempt", 3, "ab" * 32)
+LIMITS = FakeEngine(max_prompts=4, max_prompt_tokens=8, max_response_tokens=32).describe()
+SPECS = (TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (4,), "bfloat16"))
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def wire(message):
+    """Through serialised bytes, as gRPC does it."""
+    return type(message).FromString(message.SerializeToString())
+
+
+def make_call(max_tokens=8, states=None, num_samples=1):
+    request = SampleRequest("s", 5, 0, np.array([1, 2], np.int32), 7)
+    requests = [dataclasses.replace(request, sample_id=f"s{i}") for i in range(num_samples)]
+    return GenerateCall(
+        tuple(requests), SamplingParams(max_tokens), states or HiddenStateParams(), VERSION
+    )
+
+
+def make_rollout(num_tokens=3, states=None, **changes):
+    rollout = Rollout(
+        sample_id="s0",
+        group_id=5,
+        sample_index=0,
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.arange(num_tokens, dtype=np.int32),
+        rollout_logprobs=np.full(num_tokens, -0.5, np.float32),
+        rollout_raw_logprobs=None,
+        finish_reason="length",
+        versions=(VersionSpan(VERSION, 0, num_tokens),),
+        hidden_states=states,
+        layers=() if states is None else tuple(range(states.shape[1])),
+    )
+    return dataclasses.replace(rollout, **changes)
+
+
+def decode(call, rollout, change=None, drop=()):
+    """Encodes, lets `change` tamper with each message, decodes all but the dropped ones."""
+    decoder = RolloutDecoder(call, vocab_size=101)
+    done = []
+    for i, message in enumerate(codec.encode_rollout(rollout)):
+        message = wire(message)
+        if change:
+            change(message)
+        if i not in drop and (decoded := decoder.feed(message)) is not None:
+            done.append(decoded)
+    decoder.finish()
+    return done
+
+
+def assert_same(actual, expected):
+    for field in dataclasses.fields(expected):
+        a, b = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(b, np.ndarray):
+            assert a.dtype == b.dtype and a.shape == b.shape, field.name
+            assert a.tobytes() == b.tobytes(), field.name
+        else:
+            assert a == b, field.name
+
+
+@given(
+    num_tokens=st.integers(1, 40),
+    num_layers=st.integers(0, 3),
+    width=st.integers(1, 9),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    seed=st.integers(0, 2**32 - 1),
+    raw=st.booleans(),
+    sample_id=names,
+    reason=st.sampled_from(FINISH_REASONS),
+    metrics=st.dictionaries(names, float32s, max_size=3),
+    kinds=st.sampled_from([("decode",), ("prefill",), ("decode", "prefill")]),
+)
+def test_rollout_round_trip(
+    num_tokens, num_layers, width, dtype, seed, raw, sample_id, reason, metrics, kinds
+):
+    rng = np.random.default_rng(seed)
+
+    def states(kind, count):
+        if num_layers == 0 or kind not in kinds:
+            return None
+        bits = rng.integers(0, 256, (count, num_layers, width * 4), np.uint8)
+        return bits.view(codec.STATE_DTYPES[dtype])  # any bits at all, NaN included
+
+    layers = tuple(range(num_layers))
+    request = SampleRequest(sample_id, seed, 3, np.array([4, 5], np.int32), 2**64 - 1)
+    sampling = SamplingParams(max_tokens=40)
+    call = GenerateCall((request,), sampling, HiddenStateParams(layers, dtype, kinds), VERSION)
+    logprobs = -rng.random(num_tokens, np.float32)
+    rollout = make_rollout(
+        num_tokens,
+        sample_id=sample_id,
+        group_id=seed,
+        sample_index=3,
+        prompt_ids=request.prompt_ids,
+        response_ids=rng.integers(0, 101, num_tokens).astype(np.int32),
+        rollout_logprobs=logprobs,
+        rollout_raw_logprobs=logprobs * 2 if raw else None,
+        finish_reason=reason,
+        metrics=metrics,
+        layers=layers,
+        hidden_states=states("decode", num_tokens),
+        prompt_states=states("prefill", 2),
+        generate_s=1.5,
+    )
+    (decoded,) = decode(call, rollout)
+    assert_same(decoded, rollout)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    temperature=st.floats(0, 100, width=32),
+    top_p=st.floats(0, 1, width=32, exclude_min=True),
+    top_k=st.integers(0, 101),
+    seed=st.integers(0, 2**64 - 1),
+    group_id=st.integers(-(2**63), 2**63 - 1),
+    layers=st.lists(st.sampled_from(LIMITS.layers), unique=True),
+    kinds=st.permutations(["decode", "prefill"]),
+    step=st.integers(0, 2**63 - 1),
+)
+def test_request_round_trip(
+    lengths, temperature, top_p, top_k, seed, group_id, layers, kinds, step
+):
+    version = dataclasses.replace(VERSION, step=step)
+    sampling = SamplingParams(
+        8, temperature, top_p, top_k, eos_token_ids=(100,), stop_token_ids=(0, 7)
+    )
+    kinds = tuple(kinds[: 1 + seed % 2])
+    states = HiddenStateParams(tuple(layers), "float32", kinds) if layers else HiddenStateParams()
+    requests = [
+        SampleRequest(str(i), group_id, i, np.arange(length, dtype=np.int32), seed)
+        for i, length in enumerate(lengths)
+    ]
+    message = codec.encode_request(requests, sampling, states, version)
+    assert len(message.prompts) == len(set(lengths))  # a shared prompt travels once
+    call = codec.decode_request(wire(message), LIMITS)
+    assert (call.sampling, call.hidden_states, call.version) == (sampling, states, version)
+    for actual, expected in zip(call.requests, requests, strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("version", [None, VERSION])
+def test_description_round_trip(version):
+    description = dataclasses.replace(LIMITS, protocol_major=1, version=version)
+    assert codec.decode_description(wire(codec.encode_description(description))) == description
+
+
+def test_specs_round_trip_in_the_senders_order():
+    sent = (SPECS[1], dataclasses.replace(SPECS[0], dtype="bfloat16"))
+    assert codec.decode_specs(codec.encode_specs(sent), SPECS) == sent
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 585])  # 585 x 3584 bfloat16 is 4 chunks
+def test_large_states_travel_in_chunks(num_tokens):
+    bits = np.random.default_rng(0).integers(0, 2**16, (num_tokens, 1, 3584), np.uint16)
+    states = bits.view(ml_dtypes.bfloat16)
+    rollout = make_rollout(num_tokens, states, response_ids=np.zeros(num_tokens, np.int32))
+    messages = list(codec.encode_rollout(rollout))
+    num_chunks = -(-states.nbytes // codec.CHUNK_BYTES) if num_tokens > 1 else 0
+    assert len(messages) == 1 + num_chunks
+    assert max(len(m.state_chunk.data) for m in messages) <= codec.CHUNK_BYTES
+    (decoded,) = decode(make_call(1000, HiddenStateParams((0,))), rollout)
+    assert_same(decoded, rollout)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_large_states_of_prompts_follow_those_of_the_response(num_tokens):
+    rng = np.random.default_rng(0)
+
+    def states(count):
+        return rng.integers(0, 2**16, (count, 1, 3584), np.uint16).view(ml_dtypes.bfloat16)
+
+    prompt_ids = np.arange(200, dtype=np.int32) % 101
+    rollout = make_rollout(
+        num_tokens,
+        states(num_tokens),
+        response_ids=np.zeros(num_tokens, np.int32),
+        prompt_ids=prompt_ids,
+        prompt_states=states(200),
+    )
+    call = make_call(1000, HiddenStateParams((0,), kinds=("prefill", "decode")))
+    requests = [dataclasses.replace(r, prompt_ids=prompt_ids) for r in call.requests]
+    (decoded,) = decode(call._replace(requests=tuple(requests)), rollout)
+    assert_same(decoded, rollout)
+
+
+def test_states_of_an_aborted_response_may_be_empty():
+    rollout = make_rollout(
+        0, np.zeros((0, 1, 4), ml_dtypes.bfloat16), finish_reason="aborted", versions=()
+    )
+    (decoded,) = decode(make_call(8, HiddenStateParams((0,))), rollout)
+    assert decoded.hidden_states.shape == (0, 1, 4)
+    # Its prompt may be half read.
+    rollout = dataclasses.replace(rollout, prompt_states=rollout.hidden_states)
+    states = HiddenStateParams((0,), kinds=("decode", "prefill"))
+    (decoded,) = decode(make_call(8, states), rollout)
+    assert decoded.prompt_states.shape == (0, 1, 4)
+
+
+def set_field(path, value):
+    """A change of the message's response: 'a.b' is set, or extended where it is repeated."""
+    *parents, name = path.split(".")
+
+    def change(message):
+        for parent in ["response", *parents]:
+            message = getattr(message, parent)
+        if isinstance(value, list):
+            del getattr(message, name)[:]
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+
+    return change
+
+
+STATES = np.zeros((3, 1, 4), ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (set_field("sample_id", "other"), "not asked for"),
+        (set_field("group_id", 6), "group 6"),
+        (set_field("sample_index", 1), "index 1"),
+        (set_field("finish_reason", "tired"), "tired"),
+        (set_field("token_ids", []), "0 tokens; 1 to 8"),
+        (set_field("token_ids", [1] * 9), "9 tokens; 1 to 8"),
+        (set_field("token_ids", [1, 2, 101]), r"token id 101; ids must be in \[0, 101\)"),
+        (set_field("token_ids", [1, 2, -1]), "token id -1"),
+        (set_field("logprobs", b"\0" * 11), "11 bytes for 3 tokens"),
+        (set_field("raw_logprobs", b"\0" * 8), "raw_logprobs has 8 bytes"),
+        (set_field("logprobs", np.float32([0, np.nan, 0]).tobytes()), "not finite"),
+        (set_field("raw_logprobs", np.float32([0, 0, -np.inf]).tobytes()), "not finite"),
+        (set_field("versions", []), "cover 0 of 3"),
+        (lambda m: setattr(m.response.versions[0], "end", 2), "cover 2 of 3"),
+        (lambda m: setattr(m.response.versions[0], "start", 1), r"\[1, 3\)"),
+        (lambda m: setattr(m.response.versions[0].version, "step", 4), "attempt/4.*attempt/3"),
+        (lambda m: m.response.ClearField("hidden_states"), "hidden_states are missing"),
+        (set_field("hidden_states.shape", [3, 4]), r"shape \[3, 4\]"),
+        (set_field("hidden_states.shape", [2, 1, 4]), "for 3 tokens"),
+        (set_field("hidden_states.shape", [3, 1, 5]), "24 bytes of states"),
+        (set_field("hidden_states.shape", [3, 1, -4]), "shape"),
+        (set_field("hidden_states.shape", [3, 1, 2**40]), "shape"),
+        (set_field("hidden_states.dtype", "float32"), "float32 states"),
+        (set_field("layers", [7]), r"layers \[7\]"),
+        (lambda m: m.ClearField("response"), "neither"),
+        (lambda m: m.state_chunk.SetInParent(), "out of turn"),
+    ],
+)
+def test_inconsistent_response_is_refused(change, match):
+    call = make_call(8, HiddenStateParams((0,)))
+    assert decode(call, make_rollout(3, STATES))
+    with pytest.raises(ValueError, match=match):
+        decode(call, make_rollout(3, STATES), change)
+
+
+def test_states_not_asked_for_are_refused():
+    with pytest.raises(ValueError, match="hidden_states are sent"):
+        decode(make_call(), make_rollout(3, STATES))
+    both = make_call(8, HiddenStateParams((0,), kinds=("decode", "prefill")))
+    with pytest.raises(ValueError, match=r"prompt_states are missing; .*'prefill'"):
+        decode(both, make_rollout(3, STATES))
+    prompt_states = STATES[:1]  # of two tokens
+    with pytest.raises(ValueError, match=r"prompt_states of shape .* for 2 tokens"):
+        decode(both, make_rollout(3, STATES, prompt_states=prompt_states))
+
+    def narrower(message):
+        array = message.response.prompt_states
+        array.shape[-1], array.data = 2, array.data[:8]
+
+    with pytest.raises(ValueError, match="not equally wide"):
+        decode(both, make_rollout(3, STATES, prompt_states=STATES[:2]), narrower)
+    none = HiddenStateParams((0,), kinds=())
+    with pytest.raises(ValueError, match="kinds is empty"):
+        codec.encode_request(both.requests, both.sampling, none, VERSION)
+
+
+def test_chunks_that_do_not_fill_the_states_are_refused():
+    states = np.zeros((600, 1, 3584), ml_dtypes.bfloat16)
+    rollout = make_rollout(600, states, response_ids=np.zeros(600, np.int32))
+    call = make_call(600, HiddenStateParams((0,)))
+
+    def resize(size):
+        def change(message):
+            if message.WhichOneof("payload") == "state_chunk":
+                message.state_chunk.data = bytes(size)
+
+        return change
+
+    with pytest.raises(ValueError, match="ended 106496 bytes before"):
+        decode(call, rollout, drop=(5,))
+    with pytest.raises(ValueError, match="1048576 bytes, 106496 bytes before the end"):
+        decode(call, rollout, resize(codec.CHUNK_BYTES))
+    with pytest.raises(ValueError, match="a chunk of 0 bytes"):
+        decode(call, rollout, resize(0))
+    with pytest.raises(ValueError, match="out of turn"):
+        decode(call, rollout, drop=(0,))
+
+
+def test_tokens_of_other_weights_are_refused():
+    later = dataclasses.replace(VERSION, step=VERSION.step + 1)
+    spans = (VersionSpan(VERSION, 0, 2), VersionSpan(later, 2, 3))
+    rollout = make_rollout(3, None, response_ids=np.zeros(3, np.int32), versions=spans)
+    call = make_call(3, HiddenStateParams(()))
+    (message,) = codec.encode_rollout(rollout)
+    with pytest.raises(ValueError, match=r"was sampled with weights .*, not with"):
+        RolloutDecoder(call, vocab_size=101).feed(message)
+
+
+def test_response_inside_another_is_refused():
+    states = np.zeros((600, 1, 3584), ml_dtypes.bfloat16)
+    rollout = make_rollout(600, states, response_ids=np.zeros(600, np.int32))
+    call = make_call(600, HiddenStateParams((0,)), num_samples=2)
+    decoder = RolloutDecoder(call, vocab_size=101)
+    assert decoder.feed(next(codec.encode_rollout(rollout))) is None
+    with pytest.raises(ValueError, match="'s0' ended 4300800 bytes before"):
+        decoder.feed(next(codec.encode_rollout(dataclasses.replace(rollout, sample_id="s1"))))
+
+
+def change_request(change, **settings):
+    message = codec.encode_request(
+        make_call(num_samples=2).requests, SamplingParams(8), HiddenStateParams((0,)), VERSION
+    )
+    change(message)
+    return codec.decode_request(message, dataclasses.replace(LIMITS, **settings))
+
+
+BAD_REQUESTS = [
+    (lambda m: m.version.ClearField("run_id"), ValueError, "version.run_id"),
+    (lambda m: m.ClearField("version"), ValueError, "version.run_id has 0 characters"),
+    (lambda m: setattr(m.version, "digest", "x" * 300), ValueError, "digest has 300"),
+    (lambda m: setattr(m.version, "step", -1), ValueError, "version.step=-1"),
+    (lambda m: m.ClearField("samples"), ValueError, "samples is empty"),
+    (lambda m: [m.samples.add() for _ in range(3)], codec.LimitExceeded, "5 samples.*4 a call"),
+    (lambda m: [m.prompts.add() for _ in range(2)], ValueError, "3 prompts for 2 samples"),
+    (lambda m: m.prompts[0].ClearField("token_ids"), ValueError, r"prompts\[0\] is empty"),
+    (lambda m: m.prompts[0].token_ids.extend([1] * 7), codec.LimitExceeded, "9 tokens.*takes 8"),
+    (lambda m: m.prompts[0].token_ids.append(101), ValueError, r"token id 101.*\[0, 101\)"),
+    (lambda m: m.prompts[0].token_ids.append(-1), ValueError, "token id -1"),
+    (lambda m: setattr(m.samples[1], "sample_id", "s0"), ValueError, "'s0' is not unique"),
+    (lambda m: setattr(m.samples[1], "sample_id", ""), ValueError, r"samples\[1\].sample_id has 0"),
+    (lambda m: setattr(m.samples[1], "prompt_index", 1), ValueError, r"=1 must be in \[0, 1\)"),
+    (lambda m: setattr(m.samples[1], "prompt_index", -1), ValueError, "prompt_index=-1"),
+    (lambda m: setattr(m.samples[1], "sample_index", -1), ValueError, "sample_index=-1"),
+    (lambda m: setattr(m.sampling, "max_tokens", 0), ValueError, r"=0 must be in \[1, 32\]"),
+    (lambda m: setattr(m.sampling, "max_tokens", 33), ValueError, "max_tokens=33"),
+    (lambda m: setattr(m.sampling, "temperature", -1), ValueError, "temperature=-1"),
+    (lambda m: setattr(m.sampling, "temperature", np.nan), ValueError, "temperature=nan"),
+    (lambda m: setattr(m.sampling, "top_p", 0), ValueError, r"top_p=0.0 must be in \(0, 1\]"),
+    (lambda m: setattr(m.sampling, "top_p", 1.5), ValueError, "top_p=1.5"),
+    (lambda m: setattr(m.sampling, "top_p", np.nan), ValueError, "top_p=nan"),
+    (lambda m: setattr(m.sampling, "top_k", -1), ValueError, "top_k=-1"),
+    (lambda m: setattr(m.sampling, "top_k", 102), ValueError, "top_k=102"),
+    (lambda m: m.sampling.eos_token_ids.append(101), ValueError, "eos_token_ids has token id 101"),
+    (lambda m: m.sampling.stop_token_ids.append(-2), ValueError, "stop_token_ids has token id -2"),
+    (
+        lambda m: m.sampling.stop_token_ids.extend([1] * 2000),
+        codec.LimitExceeded,
+        "stop_token_ids has 2000 ids",
+    ),
+    (lambda m: m.hidden_states.layers.append(9), ValueError, r"has 9; the replica has \[-1, 0"),
+    (lambda m: m.hidden_states.layers.append(0), ValueError, "names a layer twice"),
+    (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
+    (lambda m: m.hidden_states.kinds.append("later"), ValueError, "kinds has 'later'; the replica"),
+    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "a kind twice"),
+]
+
+
+def test_layer_that_the_engine_has_not_is_refused_with_its_reason():
+    with pytest.raises(ValueError, match=r"has 9; the replica has \[.*\]: a reason\.$"):
+        change_request(lambda m: m.hidden_states.layers.append(9), layers_reason="a reason")
+
+
+@pytest.mark.parametrize(("change", "error", "match"), BAD_REQUESTS)
+def test_bad_request_is_refused(change, error, match):
+    assert len(change_request(lambda m: None).requests) == 2
+    with pytest.raises(ValueError, match=match) as caught:
+        change_request(change)
+    assert type(caught.value) is error
+    assert "\n" not in str(caught.value)
+
+
+METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", 1.5, "float32", 3)
+
+
+def change_metrics(change, metrics=METRICS, **states):
+    states = HiddenStateParams(**states)
+    call = make_call(states=states)
+    message = codec.encode_request(call.requests, call.sampling, states, VERSION, metrics)
+    change(message.metrics)
+    limits = dataclasses.replace(LIMITS, metric_kinds=("effective_rank", "curvature"))
+    return codec.decode_request(wire(message), limits).metrics
+
+
+@given(
+    stride=st.integers(1, 2**31 - 1),
+    window=st.sampled_from(codec.METRIC_WINDOWS),
+    method=st.sampled_from(codec.METRIC_METHODS),
+    growth=st.floats(1, 1e6),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    threads=st.integers(1, 1024),
+)
+def test_metric_options_round_trip(stride, window, method, growth, dtype, threads):
+    metrics = MetricParams(("curvature",), stride, window, method, growth, dtype, threads)
+    assert change_metrics(lambda m: None, metrics) == metrics
+    assert change_metrics(lambda m: None, metrics, layers=(0, -1), dtype=dtype) == metrics
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.ClearField("names"), "metrics.names is empty"),
+        (lambda m: m.names.append("luck"), "has 'luck'; the replica measures"),
+        (lambda m: m.names.append("curvature"), "names a metric twice"),
+        (lambda m: setattr(m, "stride", 0), "metrics.stride=0 must be at least 1"),
+        (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
+        (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),
+        (lambda m: setattr(m, "window_growth", 0.5), "window_growth=0.5 must be finite and"),
+        (lambda m: setattr(m, "window_growth", np.inf), "window_growth=inf must be finite"),
+        (lambda m: setattr(m, "window_growth", np.nan), "window_growth=nan must be finite"),
+        (lambda m: setattr(m, "dtype", "int8"), "metrics.dtype='int8' must be one of"),
+        (lambda m: setattr(m, "num_threads", 0), "metrics.num_threads=0 must be at least 1"),
+    ],
+)
+def test_bad_metric_options_are_refused(change, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        change_metrics(change)
+    assert "\n" not in str(caught.value)
+
+
+def test_states_that_travel_are_those_that_are_measured():
+    for states in ({"layers": (0,), "dtype": "float32"}, {"layers": (-1,), "dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="metrics are of float32 states of layer -1"):
+            change_metrics(lambda m: None, **states)
+
+
+MEASURED = {
+    name + suffix: 1.0 for name in ("effective_rank", "curvature") for suffix in ("", "_valid")
+}
+
+
+def test_measured_response_round_trip():
+    call = make_call()._replace(metrics=METRICS)
+    mean = np.array([0.5, -1e-30, np.inf], np.float32)
+    rollout = make_rollout(metrics=MEASURED | {"effective_rank_velocity": 0.1}, mean_state=mean)
+    (decoded,) = decode(call, rollout)
+    assert decoded.mean_state.tobytes() == mean.tobytes()
+    assert decoded.metrics == rollout.metrics | {"effective_rank_velocity": float(np.float32(0.1))}
+    assert list(decoded.metrics) == sorted(decoded.metrics)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.response.metrics.pop("curvature"), "without 'curvature', a metric asked"),
+        (lambda m: m.response.metrics.pop("effective_rank_valid"), "'effective_rank_valid'"),
+        (set_field("mean_state", b""), "a mean state of 0 bytes"),
+        (set_field("mean_state", bytes(7)), "a mean state of 7 bytes"),
+        (set_field("mean_state", bytes(4 * codec.MAX_HIDDEN_WIDTH + 4)), "of 262148 bytes"),
+    ],
+)
+def test_inconsistent_measurement_is_refused(change, match):
+    call = make_call()._replace(metrics=METRICS)
+    rollout = make_rollout(metrics=MEASURED, mean_state=np.zeros(4, np.float32))
+    assert decode(call, rollout)
+    with pytest.raises(ValueError, match=match):
+        decode(call, rollout, change)
+    with pytest.raises(ValueError, match="nothing was to be measured"):
+        decode(make_call(), rollout)
+
+
+@pytest.mark.parametrize(
+    ("specs", "match"),
+    [
+        (SPECS[:1], "missing: b"),
+        ((*SPECS, TensorSpec("c", (1,), "float32")), "not of this model: c"),
+        ((*SPECS, SPECS[0]), "repeated: a"),
+        ((SPECS[0], TensorSpec("b", (5,), "float32")), r"'b' is \[5\], not \[4\]"),
+        ((SPECS[0], TensorSpec("b", (4,), "int8")), "dtype 'int8'"),
+    ],
+)
+def test_manifest_of_another_model_is_refused(specs, match):
+    with pytest.raises(ValueError, match=match):
+        codec.decode_specs(codec.encode_specs(specs), SPECS)
+
+
+@given(data=st.binary(max_size=200))
+def test_arbitrary_bytes_never_pass(data):  # or never reach the codec
+    try:
+        message = pb.GenerateRequest.FromString(data)
+    except Exception:
+        return
+    with pytest.raises(ValueError):
+        codec.decode_request(message, LIMITS)

@@ -1,0 +1,269 @@
+"""Messages recorded when the protocol was at version 1.0 to 1.2 are read for ever after.
+
+The files under recorded/ are never written again: a later protocol adds a directory of its own, of
+the messages that are new in it.
+`python -m tests.rollout.wire.test_recorded DIRECTORY` writes the messages below.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.types import (
+    HiddenStateParams,
+    MetricParams,
+    ReplicaDescription,
+    Rollout,
+    SampleRequest,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+    WeightVersion,
+    manifest_digest,
+)
+
+RECORDED = pathlib.Path(__file__).with_name("recorded")
+
+VERSION = WeightVersion("run-7", "attempt-2", 41, "0123456789abcdef" * 4)
+DESCRIPTION = ReplicaDescription(
+    protocol_major=1,
+    protocol_minor=0,
+    replica_id="host:1234:abcd",
+    engine="vllm",
+    engine_version="0.32.0",
+    model_hash="m" * 64,
+    tokenizer_hash="t" * 64,
+    vocab_size=151_936,
+    layers=(-1, 0, 24),
+    state_kinds=("decode",),
+    logprob_kinds=("sampling", "raw"),
+    metric_kinds=("effective_rank",),
+    max_prompts=4096,
+    max_prompt_tokens=2048,
+    max_response_tokens=8192,
+    version=VERSION,
+)
+SAMPLING = SamplingParams(
+    max_tokens=1024,
+    temperature=0.75,
+    top_p=0.9375,
+    top_k=50,
+    eos_token_ids=(151_643,),
+    stop_token_ids=(13, 198),
+)
+STATES = HiddenStateParams((-1, 24), "bfloat16")
+REQUESTS = (
+    SampleRequest("41/3/0", 2**40, 0, np.array([1, 151_935, 0], np.int32), 2**64 - 1),
+    SampleRequest("41/3/1", 2**40, 1, np.array([1, 151_935, 0], np.int32), 5),
+)
+SMALL = Rollout(
+    sample_id="41/3/0",
+    group_id=2**40,
+    sample_index=0,
+    prompt_ids=REQUESTS[0].prompt_ids,
+    response_ids=np.array([9, 151_643], np.int32),
+    rollout_logprobs=np.array([-0.5, -1.25], np.float32),
+    rollout_raw_logprobs=np.array([-0.75, -2.0], np.float32),
+    finish_reason="eos",
+    versions=(VersionSpan(VERSION, 0, 2),),
+    hidden_states=np.arange(-6, 6).reshape(2, 2, 3).astype(ml_dtypes.bfloat16),
+    layers=(-1, 24),
+    metrics={"effective_rank": 1.5},
+    generate_s=0.25,
+)
+LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
+    SMALL,
+    sample_id="41/3/1",
+    sample_index=1,
+    response_ids=np.arange(300, dtype=np.int32),
+    rollout_logprobs=np.full(300, -0.125, np.float32),
+    rollout_raw_logprobs=None,
+    finish_reason="length",
+    versions=(VersionSpan(VERSION, 0, 300),),
+    hidden_states=np.zeros((300, 2, 1024), ml_dtypes.bfloat16),
+    metrics={},
+)
+PARAMS = MetricParams(("effective_rank",), 40, "release", "svd", 1.25, "float32", 6)  # 1.1
+MEASURED = dataclasses.replace(
+    SMALL,
+    hidden_states=None,
+    layers=(),
+    metrics={"effective_rank": 1.5, "effective_rank_valid": 1.0},
+    mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
+)
+ALL_STATES = HiddenStateParams((-1, 24), "bfloat16", ("prefill", "decode"))  # 1.2
+WHOLE = dataclasses.replace(
+    SMALL, prompt_states=np.arange(18).reshape(3, 2, 3).astype(ml_dtypes.bfloat16)
+)
+FINAL_ONLY = dataclasses.replace(
+    DESCRIPTION,
+    protocol_minor=2,
+    layers=(-1, 24),
+    state_kinds=("decode", "prefill"),
+    layers_reason="the others stay inside",
+)
+SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
+CHECKSUMS = [bytes(range(32)), bytes(32)]
+DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
+
+
+def messages():
+    """File name to message, as this code writes them."""
+    small, large = codec.encode_rollout(SMALL), codec.encode_rollout(LARGE)
+    begin = pb.BeginUpdate(
+        run_id="run-7", attempt_id="attempt-2", step=41, tensors=codec.encode_specs(SPECS)
+    )
+    chunk = pb.TensorChunk(tensor_index=1, data=b"\x80\x3f")
+    digest = manifest_digest(SPECS, CHECKSUMS)
+    commit = pb.CommitUpdate(checksums=CHECKSUMS, digest=digest)
+    found = {
+        "describe_response": codec.encode_description(DESCRIPTION),
+        "generate_request": codec.encode_request(REQUESTS, SAMPLING, STATES, VERSION),
+        "generate_response_inline": next(small),
+        "generate_response_chunked": next(large),
+        "update_begin": pb.UpdateWeightsRequest(begin=begin),
+        "update_chunk": pb.UpdateWeightsRequest(chunk=chunk),
+        "update_commit": pb.UpdateWeightsRequest(commit=commit),
+        "update_response": pb.UpdateWeightsResponse(version=codec.encode_version(VERSION)),
+        "pause_response": pb.PauseResponse(version=codec.encode_version(VERSION)),
+        "resume_response": pb.ResumeResponse(version=codec.encode_version(VERSION)),
+        "abort_response": pb.AbortResponse(num_aborted=6, version=codec.encode_version(VERSION)),
+    }
+    for i, state_chunk in enumerate(large):
+        state_chunk.state_chunk.data = state_chunk.state_chunk.data[:16]  # the files stay small
+        found[f"state_chunk_{i}"] = state_chunk
+    return found
+
+
+def messages_of_1_1():
+    """What version 1.0 did not have."""
+    (measured,) = codec.encode_rollout(MEASURED)
+    return {
+        "generate_request_measured": codec.encode_request(
+            REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS
+        ),
+        "generate_response_measured": measured,
+    }
+
+
+def messages_of_1_2():
+    """What version 1.1 did not have."""
+    (whole,) = codec.encode_rollout(WHOLE)
+    return {
+        "describe_response_final_only": codec.encode_description(FINAL_ONLY),
+        "generate_request_all_states": codec.encode_request(
+            REQUESTS, SAMPLING, ALL_STATES, VERSION
+        ),
+        "generate_response_all_states": whole,
+    }
+
+
+def recorded(name, kind, version="1.0"):
+    return kind.FromString((RECORDED / version / f"{name}.bin").read_bytes())
+
+
+def assert_same(actual, expected):
+    for field in dataclasses.fields(expected):
+        a, b = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(b, np.ndarray):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), field.name
+        else:
+            assert a == b, field.name
+
+
+def test_description():
+    assert codec.decode_description(recorded("describe_response", pb.DescribeResponse)) == (
+        DESCRIPTION
+    )
+
+
+def test_generate_request():
+    call = codec.decode_request(recorded("generate_request", pb.GenerateRequest), DESCRIPTION)
+    assert (call.sampling, call.hidden_states, call.version) == (SAMPLING, STATES, VERSION)
+    assert call.metrics is None
+    for actual, expected in zip(call.requests, REQUESTS, strict=True):
+        assert_same(actual, expected)
+
+
+def test_generate_responses():
+    call = GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    inline = recorded("generate_response_inline", pb.GenerateResponse)
+    assert_same(decoder.feed(inline), SMALL)
+    assert decoder.feed(recorded("generate_response_chunked", pb.GenerateResponse)) is None
+    chunks = [recorded(f"state_chunk_{i}", pb.GenerateResponse) for i in range(2)]
+    assert [chunk.state_chunk.sample_id for chunk in chunks] == ["41/3/1"] * 2
+    sizes = (codec.CHUNK_BYTES, LARGE.hidden_states.nbytes - codec.CHUNK_BYTES)
+    rollout = None
+    for chunk, size in zip(chunks, sizes):
+        assert chunk.state_chunk.data == bytes(16)
+        chunk.state_chunk.data = bytes(size)
+        rollout = decoder.feed(chunk)
+    assert_same(rollout, LARGE)
+
+
+def test_measured_responses():
+    request = recorded("generate_request_measured", pb.GenerateRequest, "1.1")
+    call = codec.decode_request(request, DESCRIPTION)
+    assert (call.metrics, call.hidden_states) == (PARAMS, HiddenStateParams())
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    reply = recorded("generate_response_measured", pb.GenerateResponse, "1.1")
+    assert_same(decoder.feed(reply), MEASURED)
+
+
+def test_responses_with_states_of_their_prompts():
+    description = recorded("describe_response_final_only", pb.DescribeResponse, "1.2")
+    assert codec.decode_description(description) == FINAL_ONLY
+    request = recorded("generate_request_all_states", pb.GenerateRequest, "1.2")
+    call = codec.decode_request(request, FINAL_ONLY)
+    assert call.hidden_states == ALL_STATES
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    reply = recorded("generate_response_all_states", pb.GenerateResponse, "1.2")
+    assert_same(decoder.feed(reply), WHOLE)
+
+
+def test_weight_update():
+    begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
+    assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
+    assert codec.decode_specs(begin.tensors, SPECS) == SPECS
+    chunk = recorded("update_chunk", pb.UpdateWeightsRequest).chunk
+    assert (chunk.tensor_index, chunk.data) == (1, b"\x80\x3f")
+    commit = recorded("update_commit", pb.UpdateWeightsRequest).commit
+    assert list(commit.checksums) == CHECKSUMS
+    # The digest is part of the protocol: both sides compute it.
+    assert commit.digest == manifest_digest(SPECS, CHECKSUMS)
+    assert commit.digest.startswith(DIGEST)
+
+
+@pytest.mark.parametrize("name", ["update", "pause", "resume", "abort"])
+def test_replies_carry_the_version(name):
+    kind = {
+        "update": pb.UpdateWeightsResponse,
+        "pause": pb.PauseResponse,
+        "resume": pb.ResumeResponse,
+        "abort": pb.AbortResponse,
+    }[name]
+    reply = recorded(f"{name}_response", kind)
+    assert codec.decode_version(reply.version) == VERSION
+    assert name != "abort" or reply.num_aborted == 6
+
+
+def test_what_is_written_today_equals_the_record():  # as messages: fields may change their order
+    written = {"1.0": messages(), "1.1": messages_of_1_1(), "1.2": messages_of_1_2()}
+    for version, known in written.items():
+        for name, message in known.items():
+            assert recorded(name, type(message), version) == message, name
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[1])
+    folder.mkdir(parents=True)
+    for name, message in (messages() | messages_of_1_1() | messages_of_1_2()).items():
+        (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))
