@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 import ml_collections
 
 from semrl_jax import compilation, data
-from semrl_jax.cluster import find_place, join, leave_alone
-from semrl_jax.cluster.agreement import is_agreed, together
+from semrl_jax.cluster import exit_without_peers, find_place, join
+from semrl_jax.cluster.agreement import is_agreed, run_phase
 from semrl_jax.cluster.connecting import connect
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import Preempted, UserError
@@ -82,7 +82,7 @@ def run_steps(
             corrected, weights = corrected_advantages(shaped, old.logprobs, batch, config)
             shaping = next_baselines(state.shaping, metrics, rewards, config)
         # The last moment at which the state before this step still exists.
-        together(run.peers, "advantages", run.stop.check)
+        run_phase(run.peers, "advantages", run.stop.check)
         with clock("update"):
             state, losses = run.update(state, batch, old.logprobs, ref_logprobs, corrected)
         state = state._replace(
@@ -147,7 +147,7 @@ def join_others(
             progress=reporter.line,
         )
     except UserError:
-        leave_alone(EXIT_MISTAKE)
+        exit_without_peers(EXIT_MISTAKE)
         raise
     return peers, reporter
 
@@ -204,7 +204,7 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
             code = EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
             peers.fail(str(error) or type(error).__name__, code)
             if peers.count > 1:
-                leave_alone(code)
+                exit_without_peers(code)
         raise
     finally:
         peers.close()

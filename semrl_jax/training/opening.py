@@ -13,7 +13,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from semrl_jax import data, models
-from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object, write_json
@@ -114,7 +114,7 @@ def open_run(
                 with stop.interruptible():
                     return work()
 
-            return together(peers, phase, interruptibly)
+            return run_phase(peers, phase, interruptibly)
 
         # What a mistake may be in comes first; the weights and the warm start are costly.
         def check_inputs() -> Inputs:
@@ -252,7 +252,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
                         "all processes the same files."
                     )
 
-    together(peers, "inputs", compare)
+    run_phase(peers, "inputs", compare)
 
     def check() -> None:
         weights = {"weights": weights_hash(workdir, directory, **sample)} if directory else {}

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from semrl_jax import data, models
 from semrl_jax.choices import TOKEN_INDICATORS
-from semrl_jax.cluster.agreement import Retry, together
+from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.cluster.exchange import gather_bytes
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.evaluation import greedy_scalars
@@ -141,9 +141,9 @@ class Run:
 
         while True:
             # Agreed on before anything is gathered: who left alone would keep the others there.
-            together(self.peers, "sync_weights", may_begin)
+            run_phase(self.peers, "sync_weights", may_begin)
             try:
-                return together(self.peers, "sync_weights", send)
+                return run_phase(self.peers, "sync_weights", send)
             except Retry as retry:
                 reason = retry
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")
@@ -280,7 +280,7 @@ class Run:
             with self.stop.interruptible():
                 return [scored[i].with_measured(future.result()) for i, future in pending.items()]
 
-        return self._of_all(together(self.peers, "metrics", measure_own))
+        return self._of_all(run_phase(self.peers, "metrics", measure_own))
 
     def mismatch(
         self, scored: Sequence[ScoredRollout], tokens: TokenPass, step: int
@@ -474,7 +474,7 @@ class Run:
 
         while True:
             try:
-                together(self.peers, "sample", sample_own)
+                run_phase(self.peers, "sample", sample_own)
                 break
             except Retry as retry:
                 reason = retry
