@@ -1,13 +1,14 @@
-"""Times checkpoints beside plain file writes and reads of the same bytes.
+"""Times checkpoints against plain file writes and reads of the same bytes.
 
     python -m benchmarks.checkpoints
 
-For the quickstart's train state and for one of about 100 M parameters with Adam: how long the loop
-is held up by a save, how long until the checkpoint is sealed (on disk, with its checksums), how
-long a restore takes with its verification, and the bytes. The plain write puts as many random
-bytes into one file and calls fsync; the plain read reads them back, from the page cache as the
-restore does. All of it alternates in one process, and medians are given. Last, what saving after
-every step costs a short quickstart run, and what it should by the time the loop is held up.
+Two train states are measured: the quickstart's, and one of about 100 M parameters with Adam. The
+figures are: how long a save blocks the loop, how long until the checkpoint is complete (on disk,
+with its checksums), how long a restore with verification takes, and the bytes. The plain write puts
+as many random bytes into one file and calls fsync. The plain read reads them back, from the page
+cache, as the restore does. All of these alternate in one process, and the result is the median.
+Last, a short quickstart run is timed with a save after every step, and without. The difference is
+compared with the time for which the loop is blocked.
 """
 
 import argparse
@@ -47,14 +48,14 @@ ARCHITECTURES = {
 
 
 def timed(function: Callable, *arguments) -> float:
-    """Seconds of a call."""
+    """Seconds that a call takes."""
     started = time.monotonic()
     function(*arguments)
     return time.monotonic() - started
 
 
 def make_state(architecture: models.DecoderConfig) -> TrainState:
-    """A state after some training: every array random, since zeros compress."""
+    """A state as after some training: every array is random, because zeros would compress."""
     policy = models.Policy(architecture)
     optimizer = make_optimizer(
         learning_rate=1e-4, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.95,
@@ -83,7 +84,7 @@ def write_plainly(file: pathlib.Path, content: bytes) -> None:
 
 
 def measure_state(state: TrainState, directory: pathlib.Path, repeats: int) -> dict[str, float]:
-    """Medians over `repeats` rounds; a first round, which compiles and opens, is not counted."""
+    """Medians over `repeats` rounds; one more round before them, which compiles, is not counted."""
     checkpoints = Checkpoints(directory / "checkpoints", keep=1)
     seconds: dict[str, list[float]] = {name: [] for name in ("blocking", "sealed", "restore")}
     seconds |= {"plain write": [], "plain read": []}
@@ -119,7 +120,7 @@ def measure_state(state: TrainState, directory: pathlib.Path, repeats: int) -> d
 
 
 def run_s(directory: pathlib.Path, every_steps: int, num_steps: int) -> float:
-    """Seconds from the first step's row to the last one's of a short quickstart run."""
+    """Seconds from the row of the first step to the row of the last, in a short quickstart run."""
     workdir = directory / f"every_{every_steps}"
     if workdir.exists():
         shutil.rmtree(workdir)
@@ -169,13 +170,13 @@ def main() -> None:
                 pairs.append([run_s(directory, every, arguments.run_steps) for every in (1, 10**6)])
             saving, not_saving = (statistics.median(column) for column in zip(*pairs))
             print(
-                f"{arguments.run_steps} quickstart steps, saved after every one / after the last: "
+                f"{arguments.run_steps} quickstart steps, saved after every step / after the last: "
                 f"{saving / not_saving:.3f} ({saving:.2f} s / {not_saving:.2f} s)"
             )
             if "quickstart" in results:
                 step_s = not_saving / (arguments.run_steps - 1)
                 share = results["quickstart"]["blocking s"] / step_s
-                print(f"held up by a save, of the time of a step: {share:.2%} of {step_s:.2f} s")
+                print(f"share of a step blocked by a save: {share:.2%} of {step_s:.2f} s")
     finally:
         shutil.rmtree(directory)
     print(machine.description())

@@ -1,21 +1,23 @@
-"""What one update moves between devices and holds on each, from compiled programs alone.
+"""What one update sends between devices and holds on each, read from compiled programs.
 
     python -m benchmarks.collectives
     python -m benchmarks.collectives --axes
     python -m benchmarks.collectives --scaling --devices 8 64 --layers 28
 
-Nothing runs: the programs are compiled for forced CPU devices in a process of their own, with
-abstract arguments. `--axes` sets the bytes of each kind of collective on every axis alone beside
-the formula; `--scaling` is a weak-scaling table for the sizes of Qwen2.5-7B, one row of 2048 tokens
-a device. Both are of one micro-batch, forward, backward (remat "full") and AdamW, in float32, since
-this backend sums bfloat16 in float32; in bfloat16 activations and gathered parameters are half.
+Nothing is executed. The programs are compiled for forced CPU devices in separate processes, with
+abstract arguments. `--axes` compares the bytes of each kind of collective with the formula, for one
+axis at a time. `--scaling` prints a weak-scaling table for the sizes of Qwen2.5-7B, with one row of
+2048 tokens per device. Both use one micro-batch, forward, backward (remat "full") and AdamW, in
+float32, because this backend sums bfloat16 in float32. In bfloat16, activations and gathered
+parameters need half.
 
-Bytes are those a device sends under the ring algorithms: (n - 1) / n of what is gathered or
-scattered, twice that of what is summed. Loops are counted as often as they run, a branch as if it
-were always taken, so the floating point operations of attention are those of all blocks, twice
-what a causal mask leaves. This backend leaves a sum and its slice apart where GPU and TPU compilers
-join them to a reduce-scatter of half the bytes, and sums the gradients of products that share an
-input one by one where those add them first (five sums a layer, for two).
+Bytes are those that a device sends with ring algorithms: (n - 1) / n of what is gathered or
+scattered, and twice that of what is summed. Loops are counted as often as they run. A branch counts
+as always taken, so the floating point operations of attention include all blocks, twice those that
+a causal mask needs. This backend differs from GPU and TPU compilers in two ways. It keeps a sum and
+its slice apart, where they join them to a reduce-scatter of half the bytes. It sums the gradients
+of products that share an input one by one, where they add them first (five sums per layer, not
+two).
 """
 
 import argparse
@@ -27,7 +29,7 @@ import sys
 import time
 
 TOKENS = 2048
-AXES_LAYERS = 4  # enough: everything a layer moves is counted by its loop
+AXES_LAYERS = 4  # enough, because a loop counts everything that a layer sends
 SCALING = {
     8: ((1, 8, 1, 1), (2, 4, 1, 1), (1, 4, 1, 2), (1, 2, 1, 4), (1, 4, 2, 1), (1, 2, 2, 2)),
     64: ((1, 64, 1, 1), (8, 8, 1, 1), (1, 32, 1, 2), (1, 16, 1, 4), (1, 16, 4, 1), (1, 16, 2, 2)),
@@ -35,7 +37,7 @@ SCALING = {
 
 
 def sizes(num_layers: int):
-    """Qwen2.5-7B, or its first layers."""
+    """Qwen2.5-7B, or only its first layers."""
     from semrl_jax.models import DecoderConfig
 
     return DecoderConfig(
@@ -45,7 +47,7 @@ def sizes(num_layers: int):
 
 
 def compiled_update(config, mesh, num_rows: int, num_tokens: int):
-    """One micro-batch and its optimiser step, compiled for shapes."""
+    """One micro-batch and its optimiser step, compiled for abstract arguments."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -84,7 +86,7 @@ def compiled_update(config, mesh, num_rows: int, num_tokens: int):
 
 
 def measure(sizes_of_mesh, num_layers: int, num_tokens: int) -> dict:
-    """What the program of one mesh holds and moves, a device; runs in a process of its own."""
+    """What the program of one mesh holds and sends per device. Runs in a separate process."""
     from benchmarks import hlo
     from semrl_jax import models
 
@@ -106,21 +108,25 @@ def measure(sizes_of_mesh, num_layers: int, num_tokens: int) -> dict:
 
 
 def expected(axis: str, n: int, config, num_rows: int, num_tokens: int) -> dict[str, float]:
-    """Bytes a device sends where `axis` alone has `n` devices, by kind; small terms left out.
+    """Bytes that a device sends, by kind, if only `axis` has `n` devices. Small terms are left out.
 
-    fsdp: a layer's matrices are gathered forward and backward, the output matrix once and its
-    gradient scattered; gradients of layers are summed; states of the embedding change hands.
-    tensor: states are summed twice a layer forward, once more where the backward pass computes the
-    layer again, and five times for gradients; once at the embedding and once at the logits.
-    sequence: keys and values go round forward and again backward, there twice with their gradients;
-    all gradients are summed. replica: all gradients are summed.
+    fsdp: the matrices of a layer are gathered in the forward and in the backward pass. The output
+    matrix is gathered once and its gradient is scattered. Gradients of layers are summed. States of
+    the embedding are exchanged.
+    tensor: states are summed twice per layer in the forward pass, once more where the backward pass
+    computes the layer again, and five times for gradients; also once at the embedding and once at
+    the logits.
+    sequence: keys and values go round the ring in the forward pass, again where the backward pass
+    computes the layer again, and in the backward pass with their gradients. All gradients are
+    summed.
+    replica: all gradients are summed.
     """
     width, layers = config.hidden_size, config.num_layers
     heads, kv_heads = (h * config.head_dim for h in (config.num_heads, config.num_kv_heads))
     layer = 4 * width * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
     matrix = 4 * width * config.vocab_size
     states = 4 * num_rows * num_tokens * width
-    keys = 4 * num_rows * num_tokens * kv_heads / n  # a device's; values are as many
+    keys = 4 * num_rows * num_tokens * kv_heads / n  # of one device; values have the same size
     share = (n - 1) / n
     if axis == "fsdp":
         return {
@@ -139,7 +145,7 @@ def expected(axis: str, n: int, config, num_rows: int, num_tokens: int) -> dict[
 
 
 def in_process(num_devices: int, arguments: list) -> dict:
-    """`measure` in a child with so many forced devices."""
+    """Runs `measure` in a child process with so many forced devices."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
@@ -156,7 +162,7 @@ def axes_table(num_layers: int, num_tokens: int, num_devices: int = 4) -> None:
         f"Each axis alone with {num_devices} devices: {num_layers} layers of Qwen2.5-7B, "
         f"{num_devices} rows of {num_tokens} tokens.\n"
     )
-    print("| axis | collective | sent, MiB a device | formula, MiB | ratio |")
+    print("| axis | collective | sent, MiB per device | formula, MiB | ratio |")
     print("|---|---|---|---|---|", flush=True)
     for index, axis in enumerate(("replica", "fsdp", "sequence", "tensor")):
         mesh = [num_devices if i == index else 1 for i in range(4)]
@@ -175,8 +181,8 @@ def axes_table(num_layers: int, num_tokens: int, num_devices: int = 4) -> None:
 
 def scaling_table(devices: list[int], num_layers: int, num_tokens: int) -> None:
     print(
-        f"\nQwen2.5-7B, {num_layers} layers, one row of {num_tokens} tokens a device; meshes are "
-        "replica x fsdp x sequence x tensor, figures a device.\n"
+        f"\nQwen2.5-7B, {num_layers} layers, one row of {num_tokens} tokens per device. Meshes are "
+        "replica x fsdp x sequence x tensor, figures are per device.\n"
     )
     print(
         "| devices | mesh | arguments, GiB | temporaries, GiB | TFLOP | sent, GiB | compiled in |"
@@ -211,7 +217,7 @@ def main() -> None:
         axes_table(AXES_LAYERS, arguments.tokens)
     if not arguments.axes:
         scaling_table(arguments.devices, arguments.layers, arguments.tokens)
-    from benchmarks import machine  # brings JAX, which this process needs for nothing else
+    from benchmarks import machine  # here, because it imports JAX, which nothing else here needs
 
     print(machine.description())
 

@@ -1,17 +1,17 @@
-"""How much time the semantic metrics add to a training step of the quickstart.
+"""Time that the hidden-state metrics add to a training step of the quickstart.
 
     python -m benchmarks.critical_path
 
-From one warm start, every step is taken three times by the train loop itself: as configured; with
-the hidden states still streamed but not measured; and without hidden states. All three begin with
-the same train state, prompts and sampling seeds, so they sample the same tokens. Their order goes
-through all six, and each order is followed by its reverse; the run goes on from the configured
-step. Steps are compared by their ratios, whose median comes first, with an interval of order
+After one warm start, the train loop takes every step three times: as configured; with hidden states
+streamed but not measured; and without hidden states. All three start with the same train state,
+prompts and sampling seeds, so they sample the same tokens. All six orders of the three are used,
+and each order is followed by its reverse. The run continues from the configured step. Steps are
+compared by their ratios. The median of the ratios comes first, with an interval from order
 statistics.
 
-CPU seconds are those of this process, the embedded replica and all XLA threads included; the
-verifiers are processes of their own, the same on all sides. Last, the metrics of one step's
-responses are measured with nothing else running.
+CPU seconds are those of this process, including the embedded replica and all XLA threads. The
+verifiers are separate processes, equal on all sides. Last, the metrics of one step's responses are
+measured with nothing else running.
 """
 
 import launch  # noqa: F401 - first: one BLAS thread, as for every command
@@ -46,7 +46,7 @@ from semrl_jax.training import loop
 from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
-# Each is followed by its reverse, and every side is as often first, second and last.
+# Each order is followed by its reverse. Every side is first, second and last equally often.
 ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
 STAGES = (
     "step", "sync_weights", "sample", "generate", "old_logprobs", "ref_logprobs", "metrics",
@@ -58,7 +58,7 @@ Row = Mapping[str, float]
 
 
 class CpuClock(Clock):
-    """Adds `cpu/<phase>_s`: what all threads of the process used during the phase."""
+    """Adds `cpu/<phase>_s`: CPU seconds of all threads of the process during the phase."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -81,21 +81,21 @@ class CpuClock(Clock):
 
 
 class Silent(Reporter):
-    """Says nothing about single steps."""
+    """Prints nothing about single steps."""
 
     def line(self, text: str) -> None:
         pass
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """An interval for the median by order statistics, whatever the distribution.
+    """An interval for the median by order statistics, valid for every distribution.
 
-    The k-th smallest and the k-th largest of n values hold the median between them with probability
+    The median lies between the k-th smallest and the k-th largest of n values with probability
     1 - 2 P(Binomial(n, 1/2) < k).
 
     Returns:
-      Low, high and that probability, with the largest k that keeps it at `level` or above; below 6
-      values the extremes, which 95 % is too much for.
+      Low, high and that probability, for the largest k that gives at least `level`. Below 6 values,
+      the extremes, although their probability is below 95 %.
     """
     ordered, n = sorted(values), len(values)
     below, k = 0.5**n, 1  # below = P(Binomial(n, 1/2) < k)
@@ -177,7 +177,7 @@ def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, flo
 
 
 def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, int]) -> None:
-    """The ratios first, then every stage of every side."""
+    """Prints the ratios first, then every stage of every side."""
 
     def medians(key: str) -> list[float]:
         return [statistics.median(row[key] for row in rows[side]) for side in SIDES]
@@ -204,13 +204,13 @@ def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, in
     seconds, cpu_s, num_responses, num_bytes = alone
     step_cpu_s = medians("cpu/step_s")[0]
     print(
-        f"metrics alone: {seconds:.3f} s, {cpu_s:.3f} CPU s a step "
-        f"({1e3 * cpu_s / num_responses:.2f} CPU ms a response), "
+        f"metrics alone: {seconds:.3f} s, {cpu_s:.3f} CPU s per step "
+        f"({1e3 * cpu_s / num_responses:.2f} CPU ms per response), "
         f"{100 * cpu_s / step_cpu_s:.1f} % of the step's CPU seconds"
     )
     print(
         f"{num_responses} responses, {medians('response/num_tokens')[0]:.0f} response tokens and "
-        f"{num_bytes / 2**20:.1f} MiB of hidden states a step"
+        f"{num_bytes / 2**20:.1f} MiB of hidden states per step"
     )
     print(machine.description())
 
@@ -218,8 +218,8 @@ def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=15, help="steps, each taken three times")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them, not counted")
-    parser.add_argument("--workdir", help="whose warm start is used; made there if it has none")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before these, not counted")
+    parser.add_argument("--workdir", help="directory whose warm start is used, or made if missing")
     arguments = parser.parse_args()
     config = quickstart.get_config()
     config.evaluation.every_steps = 0

@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices and multiplies, read from its HLO text."""
+"""Collectives and products of a compiled program, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Collective:
 
     Attributes:
       kind: one of `COLLECTIVES`.
-      arrays: dtype and shape of what it gives, a device.
-      group: devices that take part with each other.
-      times: how often a run of the program executes it; loops counted, one of several branches.
-      op_name: where in the traced program it comes from.
+      arrays: dtype and shape of its results on one device.
+      group: number of devices in one group.
+      times: number of executions in one run of the program. Loops count as often as they run. Of
+        several branches, one counts.
+      op_name: the origin in the traced program.
     """
 
     kind: str
@@ -42,13 +43,13 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """Of the largest side (what is gathered, summed or sent) of one execution."""
+        """Bytes of the larger of operand and result (gathered, summed or sent), per execution."""
         size = sum(BYTES[dtype] * math.prod(shape) for dtype, shape in self.arrays)
         return size * self.group if self.kind == "reduce-scatter" else size
 
     @property
     def sent_bytes(self) -> float:
-        """What a device sends in all executions, with the ring algorithms' least."""
+        """Bytes that a device sends in all executions, by ring algorithms."""
         share = (self.group - 1) / self.group
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
         return factor * self.num_bytes * self.times
@@ -56,7 +57,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program's collectives and the floating point operations of its products."""
+    """The collectives of a compiled program, and the floating point operations of its products."""
 
     collectives: tuple[Collective, ...]
     dot_flops: int
@@ -74,7 +75,7 @@ def read(text: str) -> Program:
     """Reads `compiled.as_text()`. Collectives within one device are left out.
 
     Raises:
-      ValueError: for a loop with a collective or a product whose number of passes is not known.
+      ValueError: for a loop with a collective or a product, if its number of passes is unknown.
     """
     computations, entry = _computations(text)
     collectives, flops = [], 0
@@ -101,7 +102,7 @@ def read(text: str) -> Program:
 
 
 def _computations(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
-    """Instructions by name by computation, and the name of the entry."""
+    """Per computation its instructions by name; and the name of the entry computation."""
     computations: dict[str, dict[str, _Instruction]] = {}
     entry, current = "", {}
     for line in text.splitlines():
@@ -114,7 +115,7 @@ def _computations(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
 
 
 def _executed(computations, name, times) -> Iterator:
-    """(times, the computation, instruction) of all that a computation runs."""
+    """Yields (times, the computation, instruction) for everything that a computation executes."""
     instructions = computations[name]
     for instruction in instructions.values():
         yield times, instructions, instruction
@@ -123,7 +124,8 @@ def _executed(computations, name, times) -> Iterator:
             trips = _TRIPS.search(instruction.rest)
             inner = times * int(trips.group(1)) if trips else math.nan
         if branches := _BRANCHES.search(instruction.rest):
-            # The branch with most instructions: of a block of attention, the one that computes it.
+            # Take the branch with most instructions: for a block of attention, it is the branch
+            # that computes the block.
             called = [_computation_name(part) for part in branches.group(1).split(",")]
             called = [max(called, key=lambda name: _size(computations, name))]
         else:
@@ -151,12 +153,12 @@ def _arrays(instruction: _Instruction) -> tuple[tuple[str, tuple[int, ...]], ...
 
 
 def _group(rest: str) -> int:
-    """Devices of one group, in any of the ways HLO writes groups."""
+    """Number of devices in one group, for each notation of groups in HLO."""
     if found := re.search(r"replica_groups=\{\{([0-9,]*)\}", rest):
         return found.group(1).count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
         return int(found.group(1))
-    # mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(1)2}; the last is a part of an axis
+    # mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(1)2}; the last one is part of an axis
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{('[^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
         names = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(2))
@@ -168,7 +170,7 @@ def _group(rest: str) -> int:
 
 
 def _dot_flops(instruction: _Instruction, instructions: dict[str, _Instruction]) -> int:
-    """2 * outputs * terms of each; the operands' shapes are those of their instructions."""
+    """2 * outputs * terms per output; shapes of operands are those of their instructions."""
     left = re.match(r"(?:[a-z0-9]+\[[0-9,]*\]\S* )?%([^ ,)]+)", instruction.rest).group(1)
     contracted = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", instruction.rest).group(1)
     (_, shape), *_ = _arrays(instructions[left])

@@ -1,4 +1,4 @@
-"""What figures were measured on."""
+"""The machine on which figures were measured."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ def description() -> str:
 
 
 def _processor() -> str:
-    """Its name as Linux has it; elsewhere what Python knows."""
+    """The processor's name as Linux reports it; on other systems, as Python reports it."""
     file = pathlib.Path("/proc/cpuinfo")
     for line in file.read_text().splitlines() if file.exists() else ():
         field, _, value = line.partition(":")

@@ -1,29 +1,31 @@
-"""What an update costs in bytes, and what padding costs in time.
+"""The memory of an update, and the time that padding costs.
 
     python -m benchmarks.memory
 
-Bytes are those of compiled programs: nothing is run. An update holds, in float32 and without the
-reference model (4 bytes a parameter more, 2 in bfloat16):
+Bytes are read from compiled programs; nothing is executed. An update holds, in float32 and without
+the reference model (which adds 4 bytes per parameter, or 2 in bfloat16):
 
     bytes = 20 P + n k L + w n k + 16 l V
 
-P parameters: 4 bytes each for the parameter, two Adam moments (these three are updated in place),
-the sum of gradients and the gradient of one micro-batch. n tokens of a micro-batch on one device,
-padding included; L layers; what is kept of a token and layer for the backward pass is
+- P parameters: 4 bytes each for the parameter, two Adam moments (these three are updated in place),
+  the sum of gradients and the gradient of one micro-batch.
+- n tokens of a micro-batch on one device, padding included. L layers.
+- k bytes kept per token and layer for the backward pass:
 
     k = 4 D                                              remat=full: the input of the layer
     k = 4 (D + 2 D + N H + 2 K H + 2 F)                  remat=dots: and the results of products
-    k = 4 (7 D + 4 N H + 5 K H + 4 F + 2 N S)            remat=none: and what lies between them
+    k = 4 (7 D + 4 N H + 5 K H + 4 F + 2 N S)            remat=none: and all values between them
 
-for width D, N heads and K key-value heads of width H, feed-forward width F and S columns, of which
-attention keeps N S weights a token, and their masked scores. The last two terms are what the
-backward pass works on: w = 1 layer as under remat=none (full and dots), and the logits of l slots
-over V entries, their probabilities and gradients. Only the first term is exact; the others say
-which size counts, to within the factor that the table shows.
+Here D is the width, N the heads, K the key-value heads, H the width of a head, F the feed-forward
+width and S the columns. Attention keeps N S weights per token, and their masked scores. The last
+two terms are what the backward pass works on. w n k is one layer (w = 1, k of remat=none) under
+full and dots. 16 l V is for the logits of l slots over V entries, their probabilities and
+gradients. Only the first term is exact. The others show which sizes matter, to within the factor
+that the table shows.
 
-Times are of whole updates, one after the other, with and without packing under the same budget of
-tokens, on lengths from a log-normal distribution cut at the limit. Pairs alternate in order; the
-ratio's median comes first.
+Times are of whole updates, one after the other, with and without packing under the same number of
+tokens. Lengths follow a log-normal distribution truncated at the limit. Pairs alternate in order.
+The median of the ratio comes first.
 """
 
 import launch  # noqa: F401 - first: one BLAS thread, as for every command
@@ -65,7 +67,7 @@ def architecture(num_layers: int) -> models.DecoderConfig:
 
 
 def skewed_batch(num_responses: int, vocab_size: int, seed: int = 0) -> RolloutBatch:
-    """Responses most of which are far below the limit that a few reach."""
+    """Responses of which a few reach the limit and most are far below it."""
     random = np.random.default_rng(seed)
     lengths = random.lognormal(np.log(RESPONSE_TOKENS / 5), 0.8, num_responses)
     rollouts = []
@@ -89,7 +91,7 @@ def skewed_batch(num_responses: int, vocab_size: int, seed: int = 0) -> RolloutB
 
 
 def predicted_bytes(policy: models.Policy, num_params: int, layout: Layout) -> float:
-    """The formula above."""
+    """The bytes that the formula at the top predicts."""
     c = policy.config
     _, num_rows, num_columns = layout.rows.token_ids.shape
     width, inner = c.hidden_size, c.intermediate_size
@@ -112,7 +114,7 @@ def predicted_bytes(policy: models.Policy, num_params: int, layout: Layout) -> f
 def measured_bytes(
     policy: models.Policy, optimizer, plan: RowPlan, batch: RolloutBatch
 ) -> tuple[Any, Layout, int]:
-    """Of the compiled update; the layout, and the number of parameters."""
+    """Memory analysis of the compiled update, its layout, and the number of parameters."""
     layout = lay_out(batch, plan)
     values = SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4)
     params = policy.shapes()
@@ -126,7 +128,7 @@ def measured_bytes(
 
 
 def plans(mesh: jax.sharding.Mesh, num_rows: int) -> dict[str, RowPlan]:
-    """The same budget of tokens, one sequence a row and packed."""
+    """Plans for the same number of tokens: one sequence per row, and packed."""
     budget = num_rows * LONGEST
     return {
         "rows": RowPlan(mesh, micro_batch_tokens=budget),
@@ -135,7 +137,7 @@ def plans(mesh: jax.sharding.Mesh, num_rows: int) -> dict[str, RowPlan]:
 
 
 def print_table(num_layers: int, sizes: Sequence[int], optimizer, mesh) -> None:
-    """Bytes for every option, predicted and measured."""
+    """Prints predicted and measured bytes for every option."""
     print(
         "remat  layout  tokens  padding   params     args    alias     temp     peak  predicted"
         "  peak/param  temp/token"
@@ -162,7 +164,7 @@ def print_table(num_layers: int, sizes: Sequence[int], optimizer, mesh) -> None:
 
 
 def print_times(num_layers: int, num_pairs: int, optimizer, mesh) -> None:
-    """Seconds of an update of 64 responses, packed over one sequence a row."""
+    """Prints times of updates of 64 responses, packed divided by one sequence per row."""
     policy = models.Policy(architecture(num_layers))
     params = policy.init(jax.random.key(0))
     state = [(params, optimizer.init(params))]

@@ -1,16 +1,17 @@
-"""Speed of the metrics beside the release's algorithm in PyTorch, on the same arrays in one run.
+"""Speed of the metrics compared with the release's algorithm in PyTorch, on the same arrays.
 
     python -m benchmarks.metrics
     python -m benchmarks.metrics --accuracy
     python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank --growth 1.25
     python -m benchmarks.metrics --growths 1.1 1.25 1.5
 
-The release's algorithm: singular values of the centred response for all five values, then one
-eigvalsh of the growing Gram matrix a window for the orders of the effective rank. Both take turns,
-some responses of the batch each; a figure is the median of the turns. `shards` is the trainer's
-way: single responses from a pool of host threads; `side by side` that of accelerators, where the
-whole batch is measured (`--side_by_side`). Every shape is measured with a spectrum that float32
-resolves, and beside one column so large that every response is measured again in float64.
+The release's algorithm computes the singular values of the centred response for all five values.
+For the orders of the effective rank, it computes one eigvalsh of the growing Gram matrix per
+window. Both sides take turns in one process, with some responses of the batch each. A figure is the
+median over the turns. `shards` is what the trainer does: single responses, from a pool of host
+threads. `side by side` measures the whole batch at once, for accelerators (`--side_by_side`). Every
+shape is measured twice: with a spectrum that float32 resolves, and with one column so large that
+every response is recomputed in float64.
 """
 
 import os
@@ -38,7 +39,7 @@ from tests.oracles import metrics as oracle
 
 ORDERS = ("effective_rank",)
 STRIDE = 40
-RESOLVED, UNRESOLVED = 1.0, 3e3  # times the other columns
+RESOLVED, UNRESOLVED = 1.0, 3e3  # size of one column relative to the others
 SHAPES = ((64, 512, 896), (64, 512, 3584), (16, 1536, 3584))
 
 
@@ -90,7 +91,7 @@ def seconds(function: Callable, *arguments) -> float:
 
 
 def in_shards(measure: Callable, states, mask, threads: int) -> None:
-    """One response a call, from `threads` host threads."""
+    """One response per call, from `threads` host threads."""
 
     def one(i: int) -> None:
         jax.block_until_ready(measure(states[i : i + 1], mask[i : i + 1]))
@@ -102,13 +103,13 @@ def in_shards(measure: Callable, states, mask, threads: int) -> None:
 def compare(
     shape: tuple[int, int, int], outlier: float, turns: int, threads: int, side_by_side: bool
 ) -> None:
-    """Prints ratios and seconds of one shape, the first column `outlier` times as large."""
+    """Prints ratios and times for one shape, with the first column `outlier` times as large."""
     import torch
 
     torch.set_num_threads(threads)
     rng = np.random.default_rng(0)
     batch, length, width = shape
-    # A turn measures this many of the batch's responses.
+    # Number of the batch's responses that one turn measures.
     part = batch if side_by_side else min(batch, threads * 4)
     states = rng.normal(size=(part, length, width)).astype(np.float32)
     states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
@@ -136,7 +137,7 @@ def compare(
         }
     measured, expected = five(*arrays), with_torch()
     for name in expected[0] if outlier == RESOLVED else ():
-        # The same work: they agree within the release's own noise, which float32 resolves here.
+        # Check that both do the same work, where float32 resolves the release's small values.
         np.testing.assert_allclose(
             measured[name], [row[name] for row in expected], rtol=1e-2, err_msg=name
         )
@@ -151,13 +152,13 @@ def compare(
     for name in list(ways)[1:]:
         print(
             f"{median['torch'] / median[name]:6.1f}x  {name:28}"
-            f"{1e3 * median[name]:9.1f} ms a response, torch {1e3 * median['torch']:.1f} ms",
+            f"{1e3 * median[name]:9.1f} ms per response, torch {1e3 * median['torch']:.1f} ms",
             flush=True,
         )
 
 
 def memory(shape: tuple[int, int, int]) -> None:
-    """Prints what a call needs beside its input, in units of the input."""
+    """Prints the memory of a call in addition to its input, in units of the input."""
     one = (1, *shape[1:])
     for name, part, side_by_side in (
         ("the batch", shape, False), ("one response", one, False), ("side by side", shape, True),
@@ -170,7 +171,7 @@ def memory(shape: tuple[int, int, int]) -> None:
 
 
 def cases() -> dict[str, np.ndarray]:
-    """Responses [384, 896] whose spectra try the methods."""
+    """Responses [384, 896] with spectra that are difficult for the methods."""
     rng = np.random.default_rng(0)
     shape = 384, 896
     u = np.linalg.qr(rng.normal(size=(shape[0], shape[0])))[0]
@@ -191,9 +192,9 @@ def cases() -> dict[str, np.ndarray]:
 
 
 def errors(rows: np.ndarray, method: str) -> dict[str, float]:
-    """Relative errors of ER, ERV and ERA against float64, and how far they move beta.
+    """Relative errors of ER, ERV and ERA against float64, and the resulting change of beta.
 
-    beta = sigmoid(2 d), d = (ERA - mu) / mu: a relative error r of ERA at d = 0 moves d by r.
+    beta = sigmoid(2 d), d = (ERA - mu) / mu. At d = 0, a relative error r of ERA changes d by r.
     """
     measured = metrics.rank_dynamics(
         rows, np.ones(len(rows), bool), stride=STRIDE, window="release", method=method
@@ -222,20 +223,20 @@ def accuracy() -> None:
 def lengths(
     sizes: list[int], width: int, names: tuple[str, ...], growth: float, turns: int
 ) -> None:
-    """Prints seconds a response under the `exact` window, and of 192 responses on one thread."""
+    """Prints seconds per response under the `exact` window, and for 192 responses on one thread."""
     measure, before = measurement(names, "exact", window_growth=growth), None
     for length in sizes:
         states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
         arrays = jnp.asarray(states), jnp.ones((1, length), bool)
         seconds(measure, *arrays)
         took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
-        growth = f", {took / before:.1f}x the one before" if before else ""
+        growth = f", {took / before:.1f}x the previous one" if before else ""
         print(f"{length:6} tokens {took:9.3f} s; 192: {192 * took:9.1f} s{growth}", flush=True)
         before = took
 
 
 def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6) -> None:
-    """Prints what interpolated windows cost in ERV, ERA and beta, and what they save."""
+    """Prints errors of ERV, ERA and beta with interpolated windows, and the time saved."""
     rng = np.random.default_rng(0)
     sources = {
         "directions like sqrt t": lambda rate: growing_states(
@@ -265,7 +266,7 @@ def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6)
                 np.abs(actual[key] / expected[key] - 1).max()
                 for key in ("effective_rank_velocity", "effective_rank_acceleration")
             )
-            # beta = sigmoid(2 d): a relative error of ERA moves d by as much at the baseline.
+            # beta = sigmoid(2 d): at the baseline, a relative error of ERA changes d by as much.
             beta = 1 / (1 + math.exp(-2 * era)) - 0.5
             print(
                 f"{took / seconds(measure, *arrays):5.1f}x  growth {growth:<5} {name:24}"

@@ -1,13 +1,13 @@
-"""Time and memory of loading a 0.5B model, beside the least that both could be.
+"""Time and memory of loading a 0.5B model, compared with the lower bounds of both.
 
     python -m benchmarks.model_loading
 
-Makes a random model of the sizes of Qwen2-0.5B (tied), as one file and as shards, and loads it in
-processes of their own: by `load_params` to the host and to devices, and by transformers where torch
-is installed. Peaks are of resident memory above what imports left. The least time is one pass over
-the files with `readinto`; the files were just written, so they come from the page cache. `fill`
-only writes to as much fresh memory as the parameters need. The least memory is the float32
-parameters and one layer.
+Makes a random model with the sizes of Qwen2-0.5B (tied), as one file and as shards. Loads it in
+separate processes: with `load_params` to the host and to devices, and with transformers if torch is
+installed. Peaks are resident memory above the level after imports. The lower bound of time is one
+pass over the files with `readinto`. The files were just written, so they come from the page cache.
+`fill` only writes to as much new memory as the parameters need. The lower bound of memory is the
+float32 parameters and one layer.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def sizes():
 
 
 def make_directories(root: pathlib.Path, dtype: str) -> None:
-    """`root/single` and `root/sharded`, the same random weights."""
+    """Makes `root/single` and `root/sharded` with the same random weights."""
     import numpy as np
 
     from semrl_jax import models
@@ -54,7 +54,7 @@ def make_directories(root: pathlib.Path, dtype: str) -> None:
 
 
 def memory_mib(field: str) -> float:
-    """A field of this process's status: VmRSS now, VmHWM at its highest."""
+    """A field of this process's status in MiB: VmRSS is the current, VmHWM the peak memory."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 1024
@@ -62,7 +62,7 @@ def memory_mib(field: str) -> float:
 
 
 def load(way: str, directory: pathlib.Path) -> dict[str, float]:
-    """Seconds and MiB of one way; imports and device start-up come before both."""
+    """Seconds and MiB of one way to load, without imports and the start of devices."""
     if way == "read":
         buffer = bytearray(8 * 2**20)
 
@@ -104,13 +104,13 @@ def load(way: str, directory: pathlib.Path) -> dict[str, float]:
         def run():
             return models.load_params(directory, config, shardings)
 
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew from VmRSS
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     before = memory_mib("VmRSS")
     started = time.monotonic()
     loaded = run()
     seconds = time.monotonic() - started
     peak = memory_mib("VmHWM") - before
-    del loaded  # not before the peak is read
+    del loaded  # only after the peak was read
     return {"seconds": seconds, "peak MiB": peak}
 
 

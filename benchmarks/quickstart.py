@@ -1,9 +1,9 @@
-"""Runs the quickstart from nothing on several seeds, and its control, and prints what it cost.
+"""Runs the quickstart from random weights on several seeds, and its control, and prints the costs.
 
     python -m benchmarks.quickstart --seeds 0 1 2 --control-seeds 0
 
 The control permutes the rewards over the batch (rewards.shuffle): it must not learn. Runs follow
-one another, each a process of its own; times are wall clock, CPU seconds those of the process and
+one another in separate processes. Times are wall clock. CPU seconds are those of the process and
 its children.
 """
 
@@ -28,7 +28,7 @@ STAGES = (
 
 
 def run(seed: int, shuffle: bool, extra: list[str], directory: pathlib.Path) -> dict[str, float]:
-    """One run; accuracy before and after, gain, seconds, MiB and tokens/s."""
+    """Runs once; returns accuracy before and after, gain, seconds, MiB and tokens/s."""
     workdir = directory / f"seed{seed}{'_shuffled' if shuffle else ''}"
     command = [
         sys.executable, "-m", "launch.train", "--config=configs/quickstart.py",

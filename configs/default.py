@@ -1,31 +1,31 @@
-"""Every setting once, with its default. Experiment files import this and change their subject.
+"""Every setting with its default. Experiment files import this and change some settings.
 
-Units are suffixes; sections mirror the rooms. Defaults of the method are those of VERL's launcher
-(arXiv 2509.23808 and its repository) unless a comment says why not.
+Suffixes give units. The sections mirror the rooms of the package. Defaults of the method are those
+of VERL's launcher (arXiv 2509.23808 and its repository), unless a comment gives a reason.
 """
 
 import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The default configuration; `semrl_jax.runs.validate` says what may be combined."""
+    """The default configuration; `semrl_jax.runs.validate` checks combinations of settings."""
     config = ml_collections.ConfigDict()
-    config.seed = 0  # everything random follows from it
+    config.seed = 0  # all randomness follows from it
 
     config.distributed = ml_collections.ConfigDict()  # docs/clusters.md
-    config.distributed.coordinator = ""  # host:port of process 0; empty: found out
-    config.distributed.num_processes = 0  # 0: found out; 1: this process alone, whatever is found
-    config.distributed.process_id = -1  # -1: found out
+    config.distributed.coordinator = ""  # host:port of process 0; empty: from the cluster
+    config.distributed.num_processes = 0  # 0: from the cluster; 1: this process alone
+    config.distributed.process_id = -1  # -1: from the cluster
     config.distributed.connect_timeout_s = 300.0  # for all processes to arrive
-    config.distributed.heartbeat_timeout_s = 60.0  # silence after which a process counts as lost
-    config.distributed.phase_timeout_s = 10800.0  # for one another; above rollout.call_timeout_s
+    config.distributed.heartbeat_timeout_s = 60.0  # after this silence, a process is lost
+    config.distributed.phase_timeout_s = 10800.0  # for one phase; above rollout.call_timeout_s
 
     config.model = ml_collections.ConfigDict()
-    config.model.path = ""  # Hugging Face directory or hub id; empty: random, of the sizes below
+    config.model.path = ""  # Hugging Face directory or hub id; empty: random, sizes as below
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
-    config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the KL anchor
+    config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the reference
     config.model.remat = "none"  # none, dots, full: what the backward pass recomputes
-    config.model.hidden_size = 128  # this and the rest: of a random model only
+    config.model.hidden_size = 128  # this and the following fields: only for a random model
     config.model.intermediate_size = 256
     config.model.num_layers = 3
     config.model.num_heads = 4
@@ -39,70 +39,70 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.tensor = 1
 
     config.data = ml_collections.ConfigDict()
-    config.data.task = "arithmetic"  # the built-in generator; or files: those named below
-    config.data.num_prompts = 4096  # training prompts the generator makes
+    config.data.task = "arithmetic"  # the built-in generator; or files: the files named below
+    config.data.num_prompts = 4096  # training prompts that the generator makes
     config.data.prompts_per_step = 48
     config.data.files = ()  # .jsonl and .parquet, repeat the flag; docs/data.md
     config.data.row_format = "question_answer"  # or simplerl
-    config.data.question_fields = ("question",)  # several are joined by a space
+    config.data.question_fields = ("question",)  # several fields are joined by a space
     config.data.answer_field = "answer"
-    config.data.answer_after = ""  # the answer is what follows this mark, as #### in GSM8K
+    config.data.answer_after = ""  # the answer is the text after this mark, #### in GSM8K
     config.data.template = "plain"  # or abel, qwen-boxed, ..., chat, a text with {input}
-    config.data.system_prompt = ""  # of the template chat
-    config.data.add_special_tokens = False  # whether the tokenizer adds its own, such as BOS
-    config.data.skip_bad_rows = False  # count and skip them instead of stopping
+    config.data.system_prompt = ""  # for the template chat
+    config.data.add_special_tokens = False  # True: the tokenizer adds its own, such as BOS
+    config.data.skip_bad_rows = False  # True: count and skip them instead of stopping
 
     config.rollout = ml_collections.ConfigDict()
-    config.rollout.addresses = ()  # host:port, repeat the flag; empty: one of the trainer's own
+    config.rollout.addresses = ()  # host:port, repeat the flag; empty: the trainer's own replica
     config.rollout.engine = "jax"  # of the trainer's own: jax (embedded) or vllm (a child process)
-    config.rollout.token_file = ""  # token of given addresses; else $SEMRL_ROLLOUT_TOKEN
-    config.rollout.tls_ca_file = ""  # certificate authority of given addresses; empty: no TLS
+    config.rollout.token_file = ""  # token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN
+    config.rollout.tls_ca_file = ""  # certificate authority for the addresses; empty: no TLS
     config.rollout.group_size = 8  # responses per prompt
     config.rollout.temperature = 1.0
     config.rollout.top_p = 1.0
-    config.rollout.top_k = 0  # 0 keeps all
+    config.rollout.top_k = 0  # 0: all tokens
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
-    config.rollout.stop_token_ids = ()  # beside the end-of-sequence token
-    # What a replica does with responses that new weights meet: wait for them, abort them, or keep
-    # them (vLLM alone): their further tokens come from the new weights.
+    config.rollout.stop_token_ids = ()  # in addition to the end-of-sequence token
+    # What a replica does with running responses when new weights arrive: wait for them, abort them,
+    # or keep them (vLLM only). Kept responses take their further tokens from the new weights.
     config.rollout.in_flight = "wait"
     config.rollout.weight_dtype = ""  # on the wire; empty: model.compute_dtype
-    config.rollout.max_staleness = 0  # steps the sampling weights may lag; only 0 is built
+    config.rollout.max_staleness = 0  # steps that sampling weights may lag; only 0 is built
     config.rollout.connect_timeout_s = 300.0  # for all replicas to answer
     config.rollout.call_timeout_s = 7200.0  # one batch of responses or one sync, retries included
     config.rollout.stall_timeout_s = 600.0  # silence of a replica or client, compilation included
     config.rollout.jax_max_batch = 128  # JAX engine: responses decoded side by side
-    config.rollout.jax_chunk_tokens = 16  # JAX engine: tokens between two harvests
-    # JAX engine: devices of this process that share one copy of its weights, and copies that share
-    # the responses; one of the two may be -1 and takes the devices left over. docs/clusters.md
+    config.rollout.jax_chunk_tokens = 16  # JAX engine: decoded tokens between two transfers
+    # JAX engine: the number of devices of this process that share one copy of the weights, and the
+    # number of copies that share the responses. One of the two may be -1: all remaining devices.
     config.rollout.jax_tensor_parallelism = 1
-    config.rollout.jax_data_parallelism = 1  # a power of two
+    config.rollout.jax_data_parallelism = 1  # a power of two; docs/clusters.md
     # vLLM engine (third_party/vllm_patch/README.md)
-    config.rollout.vllm_python = ".venv-vllm/bin/python"  # of the child's environment
+    config.rollout.vllm_python = ".venv-vllm/bin/python"  # Python of the child's environment
     config.rollout.vllm_max_num_seqs = 256  # responses decoded side by side
-    config.rollout.vllm_max_num_batched_tokens = 0  # of one step; 0: vLLM's own choice
+    config.rollout.vllm_max_num_batched_tokens = 0  # per engine step; 0: vLLM's own default
     config.rollout.vllm_tensor_parallelism = 1  # devices of a replica
     config.rollout.vllm_gpu_memory_utilization = 0.9  # of a GPU (or the machine): weights, cache
-    config.rollout.vllm_kv_cache_gib = 0.0  # for the cache; 0: what it leaves, on CPU 4
-    config.rollout.vllm_enforce_eager = False  # nothing compiled: starts in half the time
+    config.rollout.vllm_kv_cache_gib = 0.0  # 0: the rest of that memory, on CPU 4
+    config.rollout.vllm_enforce_eager = False  # True: no compilation, starts in half the time
 
     config.hidden_states = ml_collections.ConfigDict()
     config.hidden_states.source = "rollout"  # rollout, policy or none
     config.hidden_states.dtype = "bfloat16"  # on the wire
-    config.hidden_states.compare_every = 0  # steps between comparisons of both sources; 0 never
+    config.hidden_states.compare_every = 0  # steps between comparisons of both sources; 0: never
 
     config.metrics = ml_collections.ConfigDict()
     config.metrics.stride = 40  # tokens between two prefixes; ERA needs 3 strides
     config.metrics.dataset_stride = 20  # responses between prefixes of a batch; 0: not measured
     config.metrics.window = "exact"  # exact, release or later
-    # Above 1: from the fifth prefix on only those so many times as far as the one before are
-    # decomposed, and the last; the others are interpolated.
+    # Above 1, skip prefixes so that each measured one is at most this factor longer than the last.
+    # The skipped ones are interpolated. The first four and the last are always measured.
     config.metrics.window_growth = 1.0
     config.metrics.method = "gram"  # gram or svd
     config.metrics.names = ("effective_rank",)
-    config.metrics.placement = "trainer"  # or rollout: on the replica, which sends no states then
-    config.metrics.num_threads = 1  # where they are measured
+    config.metrics.placement = "trainer"  # or rollout: on the replica, which then sends no states
+    config.metrics.num_threads = 1  # host threads that measure
     # 0: on the host, in num_threads threads. N: N responses at a time on the accelerator.
     config.metrics.device_batch = 0
 
@@ -122,7 +122,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.shaping.explore_weights = (0.0, 0.0, 1.0)
     config.shaping.exploit_weights = (0.0, 1.0, 0.0)
     config.shaping.guidance = "effective_rank_acceleration"
-    config.shaping.alpha = 0.3  # rate of the baselines
+    config.shaping.alpha = 0.3  # update rate of the baselines
     config.shaping.ema_init = "first_batch"  # or zero
     config.shaping.ema_lag = 1  # or 2
     config.shaping.invalid = "excluded"  # or zeros
@@ -135,7 +135,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.epsilon = 1e-6
     config.algorithms.loss = ml_collections.ConfigDict()
     config.algorithms.loss.clip_epsilon = 0.2
-    config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is held or computed
+    config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is loaded or computed
     config.algorithms.loss.entropy_coefficient = 0.001
     config.algorithms.loss.kl_estimator = "low_var_kl"
     config.algorithms.importance = ml_collections.ConfigDict()  # docs/verl.md
@@ -145,13 +145,13 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.rewards = ml_collections.ConfigDict()
     config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md
-    config.rewards.failure_score = 0.0  # where that function raised, hung or returned nonsense
-    config.rewards.memory_limit_gib = 2.0  # of one worker; 0: none
+    config.rewards.failure_score = 0.0  # if that function raises, hangs or returns nonsense
+    config.rewards.memory_limit_gib = 2.0  # of one worker; 0: no limit
     config.rewards.mode = "independent"  # independent or mix
-    config.rewards.unboxed_penalty = -1.0  # wrong and unboxed, in independent mode
+    config.rewards.unboxed_penalty = -1.0  # for wrong and unboxed responses, in independent mode
     config.rewards.timeout_s = 10.0
     config.rewards.num_workers = 2
-    config.rewards.shuffle = False  # permute rewards over the batch: a control that must not learn
+    config.rewards.shuffle = False  # True permutes rewards over the batch: must not learn
 
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # 0: none
@@ -159,38 +159,38 @@ def get_config() -> ml_collections.ConfigDict:
     config.warm_start.batch_size = 64
     config.warm_start.micro_batch_size = 16
     config.warm_start.learning_rate = 2e-3
-    config.warm_start.forget_probability = 0.8  # carries the teacher drops
+    config.warm_start.forget_probability = 0.8  # probability that the teacher drops a carry
 
     config.training = ml_collections.ConfigDict()
     config.training.num_steps = 160
-    config.training.responses_per_step = (  # derived: follows overrides of either factor
+    config.training.responses_per_step = (  # derived: follows overrides of both factors
         config.data.get_ref("prompts_per_step") * config.rollout.get_ref("group_size")
     )
     config.training.prompts_per_minibatch = 24
     config.training.micro_batch_size = 8  # responses in one forward and backward pass
-    # 0, or tokens in such a pass on each data shard, padding included, in place of a size.
+    # Tokens in such a pass on each data shard, padding included. Above 0, replaces that size.
     config.training.micro_batch_tokens = 0
-    config.training.pack_sequences = False  # several in a row of micro_batch_tokens
-    config.training.balance_lengths = True  # as many tokens on every shard; rounding apart the same
+    config.training.pack_sequences = False  # several sequences per row of micro_batch_tokens
+    config.training.balance_lengths = True  # equal tokens per shard; same numbers up to rounding
     config.training.learning_rate = 5e-7
     config.training.learning_rate_warmup_steps = 0  # optimiser steps
     config.training.adam_b1 = 0.9
     config.training.adam_b2 = 0.999
     config.training.weight_decay = 0.01
     config.training.max_grad_norm = 1.0
-    config.training.max_skipped_updates = 3  # non-finite updates in a row that stop the run
-    config.training.grace_s = 30.0  # time a SIGTERM leaves for the last checkpoint
+    config.training.max_skipped_updates = 3  # non-finite updates in a row that end the run
+    config.training.grace_s = 30.0  # time after SIGTERM to save the last checkpoint
 
     config.evaluation = ml_collections.ConfigDict()
-    config.evaluation.every_steps = 10  # 0: never; else before the first and after the last update
-    config.evaluation.num_problems = 512  # at most: of the held-out set, or of each file
-    # With data.task=files; each is a benchmark by its name. FILE, or FILE:setting=value:... for
-    # settings of that file alone, those below and num_problems and name; docs/data.md
+    config.evaluation.every_steps = 10  # also before the first and after the last update; 0: never
+    config.evaluation.num_problems = 512  # at most, per held-out set or file
+    # Used with data.task=files; each file is a benchmark with its own name. FILE, or
+    # FILE:setting=value:... to set a field below, num_problems or name for this file; docs/data.md
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
     config.evaluation.benchmarks = ()  # beside those above, "my_package.module"; docs/extending.md
-    config.evaluation.metrics = False  # hidden states of evaluated responses are measured too
-    # These follow data unless set themselves; identity(), or setting them would set data's.
+    config.evaluation.metrics = False  # True: measure hidden states of evaluated responses too
+    # These follow data unless set. Without identity(), setting one would change data's field too.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
     config.evaluation.question_fields = config.data.get_ref("question_fields").identity()
     config.evaluation.answer_field = config.data.get_ref("answer_field").identity()
@@ -199,13 +199,13 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.checkpoints = ml_collections.ConfigDict()
     config.checkpoints.every_steps = 40
-    config.checkpoints.keep = 2  # newest
-    config.checkpoints.keep_every = 0  # multiples of this are kept for good; 0: none
-    config.checkpoints.extra_steps = ()  # saved and kept whatever the cadence
+    config.checkpoints.keep = 2  # the newest
+    config.checkpoints.keep_every = 0  # multiples of this step are never removed; 0: none
+    config.checkpoints.extra_steps = ()  # saved in addition to every_steps, and never removed
 
     config.logging = ml_collections.ConfigDict()
-    # Steps between two recorded training steps; the last step and every evaluation are recorded,
-    # too. 0: no response is recorded.
+    # Training steps between two recorded ones. The last step and every evaluation are recorded too.
+    # 0: no response is recorded.
     config.logging.rollouts_every_steps = 10
-    config.logging.plot_every_steps = 10  # 0: only at the end, however the run ends
+    config.logging.plot_every_steps = 10  # 0: only at the end of the run, also after a failure
     return config

@@ -1,9 +1,9 @@
-"""GSM8K from a JSON Lines file: the path from real problems to a reward, on any model.
+"""GSM8K from a JSON Lines file: the path from real problems to a reward, with any model.
 
-Rows as published: {"question": ..., "answer": "... #### 18"}. With the small random model below
-nothing is learnt in 10 steps (no response is right); what shows is that files, template, verifier,
-sampling, update, checkpoints and evaluation work together. On a real model set the path, the
-lengths and the number of steps.
+The rows are as published: {"question": ..., "answer": "... #### 18"}. The small random model below
+learns nothing in 10 steps, because no response is right. The run only shows that files, template,
+verifier, sampling, update, checkpoints and evaluation work together. For a real model, set its
+path, the lengths and the number of steps.
 
     python -m launch.prepare_data --dataset=gsm8k --output=data/gsm8k.jsonl
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
@@ -17,7 +17,7 @@ from configs import default
 
 
 def get_config():
-    """The default with GSM8K as its data, and sizes for a small model."""
+    """The default with GSM8K as data and sizes for a small model."""
     config = default.get_config()
     config.model.path = "runs/models/gsm8k_tiny"
     config.data.task = "files"
@@ -25,7 +25,7 @@ def get_config():
     config.data.answer_after = "####"
     config.data.template = "qwen-boxed"
     config.data.prompts_per_step = 8
-    config.evaluation.files = ("data/gsm8k.jsonl",)  # try-out; evaluate on the test split
+    config.evaluation.files = ("data/gsm8k.jsonl",)  # for a test only; evaluate on the test split
     config.evaluation.num_problems = 32
     config.evaluation.every_steps = 5
     config.rollout.group_size = 4

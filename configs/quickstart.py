@@ -1,8 +1,8 @@
-"""A laptop run from nothing: a tiny policy learns to carry.
+"""A laptop run from random weights: a tiny policy learns to carry.
 
-A forgetful teacher shows worked column arithmetic with most carries dropped; the warm start
-learns that, so greedy accuracy starts near the 32 % of problems without a carry. GRPO with VERL
-shaping sees only the final answer and restores the carry.
+The warm start trains on worked column arithmetic in which most carries are dropped. Greedy accuracy
+therefore starts near 32 %, the share of problems without a carry. GRPO with VERL shaping then sees
+only the final answer. The policy learns to carry again.
 
     python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
@@ -20,16 +20,16 @@ def get_config():
     config.rollout.max_prompt_tokens = 16
     config.rollout.max_response_tokens = 56
     config.rollout.jax_chunk_tokens = 14
-    config.metrics.stride = 4  # responses hold about 52 tokens: K = 12 or 13 windows
+    config.metrics.stride = 4  # responses have about 52 tokens: K = 12 or 13 windows
     config.metrics.num_threads = 2
     config.warm_start.num_steps = 700
     config.training.num_steps = 40
-    config.training.prompts_per_minibatch = 32  # one update a step
+    config.training.prompts_per_minibatch = 32  # one update per step
     config.training.micro_batch_size = 16
-    config.training.learning_rate = 7e-5  # 1e-4 wobbles by 5 to 10 points, 5e-5 starts late
+    config.training.learning_rate = 7e-5  # 1e-4 varies by 5 to 10 points, 5e-5 starts late
     config.training.learning_rate_warmup_steps = 5
     config.training.adam_b2 = 0.95
     config.training.weight_decay = 0.0
-    config.rewards.mode = "mix"  # all answers are boxed; 1 and 0 are easy to read
+    config.rewards.mode = "mix"  # all answers are boxed, so rewards are 1 and 0
     config.checkpoints.every_steps = 20
     return config

@@ -1,4 +1,4 @@
-"""The settings of a run that has begun, from its record:
+"""The settings of an existing run, read from its record:
 
 python -m launch.rollout --config=configs/recorded.py:runs/NAME/config.json
 """
@@ -9,7 +9,7 @@ from semrl_jax.files import read_json_object
 
 
 def get_config(path):
-    """The default with the settings that the file at `path` has under "config"."""
+    """The default with the settings that the file at `path` holds under "config"."""
     settings = read_json_object(path).get("config")
     if not isinstance(settings, dict):
         raise UserError(f"{path} is not the record of a run: it has no settings under 'config'.")
@@ -19,7 +19,7 @@ def get_config(path):
 
 
 def _fields(settings, prefix=""):
-    """Dotted name and value of every setting; JSON has lists for tuples."""
+    """Dotted name and value of every setting. JSON lists become tuples."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name}.")

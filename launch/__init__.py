@@ -2,9 +2,9 @@
 
 import os
 
-# This runs before any command imports JAX or NumPy: BLAS threads beside XLA's have given wrong
-# products (jax#38056), and the pool of XLA uses the cores anyway.
+# This runs before any command imports JAX or NumPy. BLAS threads beside XLA's have given wrong
+# products (jax#38056). XLA's own thread pool uses the cores anyway.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
-# Where PyTorch is missing, transformers would advise every command to install it.
+# Without PyTorch, transformers would print advice to install it in every command.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,19 +1,21 @@
-"""Studies hidden states and runs, apart from training.
+"""Studies hidden states and runs, outside training.
 
     python -m launch.analyze metrics --input=states.npz --output=study
     python -m launch.analyze correlation --run=runs/quickstart --output=study
     python -m launch.analyze growth --output=study
 
-metrics: the metrics of each response in a file with `hidden_states` [B, T, D] or [T, D] and,
-optionally, the bool `response_mask`; --output gets metrics.csv, effective_rank.csv and .png.
+metrics: computes the metrics of each response in a file. The file holds `hidden_states` [B, T, D]
+or [T, D] and, optionally, the bool `response_mask`. Writes metrics.csv, effective_rank.csv and
+effective_rank.png into --output.
 
-correlation: how far ERV and ERA say more than ER does, on a run's saved responses, under each
---window and --stride; --output gets correlation.csv and .png.
+correlation: measures how strongly ERV and ERA are correlated with ER, on a run's saved responses,
+under each --window and --stride. Writes correlation.csv and correlation.png into --output.
 
-growth: the same on long responses whose rank grows by a known law, or that a small random model
-samples; --output gets growth.csv and .png.
+growth: the same study on long responses. Their rank grows by a known law, or a small random model
+samples them. Writes growth.csv and growth.png into --output.
 
-Files of these names are replaced. Exit codes: 0 done, 2 wrong flag or file (one line says which).
+Existing files with these names are replaced. Exit codes: 0 done, 2 wrong flag or file (one line
+names it).
 """
 
 from __future__ import annotations
@@ -36,22 +38,24 @@ RUN = flags.DEFINE_string("run", None, "correlation: directory of a run with rol
 STRIDES = flags.DEFINE_multi_integer(
     "stride",
     None,
-    f"tokens between two prefixes; default of metrics {STRIDE}, of correlation half, once, twice "
-    f"the run's, of growth {GROWTH_STRIDE}. correlation and growth take several: repeat",
+    f"tokens between two prefixes. Default of metrics: {STRIDE}; of correlation: half, once and "
+    f"twice the run's stride; of growth: {GROWTH_STRIDE}. For correlation and growth, repeat the "
+    "flag for several values",
     lower_bound=1,
 )
 WINDOW = flags.DEFINE_multi_enum(
     "window",
     None,
     WINDOWS,
-    "which prefixes; default of metrics: exact, else each. correlation and growth: repeat",
+    "which prefixes. Default of metrics: exact; of the others: all. For correlation and growth, "
+    "repeat the flag for several values",
 )
 METHOD = flags.DEFINE_enum(
     "method", "gram", ("gram", "svd"), "metrics, correlation: decomposition; svd: 5 digits, slower"
 )
-RESPONSES = flags.DEFINE_integer("responses", 32, "growth: of each source", lower_bound=3)
+RESPONSES = flags.DEFINE_integer("responses", 32, "growth: number per source", lower_bound=3)
 TOKENS = flags.DEFINE_integer("tokens", 2048, "growth: of the longest response", lower_bound=64)
-SEED = flags.DEFINE_integer("seed", 0, "growth: of what is random", lower_bound=0)
+SEED = flags.DEFINE_integer("seed", 0, "growth: random seed", lower_bound=0)
 OUTPUT = flags.DEFINE_string("output", None, "directory for CSV and PNG files, made if missing")
 
 
@@ -59,7 +63,7 @@ def metrics() -> int:
     file, stride, window = cli.required(INPUT), one(STRIDES, STRIDE), one(WINDOW, WINDOWS[0])
     from rich.console import Console
 
-    from semrl_jax import analysis  # after the flags, so that --help needs no JAX
+    from semrl_jax import analysis  # not at the top: --help works without JAX
 
     states, mask = analysis.read_states(file)
     output = output_directory()
@@ -116,7 +120,7 @@ def growth() -> int:
 
 
 def report(found: list[Any], output: pathlib.Path | None, name: str) -> None:
-    """Prints correlations, and writes them where a directory was given."""
+    """Prints correlations, and writes them if a directory was given."""
     from rich.console import Console
 
     from semrl_jax import analysis
@@ -124,7 +128,7 @@ def report(found: list[Any], output: pathlib.Path | None, name: str) -> None:
     Console().print(analysis.correlation_table(found))
     if output is not None:
         analysis.write_correlations(output / f"{name}.csv", found)
-        # Strides hide one another in one picture: the middle one is drawn.
+        # Several strides in one picture would hide each other, so only the middle one is drawn.
         strides = sorted({correlation.stride for correlation in found})
         drawn = [c for c in found if c.stride == strides[len(strides) // 2]]
         analysis.draw_correlations(drawn).savefig(output / f"{name}.png", dpi=110)
@@ -132,7 +136,7 @@ def report(found: list[Any], output: pathlib.Path | None, name: str) -> None:
 
 
 def one(flag: flags.FlagHolder[Any], default: Any) -> Any:
-    """The only value of a flag that other commands take several times."""
+    """The only value of a flag that the other commands accept several times."""
     values = flag.value or [default]
     if len(values) > 1:
         raise UserError(f"--{flag.name} is given {len(values)} times; metrics takes one.")
@@ -140,7 +144,7 @@ def one(flag: flags.FlagHolder[Any], default: Any) -> Any:
 
 
 def output_directory() -> pathlib.Path | None:
-    """--output, made if missing; None where it was not given."""
+    """--output, made if missing; None if it was not given."""
     if OUTPUT.value is None:
         return None
     output = pathlib.Path(OUTPUT.value)

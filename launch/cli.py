@@ -1,4 +1,4 @@
-"""What the commands share: flags, and user mistakes as one line with exit code 2."""
+"""Shared code of the commands: flags, and user mistakes as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.runs.config import flatten, validate
 
 EXIT_USER_ERROR = 2
-# gRPC, which reads this when it is imported, would tell of every attempt to connect.
+# gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
@@ -29,26 +29,27 @@ def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -
     """Parses the flags, runs `main` and exits with its code.
 
     Args:
-      main: the command; returns an exit code. Or several, by the word that chooses one of them.
+      main: the command, which returns an exit code; or several commands, keyed by the word on the
+        command line that selects one.
       usage: printed above the flags by --help.
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
     try:
-        # Flags may come after the word, but nothing after a word that has no place.
+        # Flags may follow the command word. Without command words, other arguments are refused.
         flags.FLAGS.set_gnu_getopt(isinstance(main, Mapping))
         rest = _parse(usage)
         if isinstance(main, Mapping):
             if not rest or rest[0] not in main:
                 given = repr(rest[0]) if rest else "nothing"
                 raise UserError(
-                    f"say what to do, one of {', '.join(main)}, not {given}; see --help."
+                    f"the first argument must be one of {', '.join(main)}, not {given}; see --help."
                 )
             main = main[rest.pop(0)]
         if rest:
             raise UserError(f"{rest[0]!r} is not a flag; see {program} --help.")
         code = main()
     except UserError as error:
-        # One line, whatever the message quotes.
+        # Always one line, even if the message quotes text with line breaks.
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except OSError as error:
@@ -65,13 +66,14 @@ def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -
 
 @contextlib.contextmanager
 def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Checks that a directory can be made at `path`, before any work, and keeps its place clean.
+    """Checks before any work that a directory can be made at `path`, and cleans up after failures.
 
-    The block writes it by way of neighbours named `<path>.writing` and `<path>.replaced`; what it
-    leaves of them when it fails is removed.
+    The block writes through neighbours named `<path>.writing` and `<path>.replaced`. If the block
+    fails, they are removed.
 
     Raises:
-      UserError: if something is there already, also under those two names, or nothing can be made.
+      UserError: if the path or one of those two names exists already, or the directory cannot be
+        made.
     """
     path = pathlib.Path(os.path.abspath(path))
     neighbours = [path.with_name(path.name + end) for end in (".writing", ".replaced")]
@@ -86,7 +88,7 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
                     "that was killed; remove it or name another directory."
                 )
         path.parent.mkdir(parents=True, exist_ok=True)
-        neighbours[0].mkdir()  # can anything be made here?
+        neighbours[0].mkdir()  # test that a directory can be made here
         neighbours[0].rmdir()
     except OSError as error:
         raise UserError(f"--{flag}={path} cannot be made: {error.strerror}.") from None
@@ -99,19 +101,19 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def required(flag: flags.FlagHolder[Any]) -> Any:
-    """The flag's value; UserError where it was not given."""
+    """The flag's value; UserError if it was not given."""
     if flag.value is None:
         raise UserError(f"--{flag.name} is needed; see --help.")
     return flag.value
 
 
 def checked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
-    """The config with its overrides, found valid; no field can be added from here on."""
+    """The valid config with its overrides. It is locked: no field can be added later."""
     try:
         config = required(flag).lock()
-    except OSError as error:  # ml_collections tells of a failed load at the first use
+    except OSError as error:  # ml_collections reports a failed load only at the first use
         raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
-    # As a dict, ml_collections would take it.
+    # ml_collections would accept a flag that replaces a section by a dict.
     if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
         _check_fields()
     validate(config)
@@ -138,7 +140,7 @@ def _parse(usage: str) -> list[str]:
 
 
 def _check_values() -> None:
-    """Raises UserError for a flag without a value, for which absl would take the next flag."""
+    """Raises UserError for a flag without a value: absl would use the next flag as its value."""
     for argument, following in itertools.pairwise(sys.argv[1:]):
         name = argument.lstrip("-")
         takes_one = name in flags.FLAGS and not flags.FLAGS[name].boolean
@@ -159,7 +161,7 @@ def _check_fields() -> None:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code
             (*_, reason) = str(error).strip().splitlines() or [""]
-            # ml_collections puts the trace and the name of the type into the text.
+            # ml_collections puts the traceback and the name of the type into the text.
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
             reason = reason.removeprefix(f"{type(error).__name__}: ")
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -170,7 +172,7 @@ def _check_fields() -> None:
 
 
 def _check_field(config: ConfigDict, field: str) -> None:
-    """Raises UserError where a flag cannot set the field."""
+    """Raises UserError if a flag cannot set the field."""
     names = list(flatten(config))
     if field in names:
         return
@@ -185,7 +187,7 @@ def _check_field(config: ConfigDict, field: str) -> None:
     raise UserError(f"the config has no field {field!r} where a flag sets it; {hint}")
 
 
-# By the type of a flag.
+# What a flag of each type expects.
 KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -195,7 +197,7 @@ KINDS = {
 
 
 def _wrong_flag(error: Exception) -> str:
-    """One sentence on what absl refuses."""
+    """One sentence that says why absl refuses a flag."""
     if isinstance(error, flags.UnrecognizedFlagError):
         name, dot, field = error.flagname.partition(".")
         known = [flag for flag in flags.FLAGS if not dot or flag == "config"]
@@ -215,6 +217,6 @@ def _wrong_flag(error: Exception) -> str:
 
 
 def _first_reason(error: Exception) -> str:
-    """The reason ml_collections buries in a list of attempts."""
+    """The first reason in ml_collections' list of failed attempts."""
     reasons = re.findall(r"^\s+(\[Errno.*|.*Error.*)$", str(error), re.MULTILINE)
     return reasons[0] if reasons else str(error).rpartition("failure to load: ")[2]

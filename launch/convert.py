@@ -2,11 +2,11 @@
 
     python -m launch.convert --source=runs/quickstart --target=exported
 
-A run directory becomes a directory that transformers, vLLM and --config.model.path take, from its
-newest sound checkpoint or that of --step. A Hugging Face directory becomes a checkpoint of its
-parameters alone, with config.json and tokenizer beside it; converted again, it is the same weights
-bit for bit. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line says
-which).
+From a run directory, this makes a directory for transformers, vLLM or --config.model.path. It uses
+the newest valid checkpoint, or that of --step. From a Hugging Face directory, it makes a checkpoint
+with the parameters only, and config.json and tokenizer beside it. Converting back gives the same
+weights, bit for bit. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one
+line names it).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
 
 DTYPES = ("float32", "bfloat16")
-# What goes along with the parameters: configuration and tokenizer.
+# Files copied with the parameters: configuration and tokenizer.
 BESIDE = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
 
 SOURCE = flags.DEFINE_string("source", None, "run, checkpoint or Hugging Face directory")
 TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist, or be empty")
-STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest sound one")
-DTYPE = flags.DEFINE_string("dtype", "float32", f"of Hugging Face weights, one of {DTYPES}")
-MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "size at which weights go to several files")
+STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest valid one")
+DTYPE = flags.DEFINE_string("dtype", "float32", f"dtype of Hugging Face weights, one of {DTYPES}")
+MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "weights above this size are split")
 
 
 def main() -> int:
@@ -54,11 +54,11 @@ def convert(
     """Makes `target` from `source`; see the flags.
 
     Raises:
-      UserError: if a flag is out of range, the source of neither kind or without a sound
-        checkpoint, or the target there already.
+      UserError: if a flag is out of range, the source is neither a run nor a model or has no valid
+        checkpoint, or the target exists already.
     """
     if not source.is_dir():
-        raise UserError(f"--source={source} is no directory.")
+        raise UserError(f"--source={source} is not a directory.")
     if dtype not in DTYPES:
         raise UserError(f"--dtype={dtype!r} must be one of {DTYPES}.")
     if not 0 < max_shard_gb < float("inf"):
@@ -73,15 +73,15 @@ def convert(
             raise UserError(f"--source={source} is a run without a checkpoint.")
         elif step is not None or dtype != "float32":
             raise UserError(
-                f"--step and --dtype choose what is read from a checkpoint; --source={source} is a "
-                "Hugging Face directory, and checkpoints are float32: leave them out."
+                f"--step and --dtype apply to a source with checkpoints; --source={source} is a "
+                "Hugging Face directory, and its checkpoint will be float32: leave them out."
             )
         else:
             import_parameters(source, target)
 
 
 def read_record(source: pathlib.Path) -> dict[str, Any]:
-    """config.json of a run or of a model."""
+    """Reads config.json of a run or of a model."""
     try:
         return read_json_object(source / "config.json")
     except (FileNotFoundError, UserError):
@@ -92,7 +92,7 @@ def read_record(source: pathlib.Path) -> dict[str, Any]:
 
 
 def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Path:
-    """Where architecture and tokenizer of a directory with checkpoints are."""
+    """The model directory that has the architecture and tokenizer of the checkpoints."""
     from semrl_jax import models
 
     if "run_id" not in record:
@@ -102,7 +102,7 @@ def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Pat
     except (KeyError, TypeError):
         path = None
     if not isinstance(path, str):
-        raise UserError(f"--source={source} is no run: its config.json has no model.path.")
+        raise UserError(f"--source={source} is not a run: its config.json has no model.path.")
     return models.find_directory(path) if path else source / "warm_start"
 
 
@@ -113,7 +113,7 @@ def export(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Writes the parameters of a sound checkpoint as a Hugging Face directory like `model`."""
+    """Writes the parameters of a valid checkpoint as a Hugging Face directory like `model`."""
     import jax
 
     from semrl_jax import data, models
@@ -158,11 +158,11 @@ def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
             return folder
         if step is None:
             print(f"checkpoint {candidate} is not used: {problem}.", flush=True)
-    raise UserError(f"{directory} has no sound checkpoint to convert ({problem}).")
+    raise UserError(f"{directory} has no valid checkpoint to convert ({problem}).")
 
 
 def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Writes the parameters of a Hugging Face directory as a checkpoint, whole or not at all."""
+    """Writes the parameters of a Hugging Face directory as one complete checkpoint."""
     from semrl_jax import models
     from semrl_jax.runs.checkpoint_files import save_params
 
@@ -177,7 +177,7 @@ def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copy(file, staging)
     save_params((staging / "checkpoints" / "0").absolute(), params)
-    staging.rename(target)  # an empty directory there is replaced
+    staging.rename(target)  # replaces an empty directory
     print(f"done: {target / 'checkpoints' / '0'} holds the parameters", flush=True)
 
 

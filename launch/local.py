@@ -1,13 +1,14 @@
-"""Trains with several processes on this machine: a cluster of one computer, on CPUs.
+"""Trains with several processes on this machine, on CPUs.
 
     python -m launch.local --processes=2 --devices_per_process=2 -- \\
         --config=configs/quickstart.py --workdir=runs/two
 
-starts launch.train so many times with what follows the two dashes, joined over loopback; every line
-they print begins with [its process]. When one of them fails, the others get SIGTERM and, --grace_s
-later, SIGKILL. SIGTERM and SIGINT go on to all. If this command itself is killed, so are they
-(Linux). Exit codes: 0 all done, 2 wrong setting, else that of the first process that failed
-(launch.train: 75 ended by a signal, 76 another process was lost; 128 + N: killed by signal N).
+Starts --processes copies of launch.train with the arguments after the two dashes. They are joined
+over loopback. Every line that they print begins with [its process]. When one of them fails, the
+others get SIGTERM and, --grace_s later, SIGKILL. SIGTERM and SIGINT are passed on to all. If this
+command itself is killed, they are killed too (Linux). Exit codes: 0 all done, 2 wrong setting,
+otherwise that of the first process that failed (launch.train: 75 ended by a signal, 76 another
+process was lost; 128 + N: killed by signal N).
 """
 
 import contextlib
@@ -27,10 +28,10 @@ from absl import flags
 from launch import cli
 from semrl_jax.errors import UserError
 
-PROCESSES = flags.DEFINE_integer("processes", None, "how many processes of launch.train")
-DEVICES = flags.DEFINE_integer("devices_per_process", 1, "CPU devices of each")
+PROCESSES = flags.DEFINE_integer("processes", None, "number of processes of launch.train")
+DEVICES = flags.DEFINE_integer("devices_per_process", 1, "CPU devices of each process")
 GRACE_S = flags.DEFINE_float(
-    "grace_s", 60.0, "from SIGTERM to SIGKILL; above training.grace_s, or a checkpoint is cut short"
+    "grace_s", 60.0, "from SIGTERM to SIGKILL; must be above training.grace_s to save a checkpoint"
 )
 MAX_PROCESSES = 256
 LIBC = ctypes.CDLL(None)
@@ -50,13 +51,13 @@ def main() -> int:
 
 
 class Job:
-    """The processes, from their start until none is left.
+    """Starts the processes and manages them until all have ended.
 
     Args:
-      command: of every process; each gets its fields of config.distributed behind it.
-      count: processes.
-      devices: CPU devices of each.
-      grace_s: between the signal that asks them to end and the one that ends them.
+      command: of every process; the process's fields of config.distributed are appended.
+      count: number of processes.
+      devices: CPU devices of each process.
+      grace_s: seconds between the signal that asks the processes to end and SIGKILL.
     """
 
     def __init__(self, command: list[str], count: int, devices: int, grace_s: float):
@@ -69,31 +70,31 @@ class Job:
         self._printing = threading.Lock()
 
     def run(self) -> int:
-        """Starts all, waits for all; returns the first exit code that is not 0, or 0."""
+        """Starts all and waits for all; returns the first exit code that is not 0, or 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.end)
         first, address, readers = 0, _free_address(), []
         try:
-            # All before the first thread: preexec_fn must not run beside one.
+            # Start all processes before the first thread: preexec_fn is unsafe beside threads.
             for index in range(self._count):
                 self._processes.append(self._start(index, address))
-            if self._signal:  # it came while they were being started
+            if self._signal:  # it arrived while the processes were being started
                 self._send(self._signal)
             readers = [self._watch(index) for index in range(len(self._processes))]
             for _ in self._processes:
                 index, code = self._next_end()
                 first = first or code
                 if code and not self._signal:
-                    self._say(f"process {index} ended with exit code {code}; all others have to")
+                    self._say(f"process {index} ended with exit code {code}; ending all others")
                     self.end(signal.SIGTERM)
         finally:
-            self._send(signal.SIGKILL)  # what they have started and left
+            self._send(signal.SIGKILL)  # to processes that they started and left
         for reader in readers:
             reader.join(timeout=5.0)
         return first
 
     def end(self, number: int, _frame=None) -> None:
-        """Asks all to end; those that have not by the grace are killed. Twice SIGINT: at once."""
+        """Asks all to end, and kills the rest after the grace; a second SIGINT kills at once."""
         if self._signal == number == signal.SIGINT:
             self._kill_at = 0.0
         if not self._signal:
@@ -119,13 +120,13 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A session of its own: what a terminal sends at Ctrl-C comes once, from here.
+            # In a session of its own, a process gets the SIGINT of Ctrl-C only once, from here.
             start_new_session=True,
             preexec_fn=(lambda: _die_with(parent)) if sys.platform == "linux" else None,
         )
 
     def _watch(self, index: int) -> threading.Thread:
-        """Passes a process's lines on, and its end to the queue."""
+        """Prints a process's lines, and puts its exit code into the queue."""
         process = self._processes[index]
 
         def read():
@@ -140,19 +141,19 @@ class Job:
         return reader
 
     def _next_end(self) -> tuple[int, int]:
-        """Waits for the next process to end; its index and exit code, as a shell would tell it."""
+        """Waits for the next process to end; returns its index and its exit code as in a shell."""
         while True:
-            # Signals are handled between two of these waits.
+            # Python handles signals between two of these waits.
             with contextlib.suppress(queue.Empty):
                 index, code = self._ended.get(timeout=0.2)
                 return index, code if code >= 0 else 128 - code
             if time.monotonic() >= self._kill_at:
-                self._say("SIGKILL to those that are left")
+                self._say("SIGKILL to the processes that are left")
                 self._kill_at = float("inf")
                 self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        """To the processes; SIGKILL also to those that they have started."""
+        """Sends a signal to the processes; SIGKILL also to the processes that they started."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
@@ -164,7 +165,7 @@ class Job:
         self._write(f"python -m launch.local: {line}\n".encode())
 
     def _write(self, line: bytes) -> None:
-        # Whoever reads may have gone; that is no reason to end a run.
+        # If the reader of this output has ended, the run continues.
         with self._printing, contextlib.suppress(BrokenPipeError):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
@@ -177,14 +178,14 @@ def _free_address() -> str:
 
 
 def _die_with(parent: int) -> None:
-    """In a child, before its program: the kernel kills it when the parent is gone."""
+    """Runs in the child before its program: asks the kernel to kill it when the parent ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # gone before the kernel was told
+    if os.getppid() != parent:  # the parent ended before this call
         os._exit(1)
 
 
 if __name__ == "__main__":
-    # What follows the two dashes is launch.train's, flags of the same names included.
+    # Everything after the two dashes belongs to launch.train, also flags with the same names.
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     TRAIN_ARGUMENTS = sys.argv[split + 1 :]
     del sys.argv[split:]

@@ -1,11 +1,11 @@
-"""Fetches or converts prompt data into one file for config.data.files.
+"""Downloads or converts prompt data into one file for config.data.files.
 
     python -m launch.prepare_data --dataset=gsm8k --split=train --output=data/gsm8k.jsonl
 
-Downloads the split from the Hugging Face hub, or with --input=FILE converts a copy that is already
-here. Every row is read as the trainer reads it; bad ones are named and left out. GSM8K becomes rows
-of question, answer and data_source; SimpleRL-Zoo's rows stay as they are. The output is written
-whole or not at all and replaces an older one. Exit codes: 0 done, 2 wrong setting, file or no
+Downloads the split from the Hugging Face hub. With --input=FILE, it converts a local copy instead.
+Every row is read as the trainer reads it. Bad rows are named and left out. GSM8K becomes rows of
+question, answer and data_source. SimpleRL-Zoo's rows are not changed. The output appears only when
+it is complete, and replaces an older file. Exit codes: 0 done, 2 wrong setting, bad file or no
 network (one line says which).
 """
 
@@ -85,18 +85,18 @@ def main() -> int:
 
 
 def download(name: str, file: str) -> str:
-    """The path of a file of the set, in the hub's cache; the copy there serves without a network.
+    """The path of a file of the set in the hub's cache. Without a network, a cached copy is used.
 
     Raises:
-      UserError: if there is no network, no such file or no right to it.
+      UserError: if there is no network, no such file, or no permission to read it.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HTTPError  # of the HTTP library, whichever the hub uses
+    from huggingface_hub.errors import HTTPError  # the error of the HTTP library that the hub uses
 
     repository = DATASETS[name].repository
     print(f"fetching {file} of {repository}", flush=True)
     try:
-        # The download tries again for half a minute; this asks once, and a missing network shows.
+        # Ask once first: the download itself would retry for half a minute without a network.
         huggingface_hub.get_hf_file_metadata(
             huggingface_hub.hf_hub_url(repository, file, repo_type="dataset")
         )
@@ -117,16 +117,16 @@ def download(name: str, file: str) -> str:
 
 
 def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]], int]:
-    """The good rows of a set's file, as they are to be written, and the number of bad ones.
+    """The valid rows of a set's file, as they will be written, and the number of bad rows.
 
     Raises:
-      UserError: if the file cannot be read or has no good row.
+      UserError: if the file cannot be read or has no valid row.
     """
     from semrl_jax import data
 
     source = DATASETS[name]
     reader = data.row_reader(source.row_format, answer_after=source.answer_after)
-    # SimpleRL-Zoo's rows stay whole; of others only the fields that are read.
+    # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
     fields = reader.fields if source.row_format == "question_answer" else ()
     bad_rows = data.BadRows(skip=True, report=print)
     rows = []
@@ -136,7 +136,7 @@ def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]]
         except data.RowError as error:
             bad_rows.add(where, error)
         else:
-            # As published, worked solution and all: one setting reads either file.
+            # GSM8K rows keep the published worked solution, so the same settings read both files.
             rows.append(row if source.row_format == "simplerl" else row | {"data_source": name})
     if bad_rows.count and not rows:
         raise UserError(f"all {bad_rows.count} rows are bad; the first: {bad_rows.first}")
@@ -146,7 +146,7 @@ def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]]
 
 
 def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Writes a .jsonl or .parquet file, whole or not at all.
+    """Writes a .jsonl or .parquet file, which appears only when it is complete.
 
     Raises:
       UserError: if it cannot be written, or the format cannot hold a row.
@@ -167,7 +167,7 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(f"--output={path} cannot be written ({e.strerror}).") from e
-    except (TypeError, ValueError, OverflowError, NotImplementedError) as e:  # pyarrow's, too
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as e:  # also pyarrow's
         raise UserError(
             f"--output={path} cannot hold these rows ({e}); try the other format."
         ) from e
@@ -186,7 +186,7 @@ def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
 
 
 def with_progress(items: Iterable[T], done: str) -> Iterator[T]:
-    """Passes rows on, with a line every two seconds."""
+    """Yields the rows, and prints a line every two seconds."""
     reported_s = time.monotonic()
     for count, item in enumerate(items):
         if time.monotonic() - reported_s > PROGRESS_S:

@@ -2,9 +2,9 @@
 
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
 
-Something to try a data set, a template or a verifier with before a real model is fetched; it knows
-nothing. The text is every string in the rows of the files given. Exit codes: 0 done, 2 wrong
-setting.
+The model has random weights and solves nothing. It is meant for trying a data set, a template or a
+verifier before a real model is downloaded. The text is every string in the rows of the given files.
+Exit codes: 0 done, 2 wrong setting.
 """
 
 import pathlib
@@ -19,14 +19,14 @@ from semrl_jax.errors import UserError
 
 TEXT = flags.DEFINE_multi_string("text", [], ".jsonl or .parquet file to train the tokenizer on")
 OUTPUT = flags.DEFINE_string("output", None, "directory to make")
-VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 1024, "tokens, bytes and special ones included")
+VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 1024, "tokens, including bytes and special tokens")
 HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 64, "width")
 INTERMEDIATE_SIZE = flags.DEFINE_integer("intermediate_size", 128, "feed-forward width")
 NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "layers")
 NUM_HEADS = flags.DEFINE_integer("num_heads", 2, "query heads")
 NUM_KV_HEADS = flags.DEFINE_integer("num_kv_heads", 1, "key-value heads")
 CONTEXT = flags.DEFINE_integer("context", 4096, "tokens of prompt and response")
-SEED = flags.DEFINE_integer("seed", 0, "of the weights")
+SEED = flags.DEFINE_integer("seed", 0, "random seed of the weights")
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def make(output: pathlib.Path) -> None:
 
 
 def strings_of_file(file: pathlib.Path) -> Iterator[str]:
-    """Every string in the rows of a prompt file, keys left out."""
+    """Every string in the rows of a prompt file, without the keys."""
     from semrl_jax import data
 
     for where, row in data.read_rows(file):
@@ -81,7 +81,7 @@ def strings_of_file(file: pathlib.Path) -> Iterator[str]:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """The strings in a JSON value, however deep."""
+    """The strings in a JSON value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

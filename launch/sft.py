@@ -1,10 +1,10 @@
-"""Runs the supervised warm start of a config alone.
+"""Runs only the supervised warm start of a config.
 
     python -m launch.sft --config=configs/quickstart.py --workdir=runs/sft
 
-Leaves DIR/warm_start, a Hugging Face directory that launch.train takes as --config.model.path; a
-later launch.train in the same DIR goes on from it. Exit codes: 0 done, 2 wrong setting, 75 ended by
-a signal before it was done.
+Writes WORKDIR/warm_start, a Hugging Face directory that launch.train accepts as
+--config.model.path. A later launch.train with the same --workdir continues from it. Exit codes:
+0 done, 2 wrong setting, 75 ended by a signal before it was done.
 """
 
 from absl import flags
@@ -25,7 +25,7 @@ def main() -> int:
             "the warm start trains a random model: model.path must be empty and "
             "warm_start.num_steps above 0."
         )
-    from semrl_jax.runs import warm_start  # loads JAX, for which no mistake and no --help waits
+    from semrl_jax.runs import warm_start  # here: mistakes and --help need no JAX
 
     compilation.keep_programs()
     return warm_start(config, workdir)

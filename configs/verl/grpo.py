@@ -1,20 +1,20 @@
-"""What the three published GRPO runs share: the launcher's values, for a mesh of 4 devices or more.
+"""Shared settings of the three published GRPO runs: the launcher's values, for 4 devices or more.
 
-Departures from the launcher, each because the released value is a defect or is not meant for this
-system, are commented where they stand; tests/launch/test_verl_configs.py prints them beside all of
-the launcher's settings, which tests/golden/verl_launcher.json records.
+A departure from the launcher has a comment where it is set. Each has one of two reasons: the
+released value is a defect, or it does not fit this system. tests/launch/test_verl_configs.py prints
+the departures beside all of the launcher's settings (tests/golden/verl_launcher.json).
 """
 
 from configs import default
 
 
 def get_config():
-    """The launcher's values; model, data and response limit are the experiment's."""
+    """The launcher's values; the experiment sets model, data and response limit."""
     config = default.get_config()
 
     config.model.compute_dtype = "bfloat16"  # float32 master weights
     config.model.reference_dtype = "bfloat16"
-    # Departure: the launcher recomputes everything ("full"), which takes less memory and more time.
+    # Departure: the launcher recomputes everything ("full"), with less memory and more time.
     config.model.remat = "dots"
 
     config.data.task = "files"
@@ -26,28 +26,28 @@ def get_config():
     config.rollout.top_k = 0
     config.rollout.max_prompt_tokens = 512  # tokens; the release filters by characters
 
-    # Departure: traditional rank needs a true singular value decomposition of every prefix, and
-    # shaping never reads it; the launcher measures it as well.
+    # Departure: the launcher also measures traditional rank. It needs a true singular value
+    # decomposition of every prefix, and shaping never reads it.
     config.metrics.names = ("effective_rank",)
     config.metrics.stride = 40
     # Departure: the release measures differences over the last 512 tokens only (its defect D14);
     # "release" reproduces that.
     config.metrics.window = "exact"
-    # Departure: "svd" is the launcher's; this is as exact to 1e-3 of the rank, and much faster.
+    # Departure: the launcher's is "svd". "gram" agrees to 1e-3 of the rank and is much faster.
     config.metrics.method = "gram"
     config.metrics.dataset_stride = 20  # responses
     config.metrics.num_threads = 8
 
     config.shaping.target = "advantage"
-    # Departure: the release gives the bonus to the last token alone, where a token mean dilutes it
-    # (its defect D2); "last" reproduces that.
+    # Departure: the release gives the bonus only to the last token, where a mean over tokens
+    # dilutes it (its defect D2); "last" reproduces that.
     config.shaping.tokens = "all"
     config.shaping.alpha = 0.3
     config.shaping.gain = 2.0
     config.shaping.eta = 1.0
     config.shaping.kappa = 2.0
-    # Departures: the release's baselines start at zero and lag two steps, and a response too short
-    # for a difference enters with 0 (its defects D3, D4, D6); "zero", 2, "zeros" reproduce that.
+    # Departures: the release's baselines start at zero and lag two steps. A response too short for
+    # a difference counts as 0 (its defects D3, D4, D6). "zero", 2 and "zeros" reproduce that.
     config.shaping.ema_init = "first_batch"
     config.shaping.ema_lag = 1
     config.shaping.invalid = "excluded"
@@ -65,7 +65,7 @@ def get_config():
 
     config.training.num_steps = 160  # the launcher says 161 and trains 160 (its defect D23)
     config.training.prompts_per_minibatch = 24
-    # Departure in name only: 1 response a device; micro_batch_size counts the whole mesh of 4.
+    # Departure only in name: the launcher counts 1 response per device, this counts the whole mesh.
     config.training.micro_batch_size = 4
     config.training.learning_rate = 5e-7
     config.training.learning_rate_warmup_steps = 0
@@ -76,7 +76,7 @@ def get_config():
 
     config.evaluation.every_steps = 10  # and before training; greedy
     config.evaluation.num_problems = 10_000  # all of the test split
-    config.evaluation.metrics = True  # the launcher measures evaluated responses, too
+    config.evaluation.metrics = True  # the launcher also measures evaluated responses
     config.checkpoints.every_steps = 40
-    config.checkpoints.keep_every = 40  # 120 and 160 are the ones evaluated
+    config.checkpoints.keep_every = 40  # checkpoints 120 and 160 are evaluated
     return config

@@ -7,7 +7,7 @@
     python -m launch.train --config=configs/verl/grpo_llama3_2_3b.py \\
         --workdir=runs/grpo_llama3_2_3b --config.rollout.addresses=HOST:PORT
 
-Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
+Hardware: 4 devices of 80 GB, as the launcher's, and others for sampling. Not run here yet.
 Published (one run, mean Pass@1 of 15 sets): 31.0 before, 43.4 after.
 """
 
@@ -21,6 +21,6 @@ def get_config():
     config.data.files = ("data/simplelr_abel_level1to4_train.parquet",)
     config.evaluation.files = ("data/simplelr_abel_level1to4_test.parquet",)
     config.rollout.max_response_tokens = 1280
-    # "Question", "Answer": the release's for Llama (vllm_rollout.py of its rollout workers).
+    # "Question", "Answer": the release's values for Llama (vllm_rollout.py of its rollout workers).
     config.rollout.stop_token_ids = (14924, 16533)
     return config

@@ -7,7 +7,7 @@
     python -m launch.train --config=configs/verl/grpo_mathstral_7b.py \\
         --workdir=runs/grpo_mathstral_7b --config.rollout.addresses=HOST:PORT
 
-Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
+Hardware: 4 devices of 80 GB, as the launcher's, and others for sampling. Not run here yet.
 Published (one run, mean Pass@1 of 15 sets): 44.2 before, 55.3 after.
 """
 
@@ -23,6 +23,6 @@ def get_config():
     config.rollout.max_response_tokens = 1536
     # " Question", "Question", " Answer", "Step", "Pro", "An". Departure: the release has their ids
     # in the vocabulary of Mistral-7B-v0.1, (22478, 24994, 26307, 9977, 933, 2820). Mathstral's has
-    # 768 control tokens before them, so those would end a response at " chief" or " school".
+    # 768 control tokens before them, so those ids would end a response at " chief" or " school".
     config.rollout.stop_token_ids = (23246, 25762, 27075, 10745, 1701, 3588)
     return config

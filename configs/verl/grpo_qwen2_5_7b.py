@@ -7,7 +7,7 @@
     python -m launch.train --config=configs/verl/grpo_qwen2_5_7b.py \\
         --workdir=runs/grpo_qwen2_5_7b --config.rollout.addresses=HOST:PORT
 
-Hardware: 4 devices of 80 GB, as the launcher's, and others to sample on. Not run by us yet.
+Hardware: 4 devices of 80 GB, as the launcher's, and others for sampling. Not run here yet.
 Published (one run, mean Pass@1 of 15 sets): 53.6 before, 59.8 after.
 """
 
@@ -20,8 +20,8 @@ def get_config():
     config.model.path = "Qwen/Qwen2.5-7B"
     config.data.files = ("data/simplelr_qwen_level3to5_train.parquet",)
     config.evaluation.files = ("data/simplelr_qwen_level3to5_test.parquet",)
-    config.rollout.max_response_tokens = 1536  # data and limit: not published, as Mathstral's
+    config.rollout.max_response_tokens = 1536  # data, limit: unpublished, as Mathstral
     # "<|im_end|>", "<|endoftext|>", "user", "assistant", "User", "Assistant", "<|im_start|>" and
-    # "system": the release's for Qwen2.5-7B (vllm_rollout.py of its rollout workers).
+    # "system": the release's values for Qwen2.5-7B (vllm_rollout.py of its rollout workers).
     config.rollout.stop_token_ids = (151645, 151643, 872, 77091, 1474, 71703, 151644, 8948)
     return config

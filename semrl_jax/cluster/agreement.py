@@ -19,7 +19,7 @@ class Retry(RuntimeError):
 KINDS = ("mistake", "failed", "preempted", "retry", "done")
 
 
-def together(peers: Peers, phase: str, work: Callable[[], T]) -> T:
+def run_phase(peers: Peers, phase: str, work: Callable[[], T]) -> T:
     """Does this process's part and waits for the others'; all have to call it.
 
     Returns:
@@ -56,11 +56,11 @@ def is_agreed(error: BaseException) -> bool:
 
 
 def on_first(peers: Peers, phase: str, work: Callable[[], Any]) -> Any:
-    """What process 0's `work` returns, in every process; JSON holds it. Raises as `together`."""
+    """What process 0's `work` returns, in every process; JSON holds it. Raises as `run_phase`."""
     if peers.count == 1:
         return work()
     found = []
-    together(peers, phase, lambda: found.append(work()) if peers.index == 0 else None)
+    run_phase(peers, phase, lambda: found.append(work()) if peers.index == 0 else None)
     return peers.gather(phase, found)[0][0]
 
 

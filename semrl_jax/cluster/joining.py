@@ -86,7 +86,7 @@ def join(
         )
 
 
-def leave_alone(exit_code: int) -> None:
+def exit_without_peers(exit_code: int) -> None:
     """Lets this process end with `exit_code` although others of the job are gone.
 
     At its exit JAX would wait for them, for five minutes.

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 
-from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import remove
@@ -105,7 +105,7 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> None:
         """Starts writing the state; arrays may be donated as soon as this returns."""
-        together(self._peers, "checkpoint", self.wait)
+        run_phase(self._peers, "checkpoint", self.wait)
         self._agree_on_failure()
         step = int(state.step)
         if step in self._sound:
@@ -151,7 +151,7 @@ class Checkpoints:
             if not problem:
                 meta = read_meta(folder)
                 try:
-                    together(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
+                    run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
                 except Exception as error:
@@ -187,7 +187,7 @@ class Checkpoints:
 
     def failure(self) -> str:
         """Waits for the last save; what the disk refused it with, "" if it is sealed."""
-        together(self._peers, "checkpoint", self.wait)
+        run_phase(self._peers, "checkpoint", self.wait)
         self._agree_on_failure()
         return self._failure
 

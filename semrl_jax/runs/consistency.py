@@ -14,7 +14,7 @@ import jax
 import ml_collections
 
 import semrl_jax
-from semrl_jax.cluster.agreement import together
+from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.runs.workdir import flatten_settings, versions
@@ -52,7 +52,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
                         "same environment."
                     )
 
-    together(peers, "compare", compare)
+    run_phase(peers, "compare", compare)
 
 
 def code_hash() -> str:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.seam import Algorithm, load_algorithm
-from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
@@ -133,7 +133,7 @@ def open_run(
                 with stop.interruptible():
                     return work()
 
-            return together(peers, phase, interruptibly)
+            return run_phase(peers, phase, interruptibly)
 
         # What a mistake may be in comes first; the weights and the warm start are costly.
         def check_inputs() -> Inputs:
@@ -294,7 +294,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
                         "all processes the same files."
                     )
 
-    together(peers, "inputs", compare)
+    run_phase(peers, "inputs", compare)
 
     def check() -> None:
         weights = {"weights": weights_hash(workdir, directory, **sample)} if directory else {}

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import ml_collections
 
-from semrl_jax.cluster.agreement import on_first, together
+from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
@@ -234,7 +234,7 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
         record["changed"] = tuple(record["changed"])
         workdir = Workdir(pathlib.Path(path).absolute(), lock=contextlib.ExitStack(), **record)
     try:
-        together(peers, "open_workdir", lambda: _check_shared(workdir))
+        run_phase(peers, "open_workdir", lambda: _check_shared(workdir))
     except BaseException:
         if opened:
             workdir.discard()

@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from semrl_jax import data, models
 from semrl_jax.clock import Clock
-from semrl_jax.cluster.agreement import Retry, together
+from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.cluster.gathering import gather_bytes
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
@@ -178,7 +178,7 @@ class Sampler:
 
         while True:
             try:
-                together(self.peers, "sample", sample_own)
+                run_phase(self.peers, "sample", sample_own)
                 break
             except Retry as retry:
                 reason = retry
@@ -238,7 +238,7 @@ class Sampler:
             with self.stop.interruptible():
                 return [scored[i].with_measured(future.result()) for i, future in pending.items()]
 
-        return self._of_all(together(self.peers, "metrics", measure_own))
+        return self._of_all(run_phase(self.peers, "metrics", measure_own))
 
     def measure_batch(
         self, scored: Sequence[ScoredRollout]
@@ -266,7 +266,7 @@ class Sampler:
 
     def check_stop(self) -> None:
         """Raises Preempted, in all processes, if one of them was asked to end."""
-        together(self.peers, "advantages", self.stop.check)
+        run_phase(self.peers, "advantages", self.stop.check)
 
     def needs_policy_states(self, step: int) -> bool:
         """Whether `measured` or `mismatch` need the training model's hidden states."""
@@ -314,9 +314,9 @@ class Sampler:
 
         while True:
             # Agree first: a process that stops here alone would block the others in a gather.
-            together(self.peers, "sync_weights", may_begin)
+            run_phase(self.peers, "sync_weights", may_begin)
             try:
-                return together(self.peers, "sync_weights", send)
+                return run_phase(self.peers, "sync_weights", send)
             except Retry as retry:
                 reason = retry
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from semrl_jax.cluster.agreement import Retry, together
+from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.errors import Preempted
@@ -43,7 +43,7 @@ def send_together(
         nonlocal agreed, reading
         with stop.deferred():  # who left in the middle would keep the others
             agreed = True
-            together(peers, "await_replicas", work)
+            run_phase(peers, "await_replicas", work)
             reading = True
 
     def read_one_by_one() -> Iterator[np.ndarray]:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 
-from semrl_jax.cluster.agreement import Retry, on_first, together
+from semrl_jax.cluster.agreement import Retry, on_first, run_phase
 from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.errors import Preempted, UserError
 
@@ -67,7 +67,7 @@ def main() -> None:
             peers.fail("disk on fire", 2)
             sys.exit(2)
     try:
-        together(peers, "second", WORK.get(deed, lambda: None))
+        run_phase(peers, "second", WORK.get(deed, lambda: None))
     except BaseException as error:
         print("raised", type(error).__name__, error, flush=True)
     if deed == "other phase":

@@ -237,13 +237,13 @@ def test_processes_are_named_in_few_words():
 
 LEAVER = """
 import sys, time
-from semrl_jax.cluster import Place, join, leave_alone
+from semrl_jax.cluster import Place, exit_without_peers, join
 address, index = sys.argv[1], int(sys.argv[2])
 join(Place(address, 2, index, "settings"), connect_timeout_s=60, heartbeat_timeout_s=60)
 if index == 0:
     print("waits", flush=True)
     time.sleep(600)
-leave_alone(7)
+exit_without_peers(7)
 print("leaves")
 """
 

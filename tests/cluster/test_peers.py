@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from semrl_jax.cluster.agreement import Retry, on_first, together
+from semrl_jax.cluster.agreement import Retry, on_first, run_phase
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, Peers
 
 COUNT = 3
@@ -129,6 +129,6 @@ def test_one_process_needs_no_one():
     assert peers.gather("x", 1) == [1]
     assert on_first(peers, "x", lambda: 3) == 3
     with pytest.raises(Retry):
-        together(peers, "x", lambda: (_ for _ in ()).throw(Retry("again")))
+        run_phase(peers, "x", lambda: (_ for _ in ()).throw(Retry("again")))
     peers.fail("nothing", 1)
     peers.close()

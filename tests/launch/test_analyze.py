@@ -40,7 +40,7 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "say what to do, one of metrics, correlation, growth, not nothing"),
+        ([], "the first argument must be one of metrics, correlation, growth, not nothing"),
         (["plot"], "not 'plot'"),
         (["metrics", "again"], "'again' is not a flag"),
         (["metrics"], "--input is needed"),

@@ -152,7 +152,7 @@ def test_an_unsound_checkpoint_is_named_and_the_previous_one_converted(
     convert(directory, tmp_path / "hf")
     assert_same_params(tmp_path / "hf", made[1][1])
     assert f"{file} has been altered" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"no sound checkpoint.*_METADATA has been altered"):
+    with pytest.raises(UserError, match=r"no valid checkpoint.*_METADATA has been altered"):
         convert(directory, tmp_path / "asked", step=2)
 
 
@@ -178,12 +178,12 @@ def other_architecture(directory):
         (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be a finite number above 0"),
         (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be a finite"),
         (None, {"max_shard_gb": float("inf")}, r"--max_shard_gb=inf must be a finite"),
-        (spoil_manifests, {}, r"no sound checkpoint to convert .*not completed"),
+        (spoil_manifests, {}, r"no valid checkpoint to convert .*not completed"),
         (forget_checkpoints, {}, r"is a run without a checkpoint"),
         (other_architecture, {}, r"params/layers/down/kernel is float32\[2, 16, 16\] there"),
         (lambda d: (d / "config.json").unlink(), {}, r"is neither a run nor a Hugging Face"),
         (lambda d: (d / "config.json").write_text("[]"), {}, r"is neither a run nor"),
-        (lambda d: shutil.rmtree(d), {}, r"--source=.* is no directory"),
+        (lambda d: shutil.rmtree(d), {}, r"--source=.* is not a directory"),
     ],
 )
 def test_mistakes_are_told_in_one_line_and_leave_nothing(
@@ -284,4 +284,4 @@ def greedy_responses(directory, tokenizer, problems) -> list[list[int]]:
 def test_the_command_tells_mistakes_in_one_line(tmp_path):
     result = run("launch.convert", f"--source={tmp_path / 'nothing'}", "--target=x")
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and "is no directory" in result.stderr
+    assert result.stderr.count("\n") == 1 and "is not a directory" in result.stderr

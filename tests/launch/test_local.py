@@ -121,7 +121,7 @@ def test_other_flags_of_xla_stay(monkeypatch):
 def test_one_that_fails_ends_all(what, expected):
     code, lines = finish(launch(what))
     assert code == expected
-    said = f"python -m launch.local: process 1 ended with exit code {expected}; all others have to"
+    said = f"python -m launch.local: process 1 ended with exit code {expected}; ending all others"
     assert said in lines
     assert "[0] ends" in lines or what == "crash"  # which may come before the handler is there
 
@@ -144,7 +144,7 @@ def test_those_that_do_not_end_are_killed():
     began = time.monotonic()
     code, lines = finish(process)
     assert code == 128 + signal.SIGKILL and time.monotonic() - began > 0.4
-    assert "python -m launch.local: SIGKILL to those that are left" in lines
+    assert "python -m launch.local: SIGKILL to the processes that are left" in lines
     wait_until_gone(started)
 
 

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from semrl_jax.rollout.engines.fake import FAKE_SPECS, FakeEngine
 
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
@@ -18,6 +17,7 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
 from semrl_jax.runs.setup import sampling_processes
 from semrl_jax.sampling import replicas
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
 ROOT = pathlib.Path(__file__).parents[2]
 
