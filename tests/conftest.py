@@ -38,6 +38,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("semrl", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("semrl")
 
+pytest_plugins = ("tests.fixtures",)
+
 # The fast suite compiles far more than it computes: without optimisation and with the older
 # emitters it takes half as long. The programs are the same to rounding, which these tests allow
 # for. `--compile-as-users` leaves it out; the processes that tests start never have it.

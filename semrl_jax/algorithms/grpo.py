@@ -35,9 +35,9 @@ class Options:
         check_options(
             self,
             epsilon=(self.epsilon > 0, "be above 0"),
-            clip_epsilon=(0 < self.clip_epsilon < 1, "lie in (0, 1)"),
-            kl_coefficient=(self.kl_coefficient >= 0, "not be negative"),
-            entropy_coefficient=(self.entropy_coefficient >= 0, "not be negative"),
+            clip_epsilon=(0 < self.clip_epsilon < 1, "be in (0, 1)"),
+            kl_coefficient=(self.kl_coefficient >= 0, "be at least 0"),
+            entropy_coefficient=(self.entropy_coefficient >= 0, "be at least 0"),
             kl_estimator=(self.kl_estimator in KL_ESTIMATORS, f"be one of {KL_ESTIMATORS}"),
             aggregation=(self.aggregation in AGGREGATIONS, f"be one of {AGGREGATIONS}"),
         )

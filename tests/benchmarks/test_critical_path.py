@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import critical_path
 from benchmarks.critical_path import ORDERS, SIDES, median_interval
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 def test_the_interval_of_six_and_of_fifteen_values_is_that_of_the_tables():

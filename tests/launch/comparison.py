@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from tensorboardX.proto.event_pb2 import Event
 
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, read_meta
-from tests.training.conftest import read_rows, stable
+from tests.fixtures import read_rows, stable
 
 
 def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path, num_steps: int) -> None:

@@ -1,6 +1,6 @@
 """A run in which rewards differ within groups, so that advantages, shaping and weights all move."""
 
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 def get_config():

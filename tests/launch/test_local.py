@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from tests.fixtures import read_rows
 from tests.launch.conftest import ROOT, TINY, environment, run
 from tests.launch.test_bad_input import assert_one_line
-from tests.training.conftest import read_rows
 
 # A process in the place of launch.train: it does as its first argument says.
 CHILD = """

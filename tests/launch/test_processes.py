@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
+from tests.fixtures import read_rows, stable
 from tests.launch.comparison import assert_same_run, assert_same_state, restore_on_host
 from tests.launch.conftest import TINY, read_until, run, start, start_replica
 from tests.launch.processes import finish, start_processes
-from tests.training.conftest import read_rows, stable
 
 NUM_STEPS = 6
 

@@ -1,6 +1,6 @@
 """The small run of tests/training as an experiment file, for one device and longer."""
 
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 def get_config():

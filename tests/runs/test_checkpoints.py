@@ -18,7 +18,7 @@ import pytest
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training import checkpoints as module
+from semrl_jax.runs import checkpoints as module
 from semrl_jax.runs.checkpoint_files import (
     FORMAT_VERSION,
     checkpoint_problem,

@@ -10,7 +10,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.runs import lifecycle
 from semrl_jax.runs.consistency import check_same, function_hash
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from semrl_jax.sampling.statistics import batch_scalars, logprob_mismatch, metri
 from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.runs.records import MetricWriter, read_rows, remove_rollouts, write_rollouts
 from semrl_jax.types import FINISH_REASONS
-from tests.training.conftest import make_scored
+from tests.fixtures import make_scored
 
 
 def write_rows(path, steps, first_step=0, **scalars):

@@ -9,7 +9,7 @@ import pytest
 from semrl_jax.runs.report import write_report
 from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.runs.records import MetricWriter, write_rollouts
-from tests.training.conftest import make_scored
+from tests.fixtures import make_scored
 
 pytestmark = pytest.mark.browser
 

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train
-from tests.training.conftest import read_rows, stable
-from tests.training.tiny import tiny_config
+from tests.fixtures import read_rows, stable
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
 
@@ -57,7 +57,7 @@ def config(model, problems):
     config.evaluation.num_problems = 4
     config.rollout.max_prompt_tokens = 96
     config.rollout.max_response_tokens = 32
-    config.rewards.function = "tests.training.verifiers:by_length"
+    config.rewards.function = "tests.verifiers:by_length"
     config.rewards.timeout_s = 2.0
     return config
 
@@ -229,12 +229,12 @@ def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, t
 
 
 VERIFIERS = {
-    "tests.training.verifiers:missing": "cannot be imported",
+    "tests.verifiers:missing": "cannot be imported",
     "tests.nowhere:f": "cannot be imported",
-    "tests.training.verifiers:nonsense": "invalid: score must be a finite number",
-    "tests.training.verifiers:sleeps": "timeout",
-    "tests.training.verifiers:exits": "crash",
-    "tests.training.verifiers:raises": "exception: KeyError",
+    "tests.verifiers:nonsense": "invalid: score must be a finite number",
+    "tests.verifiers:sleeps": "timeout",
+    "tests.verifiers:exits": "crash",
+    "tests.verifiers:raises": "exception: KeyError",
 }
 
 

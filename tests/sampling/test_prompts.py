@@ -17,7 +17,7 @@ from semrl_jax.sampling.prompts import check_files, evaluation_files, held_out_p
 from semrl_jax.sampling.sampler import EVALUATION, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 # As GSM8K and MATH500 are published.
 GSM8K = {"question": "2*9", "answer": "2*9=18\n#### 18"}

@@ -19,8 +19,8 @@ from semrl_jax.rollout.measurer import Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.scoring import score_and_measure
 from semrl_jax.types import WeightVersion
+from tests.fixtures import make_scored
 from tests.sampling.parts import sampler_of
-from tests.training.conftest import make_scored
 
 OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
 

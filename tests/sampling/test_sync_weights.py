@@ -10,7 +10,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.errors import Preempted
 from semrl_jax.types import WeightVersion
 from tests.sampling.parts import sampler_of
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 class Client:

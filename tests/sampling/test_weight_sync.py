@@ -20,7 +20,7 @@ from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.weight_sync import send_together
 from semrl_jax.types import SampleRequest, WeightVersion
 from tests.sampling.parts import sampler_of
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 VERSION = WeightVersion("run", "attempt", 3, "digest")
 

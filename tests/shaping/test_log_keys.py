@@ -13,8 +13,8 @@ from semrl_jax import shaping
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
 from semrl_jax.sampling.statistics import batch_scalars
-from tests.training.conftest import make_scored
-from tests.training.tiny import tiny_config
+from tests.fixtures import make_scored
+from tests.tiny import tiny_config
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "log_keys.md").read_text()
 # Every key the reference implementation writes in training and validation.

@@ -7,7 +7,7 @@ from semrl_jax.algorithms.seam import Passes, load_algorithm
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training import advantages
 from semrl_jax.training.advantages import group_rewards, next_baselines
-from tests.training.conftest import make_scored
+from tests.fixtures import make_scored
 
 INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
 

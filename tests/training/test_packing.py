@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from semrl_jax import models
 from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out
-from tests.training.conftest import make_scored
+from tests.fixtures import make_scored
 
 
 def mesh_of(num_shards, sequence=1):

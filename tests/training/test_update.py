@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semrl_jax import models
-from semrl_jax.algorithms import grpo, policy_loss, token_weights
+from semrl_jax.algorithms import grpo, token_weights
 from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.training.packing import RowPlan, lay_out
 from semrl_jax.training.state import make_optimizer
@@ -129,7 +129,7 @@ def oracle(policy, params, batch, values):
         for row, own in enumerate(batch.response_mask):
             tokens.append(of_sequence(params, row))
             old, ref, advantages = (jnp.asarray(value[row, own])[None] for value in values)
-            total += policy_loss(
+            total += grpo.loss(
                 *tokens[-1][:2], old_logprobs=old, ref_logprobs=ref, advantages=advantages,
                 weights=weights[row, : own.sum()][None], options=OPTIONS,
             )[0]  # fmt: skip

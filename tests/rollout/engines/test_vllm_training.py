@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
+from tests.fixtures import read_rows
 from tests.launch.conftest import read_until, run, start
 from tests.rollout.engines.test_vllm_ends import assert_gone, queues
 from tests.rollout.engines.vllm_replica import PYTHON, descendants, environment
-from tests.training.conftest import read_rows
 
 pytestmark = pytest.mark.slow
 FLAGS = (

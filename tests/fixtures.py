@@ -11,7 +11,7 @@ from semrl_jax.cluster.peers import Peers, listen
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
-from tests.training.tiny import tiny_config
+from tests.tiny import tiny_config
 
 # What two runs of one config may differ in.
 VOLATILE = ("time/", "_per_s")
