@@ -297,5 +297,5 @@ def test_embedded_replica_that_cannot_start_leaves_no_thread():
 def test_proxies_of_the_environment_are_ignored(start_process, world, monkeypatch):
     monkeypatch.setitem(os.environ, "http_proxy", "http://127.0.0.1:9")
     _, address = start_process()
-    (description,) = world.client(address).describe()
+    (description,) = world.client(address, connect=False).connect(**FAKE)
     assert description.engine == "fake"
