@@ -377,7 +377,7 @@ class VllmEngine(Engine):
         return rows
 
     def _check_prompt_rows(self, requests: Sequence[SampleRequest]) -> None:
-        """Refuses a call if its prompt states, which `start` does not count, do not fit into memory."""
+        """Refuses a call if its prompt states do not fit into memory; `start` ignores them."""
         num_concurrent = min(len(requests), self._pool_shape.num_slots)
         longest = max(len(request.prompt_ids) for request in requests)
         wanted = num_concurrent * longest * self._pool_shape.row_bytes
