@@ -2,11 +2,11 @@
 
     SEMRL_ROLLOUT_TOKEN=... python -m launch.rollout --config=configs/quickstart.py --port=50051
 
-With --engine=vllm, in the environment that third_party/vllm_patch/make_env.sh makes, vLLM samples.
-The trainer is then given --config.rollout.addresses=127.0.0.1:50051 and the same token, and streams
-the weights. The model is config.model.path (its config.json and tokenizer), or the random
-architecture of config.model. An address other than loopback demands TLS. Exit codes: 0 ended by a
-signal, 1 engine died, 2 wrong setting (one line says which).
+With --engine=vllm, vLLM samples; run it in the environment that third_party/vllm_patch/make_env.sh
+makes. Start the trainer with --config.rollout.addresses=127.0.0.1:50051 and the same token; it
+streams the weights to the replica. The model is config.model.path (its config.json and tokenizer),
+or the architecture of config.model. An address other than loopback needs TLS. Exit codes: 0 ended
+by a signal, 1 the engine died, 2 wrong setting (one line names it).
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from semrl_jax.errors import UserError
 
 ENGINES = ("jax", "vllm")
 PROGRESS_EVERY_S = 10.0
-MAX_TEMPORARY_PATH = 48  # characters; a socket's may have 107, 57 of them below this one
-PARENT_EVERY_S = 0.5  # a look at who the parent is
+MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM adds 57
+PARENT_EVERY_S = 0.5  # between two checks of the parent process
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
-ENGINE = flags.DEFINE_string("engine", "jax", f"what samples: one of {ENGINES}")
+ENGINE = flags.DEFINE_string("engine", "jax", f"engine that samples: one of {ENGINES}")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to bind")
-PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free one")
+PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free port")
 UNTIL_STDIN_CLOSES = flags.DEFINE_boolean(
-    "until_stdin_closes", False, "end with the process that holds the other end of standard input"
+    "until_stdin_closes", False, "end when standard input closes, as when the parent process ends"
 )
 TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file; with --tls_key")
 TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file; with --tls_certificate")
 
 
 def end_with_stdin() -> None:
-    """Ends this process as SIGTERM does once standard input closes, in whatever way."""
+    """Sends this process SIGTERM once standard input closes, for whatever reason."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -54,9 +54,9 @@ def end_with_stdin() -> None:
 
 
 def end_with_parent() -> None:
-    """Ends a process that vLLM has made once its parent has ended, in whatever way.
+    """Kills this process, which vLLM started, once its parent has ended for whatever reason.
 
-    Left alone, the engine's process and its workers outlive a parent that was killed.
+    Otherwise vLLM's engine process and its workers would outlive a parent that was killed.
     """
     parent = os.getppid()
 
@@ -69,20 +69,26 @@ def end_with_parent() -> None:
 
 
 def end_on_signal() -> None:
-    """Ends in order where a signal comes before the server has handlers of its own."""
+    """Exits with code 0 on a signal that comes before the server has installed its handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
 
 
 def prepare_environment(model_path: str, directory: str) -> None:
-    """Sets what JAX, vLLM and the hub read when they are imported; vLLM's own is not overruled.
+    """Sets the variables that JAX, vLLM and the hub read on import.
 
-    directory: for the sockets that vLLM makes and leaves.
+    VLLM_LOGGING_LEVEL, VLLM_NO_USAGE_STATS, VLLM_RPC_BASE_PATH and HF_HUB_OFFLINE keep the values
+    that the user has set.
+
+    Args:
+      model_path: config.model.path.
+      directory: for the sockets of vLLM, which does not remove them.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators are vLLM's
-    # A fork of a process with JAX in it can hang, and would not end with its parent (see below).
+    os.environ["JAX_PLATFORMS"] = "cpu"  # vLLM uses the accelerators
+    # A forked process that has JAX loaded can hang. It also does not import this file again, and so
+    # would not call `end_with_parent`.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # vLLM leaves its queues to Python's resource tracker, which removes them and complains.
+    # vLLM leaves its queues to Python's resource tracker, which removes them with a warning.
     warnings = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -93,24 +99,24 @@ def prepare_environment(model_path: str, directory: str) -> None:
 
 
 def temporary_directory() -> tempfile.TemporaryDirectory:
-    """A directory for as long as the replica runs, with a path that sockets can have."""
+    """A directory that is removed with the replica; its path is short enough for sockets."""
     too_long = len(tempfile.gettempdir()) > MAX_TEMPORARY_PATH
     return tempfile.TemporaryDirectory(
         prefix="semrl-vllm-",
         dir="/tmp" if too_long else None,
-        ignore_cleanup_errors=True,  # what a process that is being killed still makes
+        ignore_cleanup_errors=True,  # a dying process may still create files
     )
 
 
-def tell_until(listening: threading.Event) -> None:
-    """Says every few seconds that vLLM is still starting."""
+def report_until(listening: threading.Event) -> None:
+    """Prints every few seconds that vLLM is still starting."""
     started = time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not listening.wait(PROGRESS_EVERY_S):
             print(f"starting vLLM ({time.monotonic() - started:.0f} s)", flush=True)
 
-    threading.Thread(target=tell, name="progress", daemon=True).start()
+    threading.Thread(target=report, name="progress", daemon=True).start()
 
 
 def main() -> int:
@@ -123,11 +129,11 @@ def main() -> int:
 
 
 def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int:
-    """Serves until a signal; the exit code."""
+    """Serves until a signal comes; returns the exit code."""
     if ENGINE.value == "vllm":
         from semrl_jax.rollout.engines.vllm import checked_version
 
-        checked_version()  # before all that takes seconds
+        checked_version()  # before anything that takes seconds
         directory = stack.enter_context(temporary_directory())
         prepare_environment(config.model.path, directory)
     from semrl_jax.model_setup import build_policy
@@ -161,7 +167,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     try:
         if ENGINE.value == "vllm":
             engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
-            tell_until(listening)
+            report_until(listening)
         else:
             engine = jax_engine(config, policy, tokenizer)
         serve_until_signal(
@@ -178,7 +184,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     return 0
 
 
-if __name__ == "__mp_main__":  # spawned by vLLM, which imports this file before anything of its own
+if __name__ == "__mp_main__":  # in a process that vLLM spawned; Python imports this file first
     end_with_parent()
 if __name__ == "__main__":
     cli.run(main, __doc__)

@@ -81,6 +81,15 @@ def wait_until(condition, timeout_s=5.0):
         time.sleep(0.005)
 
 
+def modules_of(code):
+    """Names of all modules and packages that a process has loaded after running the code."""
+    code = f"{code}; import sys; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
 @pytest.fixture
 def start_process():
     """Starts fake replicas in processes of their own; returns (process, address)."""

@@ -16,7 +16,7 @@ from semrl_jax.rollout import measurer
 from semrl_jax.rollout.wire import codec
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
-from tests.rollout.conftest import assert_complete, make_requests, wait_until
+from tests.rollout.conftest import FAKE, assert_complete, make_requests, wait_until
 from tests.rollout.fake_engine import FakeScript, fake_rollout
 
 PARAMS = MetricParams(
@@ -57,7 +57,7 @@ def test_the_codec_knows_what_can_be_measured():
 
 def test_a_replica_says_what_it_measures(world):
     able, without = world.replica(), world.replica(layers=(0,))
-    kinds = [d.metric_kinds for d in world.client(able, without).describe()]
+    kinds = [d.metric_kinds for d in world.client(able, without, connect=False).connect(**FAKE)]
     assert kinds == [metrics.METRICS, ()]
 
 

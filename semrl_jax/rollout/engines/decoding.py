@@ -1,13 +1,18 @@
-"""Batched decoding of one call: jitted programs on fixed shapes, scheduled by a host loop.
+"""Batched decoding of one Generate call: jitted programs of fixed shapes, run by a host loop.
 
-A call holds its requests in slots. Every turn admits waiting prompts to free slots (one prefill),
-decodes at most `chunk` tokens in every slot (one while loop that ends early when all are done) and
-harvests finished responses. When nothing waits, the live slots move to a batch of half the size, so
-finished responses stop costing. All of it depends on the call's contents and on sampled lengths
-alone, never on time.
+The call has a batch of slots. Each slot holds the KV cache of one response in progress. Every step
+of the loop
 
-On the policy's mesh the slots are split over the data axes, heads and the vocabulary over `tensor`.
-A slot stays on its devices for as long as its response lasts.
+1. prefills waiting prompts and inserts them into free slots (`prefill_and_insert`),
+2. resizes the slots (`resize_slots`): the cache grows with the longest response, and once no prompt
+   waits the batch shrinks with the number of running responses,
+3. generates up to `chunk` tokens in every slot (`decode_chunk`), and
+4. collects the responses that have ended, which frees their slots.
+
+The schedule depends on the requests and on the sampled lengths only, never on time.
+
+On the policy's mesh, slots are split over the data axes, heads and vocabulary over `tensor`. A
+response stays on the same devices from prefill to its end.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from semrl_jax.rollout.engines.sampling import (
     sample_tokens,
     split_sampling,
 )
+from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -44,19 +50,20 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-MIN_BATCH = 8
-MAX_PROMPT_STATE_BYTES = 2**30  # on the device, of the prompts of one turn
-FIRST_RESPONSE_COLUMNS = 64
-MIN_END_TOKENS = 8  # places for them; more are padded to a power of two
-MAX_PROGRAMS = 512  # compiled ones this process keeps; some MB each
+MIN_BATCH = 8  # slots, and rows of a prefill
+MIN_PROMPT_COLUMNS = 8  # of the cache
+MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
+FIRST_RESPONSE_COLUMNS = 64  # of the cache; doubled when the responses need more
+MIN_END_TOKENS = 8  # smallest padded number of end tokens
+MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
 
 class Slots(NamedTuple):
-    """Device state of B responses in progress; the cache has P prompt columns, then responses."""
+    """The device state of B slots. The cache has P columns for the prompt, then the response's."""
 
     cache: KVCache
-    final_states: Float[Array, "B D"]  # wait for their logits: the next token comes from them
-    layer_inputs: Float[Array, "L B D"]  # of the same token, for the inner layers asked for
+    final_states: Float[Array, "B D"]  # of the last token; the next token is sampled from them
+    layer_inputs: Float[Array, "L B D"]  # of the same token; states of inner layers
     num_prompt: Int[Array, " B"]
     num_generated: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
@@ -64,7 +71,7 @@ class Slots(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one turn sampled; entries past a response's end are garbage."""
+    """The tokens that `decode_chunk` sampled; entries after a response's end are invalid."""
 
     token_ids: Int[Array, "B C"]
     logprobs: Float[Array, "B C"]
@@ -73,17 +80,12 @@ class Chunk(NamedTuple):
 
 
 def _layers_of(kind: str, params: HiddenStateParams) -> tuple[int, ...]:
-    """Layers whose states of this kind are asked for."""
+    """The layers whose states of this kind, "decode" or "prefill", are asked for."""
     return params.layers if kind in params.kinds else ()
 
 
-def power_of_two(value: int, minimum: int = MIN_BATCH) -> int:
-    """The smallest power of two that is at least `value` and `minimum`."""
-    return max(minimum, 1 << max(value - 1, 0).bit_length())
-
-
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
-    """How the mesh splits the slots, whose number is a multiple of its data shards."""
+    """The partition of the slots on the mesh; their number is a multiple of its data shards."""
     rows, by_layer = PartitionSpec(DATA_AXES), PartitionSpec(None, DATA_AXES)
     heads = activation_spec("cache", slots.cache.keys.shape, mesh)
     return Slots(
@@ -97,8 +99,8 @@ def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
     )
 
 
-def _laid_out(slots: Slots, mesh: Mesh | None) -> Slots:
-    """What every program begins and ends with, so that donated slots are written in place."""
+def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
+    """Constrains the result of every program, so that donated slots are updated in place."""
     if mesh is None:
         return slots
     shardings = jax.tree.map(
@@ -111,7 +113,7 @@ def _laid_out(slots: Slots, mesh: Mesh | None) -> Slots:
 
 @functools.partial(jax.jit, static_argnames=("policy", "batch", "columns"))
 def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
-    """B free slots; each device makes its own part."""
+    """B free slots; each device allocates its own part."""
     config, dtype = policy.config, jnp.dtype(policy.compute_dtype)
     shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
     slots = Slots(
@@ -127,25 +129,28 @@ def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
         keys=jnp.zeros((batch, 2), jnp.uint32),
         active=jnp.zeros(batch, bool),
     )
-    return _laid_out(slots, policy.mesh)
+    return _with_sharding(slots, policy.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "prompt_states"), donate_argnames="slots")
-def admit(
+def prefill_and_insert(
     params: Params,
     slots: Slots,
     token_ids: Int[Array, "R P"],
     segment_ids: Int[Array, "R P"],
     keys: UInt32[Array, "R 2"],
-    rows: Int[Array, " R"],
+    into: Int[Array, " R"],
     *,
     policy: Policy,
     prompt_states: HiddenStateParams,
 ) -> tuple[Slots, Float[Array, "R P K D"]]:
-    """Prefills left-padded prompts into slots `rows`; rows beyond the batch are padding.
+    """Prefills R left-padded prompts and inserts each into one of the slots.
+
+    Args:
+      into: the slot of each prompt; an index beyond the batch marks a padding row.
 
     Returns:
-      The slots, and the prompts' states in the K layers that `prompt_states` has.
+      The slots, and the prompts' states in the K layers of `prompt_states`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     final_states, layer_inputs, prompt, all_states = policy.prefill(
@@ -153,16 +158,16 @@ def admit(
     )
     num_prompt_columns = token_ids.shape[1]
 
-    def put(target, value):
-        return target.at[rows].set(value, mode="drop")
+    def insert(target, value):
+        return target.at[into].set(value, mode="drop")
 
     cache = slots.cache
-    admitted = Slots(
+    slots = Slots(
         cache=KVCache(
-            cache.keys.at[:, rows, :num_prompt_columns].set(prompt.keys, mode="drop"),
-            cache.values.at[:, rows, :num_prompt_columns].set(prompt.values, mode="drop"),
-            # The response columns of the slot's previous owner are forgotten.
-            put(
+            cache.keys.at[:, into, :num_prompt_columns].set(prompt.keys, mode="drop"),
+            cache.values.at[:, into, :num_prompt_columns].set(prompt.values, mode="drop"),
+            # Position -1 clears the response columns of the slot's previous response.
+            insert(
                 cache.positions,
                 jnp.pad(
                     prompt.positions,
@@ -171,14 +176,14 @@ def admit(
                 ),
             ),
         ),
-        final_states=put(slots.final_states, final_states),
-        layer_inputs=slots.layer_inputs.at[:, rows].set(layer_inputs, mode="drop"),
-        num_prompt=put(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
-        num_generated=put(slots.num_generated, 0),
-        keys=put(slots.keys, keys),
-        active=put(slots.active, True),
+        final_states=insert(slots.final_states, final_states),
+        layer_inputs=slots.layer_inputs.at[:, into].set(layer_inputs, mode="drop"),
+        num_prompt=insert(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
+        num_generated=insert(slots.num_generated, 0),
+        keys=insert(slots.keys, keys),
+        active=insert(slots.active, True),
     )
-    return _laid_out(admitted, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
+    return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
 
 
 @functools.partial(
@@ -191,7 +196,7 @@ def decode_chunk(
     slots: Slots,
     max_tokens: Int[Array, ""],
     sampling: SamplingValues,
-    ends: Int[Array, " E"],
+    end_ids: Int[Array, " E"],
     *,
     policy: Policy,
     kind: SamplingKind,
@@ -199,9 +204,10 @@ def decode_chunk(
     num_prompt_columns: int,
     num_tokens: int,
 ) -> tuple[Slots, Chunk]:
-    """Samples up to `num_tokens` tokens in every active slot.
+    """Generates up to `num_tokens` tokens in every active slot.
 
-    A response ends with one of the tokens `ends`, where -1 is no token, or after `max_tokens`.
+    A response ends with one of the tokens `end_ids` (-1 is padding), or after `max_tokens` tokens.
+    The loop ends early once no slot is active.
     """
     batch = slots.active.shape[0]
     num_layers, layers = policy.config.num_layers, hidden_states.layers
@@ -213,10 +219,10 @@ def decode_chunk(
         jnp.zeros((batch, num_tokens, len(layers), policy.config.hidden_size), state_dtype),
     )
 
-    def step(carry):
+    def decode_step(carry):
         index, slots, chunk = carry
         logits = policy.logits(params, slots.final_states)
-        tokens, logprobs, raw_logprobs = _sampled(logits, slots, sampling, kind, policy.mesh)
+        tokens, logprobs, raw_logprobs = _sample(logits, slots, sampling, kind, policy.mesh)
         states = [
             slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
             for layer in layers
@@ -229,14 +235,14 @@ def decode_chunk(
             if states
             else chunk.hidden_states,
         )
-        ended = jnp.any(tokens[:, None] == ends[None, :], axis=1)
+        ended = jnp.any(tokens[:, None] == end_ids[None, :], axis=1)
         num_generated = jnp.where(slots.active, slots.num_generated + 1, slots.num_generated)
         active = slots.active & ~ended & (num_generated < max_tokens)
         final_states, layer_inputs, cache = policy.decode(
             params,
             tokens,
             slots.num_prompt + slots.num_generated,
-            # A finished slot writes its last column again; its cache is dead.
+            # A slot that has ended overwrites its last column, which is not read again.
             jnp.minimum(
                 num_prompt_columns + slots.num_generated, slots.cache.positions.shape[1] - 1
             ),
@@ -249,68 +255,71 @@ def decode_chunk(
 
     _, slots, chunk = jax.lax.while_loop(
         lambda carry: (carry[0] < num_tokens) & jnp.any(carry[1].active),
-        step,
+        decode_step,
         (jnp.int32(0), slots, chunk),
     )
-    return _laid_out(slots, policy.mesh), chunk
+    return _with_sharding(slots, policy.mesh), chunk
 
 
-def _sampled(
+def _sample(
     logits: Float[Array, "B V"],
     slots: Slots,
     sampling: SamplingValues,
     kind: SamplingKind,
     mesh: Mesh | None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """`sample_tokens`, each device with a slice of the vocabulary, or with some of the rows."""
+    """Runs `sample_tokens` with the logits split by vocabulary, or by row if rows are sorted."""
     draw = functools.partial(sample_tokens, kind=kind)
     if mesh is None or mesh.shape["tensor"] == 1 or kind != "truncated":
         return draw(logits, slots.keys, slots.num_generated, sampling)
-    # A sorted row cannot be split. Few rows are sorted by all devices of `tensor` alike.
+    # Top-k and top-p sort each row, so a row cannot be split. If the rows cannot be split over all
+    # devices, those along `tensor` sort the same rows.
     fits = logits.shape[0] % mesh.size == 0
     rows = PartitionSpec((*DATA_AXES, "tensor") if fits else DATA_AXES)
     by_slot = NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
-    def bounded(arrays):  # or the compiler splits the rows of other computations so, too
+    def constrained(arrays):  # else the compiler splits other computations by these rows, too
         return jax.lax.with_sharding_constraint(arrays, by_slot)
 
-    return bounded(
+    return constrained(
         jax.shard_map(
             draw, mesh=mesh, in_specs=(rows, rows, rows, PartitionSpec()), out_specs=rows
-        )(logits, *bounded((slots.keys, slots.num_generated)), sampling)
+        )(logits, *constrained((slots.keys, slots.num_generated)), sampling)
     )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "columns"))
-def reshape_slots(
-    slots: Slots, rows: Int[Array, " R"], *, columns: int, mesh: Mesh | None = None
+def resize_slots(
+    slots: Slots, kept: Int[Array, " R"], *, columns: int, mesh: Mesh | None = None
 ) -> Slots:
-    """Slots `rows` (beyond the batch: free slots), with a cache of `columns` columns.
+    """Gathers R slots and widens their cache to `columns` columns.
 
-    On a mesh `rows` has one part for each data shard, and counts from the shard's first slot.
+    Args:
+      kept: indices of the slots; an index beyond the batch gives a free slot. On a mesh `kept` has
+        equal parts, one for each data shard, and indices count from the shard's first slot.
     """
-    of_shard = functools.partial(_reshaped, columns=columns)
+    resize_shard = functools.partial(_resize_shard, columns=columns)
     if mesh is None:
-        return of_shard(slots, rows)
+        return resize_shard(slots, kept)
     specs = slot_specs(slots, mesh)
-    # By hand: the compiler would bring every slot to every device to look one up.
+    # In a shard_map, because the compiler would gather all slots on every device.
     return jax.shard_map(
-        of_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES)), out_specs=specs
-    )(slots, rows)
+        resize_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES)), out_specs=specs
+    )(slots, kept)
 
 
-def _reshaped(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
-    """`reshape_slots` of one data shard."""
+def _resize_shard(slots: Slots, kept: Int[Array, " R"], *, columns: int) -> Slots:
+    """`resize_slots` for one data shard."""
     cache = slots.cache
     grown = columns - cache.positions.shape[1]
     wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
-    take = functools.partial(jnp.take, indices=rows, mode="fill", fill_value=0)
+    take = functools.partial(jnp.take, indices=kept, mode="fill", fill_value=0)
     return Slots(
         cache=KVCache(
             jnp.pad(take(cache.keys, axis=1), wide),
             jnp.pad(take(cache.values, axis=1), wide),
             jnp.pad(
-                jnp.take(cache.positions, rows, axis=0, mode="fill", fill_value=-1),
+                jnp.take(cache.positions, kept, axis=0, mode="fill", fill_value=-1),
                 ((0, 0), (0, grown)),
                 constant_values=-1,
             ),
@@ -324,14 +333,14 @@ def _reshaped(slots: Slots, rows: Int[Array, " R"], *, columns: int) -> Slots:
     )
 
 
-_JITTED = (empty_slots, admit, decode_chunk, reshape_slots)
+_JITTED = (empty_slots, prefill_and_insert, decode_chunk, resize_slots)
 
 
-def _bound_programs() -> None:
-    """Drops all compiled programs once there are too many; those still used are compiled again.
+def _limit_programs() -> None:
+    """Drops all compiled programs once there are too many; programs in use are compiled again.
 
-    What a call asks for (limits, layers, sizes) decides which programs it needs, so without this a
-    client could fill the memory with them.
+    The programs depend on what calls ask for: limits, layers and sizes. Without this limit a client
+    could fill the memory with programs.
     """
     if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
         for function in _JITTED:
@@ -340,15 +349,27 @@ def _bound_programs() -> None:
 
 @dataclasses.dataclass
 class _Response:
-    """One response in progress, on the host."""
+    """The host's record of one response in progress."""
 
     request: SampleRequest
+    # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
-    prompt_states: np.ndarray | None = None  # [P, K, D], where asked for
+    prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(token_ids) for token_ids, *_ in self.pieces)
 
 
 class DecodingCall:
-    """One Generate call on the JAX engine. `turn` until `done`; not thread-safe."""
+    """One Generate call on the JAX engine: call `step` until `done`. Not thread-safe.
+
+    Args:
+      policy, params: the model; the slots are split over the policy's mesh.
+      requests, sampling, hidden_states, version: of the call.
+      max_batch: largest number of slots, on all devices together; rounded up to a power of two.
+      chunk: tokens generated per step and slot.
+    """
 
     def __init__(
         self,
@@ -362,12 +383,12 @@ class DecodingCall:
         max_batch: int,
         chunk: int,
     ):
-        _bound_programs()
+        _limit_programs()
         self._policy = policy
         self._params = params
         self._sampling = sampling
         self._hidden_states = hidden_states
-        # Calls that want none share one program, whatever else they want.
+        # Split by kind: calls without states of one kind then share that kind's programs.
         self._prompt_states, self._response_states = (
             HiddenStateParams(_layers_of(kind, hidden_states), hidden_states.dtype)
             for kind in ("prefill", "decode")
@@ -376,148 +397,153 @@ class DecodingCall:
         self._chunk = chunk
         self._started = time.monotonic()
         self._waiting = collections.deque(requests)
-        self._prompt_columns = power_of_two(max(len(r.prompt_ids) for r in requests))
+        longest_prompt = max(len(request.prompt_ids) for request in requests)
+        self._prompt_columns = max(next_power_of_two(longest_prompt), MIN_PROMPT_COLUMNS)
         shape = {} if policy.mesh is None else policy.mesh.shape
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
-        smallest = max(MIN_BATCH, self._num_shards)
-        self._batch = min(power_of_two(n, smallest) for n in (max_batch, len(requests)))
+        num_slots = next_power_of_two(min(max_batch, len(requests)))
+        self._batch = max(num_slots, MIN_BATCH, self._num_shards)
         self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, sampling.max_tokens)
-        self._owners: list[_Response | None] = [None] * self._batch
+        self._running: list[_Response | None] = [None] * self._batch  # by slot
         self._slots = empty_slots(policy=policy, batch=self._batch, columns=self._columns)
         self._kind, self._values = split_sampling(sampling)
-        ends = sorted({*sampling.eos_token_ids, *sampling.stop_token_ids})
-        self._ends = np.full(power_of_two(len(ends), MIN_END_TOKENS), -1, np.int32)
-        self._ends[: len(ends)] = ends
+        end_ids = sorted({*sampling.eos_token_ids, *sampling.stop_token_ids})
+        num_padded = max(next_power_of_two(len(end_ids)), MIN_END_TOKENS)
+        self._end_ids = np.full(num_padded, -1, np.int32)
+        self._end_ids[: len(end_ids)] = end_ids
 
     @property
     def done(self) -> bool:
-        return not self._waiting and not any(self._owners)
+        return not self._waiting and not any(self._running)
 
-    def turn(self) -> list[Rollout]:
-        """Admits, decodes one chunk, and returns the responses that finished, in slot order."""
-        self._admit()
-        self._fit()
+    def step(self) -> list[Rollout]:
+        """Prefills, generates one chunk, and returns the responses that ended, in slot order."""
+        self._prefill()
+        self._resize()
         self._slots, chunk = decode_chunk(
             self._params,
             self._slots,
             np.int32(self._sampling.max_tokens),
             self._values,
-            self._ends,
+            self._end_ids,
             policy=self._policy,
             kind=self._kind,
             hidden_states=self._response_states,
             num_prompt_columns=self._prompt_columns,
             num_tokens=self._chunk,
         )
-        return self._harvest(chunk)
+        return self._collect(chunk)
 
     def abort(self) -> list[Rollout]:
-        """Ends everything; what was sampled so far comes back as "aborted"."""
-        rest = [owner for owner in self._owners if owner] + [
-            _Response(request) for request in self._waiting
-        ]
-        self._owners = [None] * self._batch
+        """Ends the call and returns all remaining responses as "aborted", with their tokens."""
+        rest = [response for response in self._running if response]
+        rest += [_Response(request) for request in self._waiting]
+        self._running = [None] * self._batch
         self._waiting.clear()
-        return [self._finish(response, "aborted") for response in rest]
+        return [self._rollout(response, "aborted") for response in rest]
 
-    def _admit(self) -> None:
-        free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-        # In turn over the data shards: the batch is halved once all of them have room.
+    def _prefill(self) -> None:
+        """Prefills waiting prompts and inserts them into free slots."""
+        free = [slot for slot, response in enumerate(self._running) if response is None]
+        # Alternate between the data shards: the batch shrinks to the fullest of them.
         free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
-        # A quarter of the batch at a time: a prefill for every single free slot costs more.
-        wanted = min(len(self._waiting), len(free))
-        if not wanted or (wanted < self._batch // 4 and wanted < len(self._waiting)):
+        # Wait until a quarter of the slots is free: a prefill for each free slot costs more.
+        num_prompts = min(len(self._waiting), len(free))
+        if not num_prompts or (num_prompts < self._batch // 4 and num_prompts < len(self._waiting)):
             return
-        wanted = min(wanted, self._max_prompts_at_once())
-        size = power_of_two(wanted)
-        token_ids = np.zeros((size, self._prompt_columns), np.int32)
-        segment_ids = np.zeros((size, self._prompt_columns), np.int32)
-        keys = np.zeros((size, 2), np.uint32)
-        rows = np.full(size, self._batch, np.int32)
-        for index in range(wanted):
+        num_prompts = min(num_prompts, self._max_prompts_per_prefill())
+        num_rows = max(next_power_of_two(num_prompts), MIN_BATCH)
+        token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
+        segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
+        keys = np.zeros((num_rows, 2), np.uint32)
+        into = np.full(num_rows, self._batch, np.int32)
+        for index in range(num_prompts):
             request = self._waiting.popleft()
-            rows[index] = slot = free[index]
+            into[index] = slot = free[index]
             token_ids[index, -len(request.prompt_ids) :] = request.prompt_ids
             segment_ids[index, -len(request.prompt_ids) :] = 1
             keys[index] = request.seed >> 32, request.seed & 0xFFFFFFFF
-            self._owners[slot] = _Response(request)
-        # A padding row attends to one token, so that its softmax has something to sum.
-        segment_ids[wanted:, -1] = 1
-        self._slots, prompt_states = admit(
+            self._running[slot] = _Response(request)
+        # A padding row has one token, because the softmax over no token is not finite.
+        segment_ids[num_prompts:, -1] = 1
+        self._slots, prompt_states = prefill_and_insert(
             self._params,
             self._slots,
             token_ids,
             segment_ids,
             keys,
-            rows,
+            into,
             policy=self._policy,
             prompt_states=self._prompt_states,
         )
         if prompt_states.size:
-            for slot, states in zip(rows[:wanted], jax.device_get(prompt_states)):
-                owner = self._owners[slot]
-                owner.prompt_states = states[-len(owner.request.prompt_ids) :].copy()
+            for slot, states in zip(into[:num_prompts], jax.device_get(prompt_states)):
+                response = self._running[slot]
+                response.prompt_states = states[-len(response.request.prompt_ids) :].copy()
 
-    def _max_prompts_at_once(self) -> int:
-        """All of them, but for the memory of the states asked for, in float32 at worst."""
+    def _max_prompts_per_prefill(self) -> int:
+        """Limits the memory of the prompt states, counted in float32; else all slots."""
         num_layers = len(self._prompt_states.layers)
         num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
         return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else self._batch
 
-    def _fit(self) -> None:
-        """Widens the cache where the next chunk needs it; halves the batch where slots idle."""
+    def _resize(self) -> None:
+        """Widens the cache if the next chunk needs it; drops idle slots if no prompt waits."""
         shards = np.array_split(np.arange(self._batch), self._num_shards)
-        live = [[slot for slot in shard if self._owners[slot]] for shard in shards]
-        generated = max((len_of(owner) for owner in self._owners if owner), default=0)
+        busy = [[slot for slot in shard if self._running[slot]] for shard in shards]
+        longest = max((response.num_tokens for response in self._running if response), default=0)
         columns = self._columns
-        response_columns = min(generated + self._chunk, self._sampling.max_tokens)
+        response_columns = min(longest + self._chunk, self._sampling.max_tokens)
         while columns < self._prompt_columns + response_columns:
             columns = self._prompt_columns + min(
                 2 * (columns - self._prompt_columns), self._sampling.max_tokens
             )
         batch = self._batch
         if not self._waiting:
-            smallest = max(MIN_BATCH // self._num_shards, 1)
-            batch = self._num_shards * power_of_two(max(map(len, live)), smallest)
+            num_slots = next_power_of_two(max(map(len, busy)))  # per shard
+            batch = self._num_shards * max(num_slots, MIN_BATCH // self._num_shards)
         if columns == self._columns and batch == self._batch:
             return
         if batch == self._batch:
-            live = shards
-        rows = np.full((self._num_shards, batch // self._num_shards), self._batch, np.int32)
-        owners = np.full(rows.shape, None, object)
-        for index, (shard, kept) in enumerate(zip(shards, live)):
-            rows[index, : len(kept)] = np.array(kept, np.int32) - shard[0]
-            owners[index, : len(kept)] = [self._owners[slot] for slot in kept]
-        self._owners = owners.reshape(-1).tolist()
-        self._slots = reshape_slots(
-            self._slots, rows.reshape(-1), columns=columns, mesh=self._policy.mesh
+            busy = shards  # only the cache grows: every slot stays where it is
+        kept = np.full((self._num_shards, batch // self._num_shards), self._batch, np.int32)
+        running = np.full(kept.shape, None, object)
+        for index, (shard, slots) in enumerate(zip(shards, busy)):
+            kept[index, : len(slots)] = np.array(slots, np.int32) - shard[0]
+            running[index, : len(slots)] = [self._running[slot] for slot in slots]
+        self._running = running.reshape(-1).tolist()
+        self._slots = resize_slots(
+            self._slots, kept.reshape(-1), columns=columns, mesh=self._policy.mesh
         )
         self._batch, self._columns = batch, columns
 
-    def _harvest(self, chunk: Chunk) -> list[Rollout]:
+    def _collect(self, chunk: Chunk) -> list[Rollout]:
+        """Adds a chunk to the running responses; returns those that ended and frees their slots."""
         token_ids, logprobs, raw_logprobs, states, generated, active = jax.device_get(
             (*chunk, self._slots.num_generated, self._slots.active)
         )
-        finished = []
-        for slot, owner in enumerate(self._owners):
-            if owner is None:
+        ended = []
+        for slot, response in enumerate(self._running):
+            if response is None:
                 continue
-            new = int(generated[slot]) - len_of(owner)
-            owner.pieces.append(
-                tuple(array[slot, :new] for array in (token_ids, logprobs, raw_logprobs, states))
+            num_new = int(generated[slot]) - response.num_tokens
+            response.pieces.append(
+                tuple(
+                    array[slot, :num_new] for array in (token_ids, logprobs, raw_logprobs, states)
+                )
             )
             if not active[slot]:
-                self._owners[slot] = None
-                last = int(token_ids[slot, new - 1])
-                finished.append(self._finish(owner, self._reason(last)))
-        return finished
+                self._running[slot] = None
+                last_token = int(token_ids[slot, num_new - 1])
+                ended.append(self._rollout(response, self._finish_reason(last_token)))
+        return ended
 
-    def _reason(self, last_token: int) -> FinishReason:
+    def _finish_reason(self, last_token: int) -> FinishReason:
         if last_token in self._sampling.eos_token_ids:
             return "eos"
         return "stop" if last_token in self._sampling.stop_token_ids else "length"
 
-    def _finish(self, response: _Response, reason: FinishReason) -> Rollout:
+    def _rollout(self, response: _Response, reason: FinishReason) -> Rollout:
         def no_states(kind):
             shape = 0, len(_layers_of(kind, self._hidden_states)), self._policy.config.hidden_size
             return np.zeros(shape, jnp.dtype(self._hidden_states.dtype))
@@ -532,7 +558,7 @@ class DecodingCall:
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
         prompt_states = response.prompt_states
-        if prompt_states is None or not len(token_ids):  # aborted before its first token
+        if prompt_states is None or not len(token_ids):  # not asked for, or aborted too early
             prompt_states = no_states("prefill")
         request, asked = response.request, self._hidden_states
         return Rollout(
@@ -550,8 +576,3 @@ class DecodingCall:
             layers=asked.layers,
             generate_s=time.monotonic() - self._started,
         )
-
-
-def len_of(response: _Response) -> int:
-    """Tokens sampled so far."""
-    return sum(len(piece[0]) for piece in response.pieces)

@@ -1,4 +1,4 @@
-"""The JAX engine: samples on devices of this process with its own copy of the weights."""
+"""The JAX engine: samples on devices of this process, with its own copy of the weights."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from semrl_jax.types import (
 
 
 class JaxEngine(Engine):
-    """Prefill and cached decoding with `Policy`, jitted once per bucket.
+    """Prefill and decoding with a KV cache, on `Policy`.
 
-    Compiled programs are bounded by `decoding.MAX_PROGRAMS`, whatever clients ask for.
+    Programs are compiled for padded sizes; at most `decoding.MAX_PROGRAMS` are kept.
 
     Args:
-      policy: the architecture and compute dtype; its mesh is not read.
-      mesh: of devices of this process alone, so that no program of the engine waits for another
-        process; None: the first of them. Responses are split over its data axes (a power of two
-        in all), parameters, heads and vocabulary over `tensor`, where `check_mesh` permits it.
-      tokenizer_hash: of the tokenizer the ids belong to.
-      max_batch: responses decoded side by side, on all devices together; rounded up to a power of
+      policy: the architecture and the compute dtype; its mesh is not used.
+      mesh: has only devices of this process, so that the engine never waits for another process.
+        None takes the first device. Responses are split over the data axes (a power of two in
+        total), parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
+      tokenizer_hash: of the tokenizer that the token ids belong to.
+      max_batch: responses decoded concurrently, on all devices together; rounded up to a power of
         two.
-      chunk: tokens a response decodes between two looks at what finished.
-      max_prompts: responses a call may ask for.
-      max_prompt_tokens, max_response_tokens: per response.
-      device_lock: held while a program runs; the embedded replica shares it with the trainer, so
-        that sampling and updating never run at once on the same devices.
+      chunk: tokens generated per response before ended responses are collected.
+      max_prompts: limit on the responses of a call.
+      max_prompt_tokens, max_response_tokens: limits per response.
+      device_lock: held while a program runs. The embedded replica shares it with the trainer, so
+        that sampling and updates do not run concurrently on the same devices.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class JaxEngine(Engine):
         self._device_lock = device_lock or contextlib.nullcontext()
         self._params: Params | None = None
         self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
-        # One thread: programs of this engine follow one another, the event loop stays free.
+        # In one thread the programs run one after the other, and the event loop stays free.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
         self._one_call = asyncio.Lock()
-        self._num_aborts = 0  # a call that began before the last of them ends
+        self._num_aborts = 0  # a call that began before the last abort is ended by it
 
     def describe(self) -> ReplicaDescription:
         max_prompts, max_prompt_tokens, max_response_tokens = self._limits
@@ -116,13 +116,13 @@ class JaxEngine(Engine):
     ) -> AsyncIterator[Rollout]:
         loop = asyncio.get_running_loop()
         num_aborts = self._num_aborts
-        async with self._one_call:  # calls never share a decode batch
+        async with self._one_call:  # calls never share a batch
             call = await loop.run_in_executor(
                 self._thread, self._start, requests, sampling, hidden_states, version
             )
             while not call.done:
-                turn = call.abort if self._num_aborts > num_aborts else self._locked_turn(call)
-                for rollout in await loop.run_in_executor(self._thread, turn):
+                step = call.abort if self._num_aborts > num_aborts else self._locked_step(call)
+                for rollout in await loop.run_in_executor(self._thread, step):
                     yield rollout
 
     def expected_tensors(self) -> Sequence[TensorSpec]:
@@ -152,20 +152,20 @@ class JaxEngine(Engine):
                 max_batch=self._max_batch, chunk=self._chunk,
             )  # fmt: skip
 
-    def _locked_turn(self, call: DecodingCall) -> Callable[[], list[Rollout]]:
-        def turn():
+    def _locked_step(self, call: DecodingCall) -> Callable[[], list[Rollout]]:
+        def step():
             with self._device_lock:
-                return call.turn()
+                return call.step()
 
-        return turn
+        return step
 
     def _load(self) -> None:
         host = params_from_hf(self._take_staged(), self._policy.config)
-        with self._device_lock:  # each device is sent its own part
+        with self._device_lock:  # each device receives its own part only
             self._params = jax.block_until_ready(jax.device_put(host, self._shardings))
 
     def _take_staged(self) -> Iterator[Piece]:
-        """Hands out what was staged; each buffer is freed once the next is asked for."""
+        """Yields the staged tensors; each buffer is freed when the next one is requested."""
         while self._staged:
             name, (spec, buffer) = self._staged.popitem()
             yield Piece(name, 0, buffer.view(numpy_dtype(spec.dtype)).reshape(spec.shape))

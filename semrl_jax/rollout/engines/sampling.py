@@ -1,7 +1,7 @@
-"""From logits to a token: temperature, top-k, top-p, one key per response. Pure.
+"""Samples tokens from logits: temperature, top-k, top-p, one random key per response. Pure.
 
-A program is compiled for each of the four kinds of sampling. What the settings are within a kind is
-a value that the program reads.
+One program is compiled for each of the four kinds of sampling. Within a kind, the settings are
+inputs of the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SamplingKind = Literal["greedy", "unmodified", "scaled", "truncated"]
 
 
 class SamplingValues(NamedTuple):
-    """The settings of `sampling_logits` as scalars, of which the kind uses none, one or all."""
+    """The settings of `sampling_logits` as scalars; the kind decides which of them are used."""
 
     temperature: Float[Array, ""] | Float[np.ndarray, ""]
     top_k: Int[Array, ""] | Int[np.ndarray, ""]
@@ -27,7 +27,7 @@ class SamplingValues(NamedTuple):
 
 
 def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValues]:
-    """What of the settings decides the program, and what it reads: int32 and float32 scalars.
+    """Splits the settings into the static kind and the values: float32 and int32 scalars.
 
     A temperature that is 0 in float32 is greedy.
     """
@@ -46,21 +46,22 @@ def split_sampling(sampling: SamplingParams) -> tuple[SamplingKind, SamplingValu
 def sampling_logits(
     logits: Float[Array, "B V"], values: SamplingValues, *, kind: SamplingKind
 ) -> Float[Array, "B V"]:
-    """Logits of the distribution sampled from: scaled, then cut to top-k, then to top-p.
+    """Logits of the sampling distribution: scaled, then truncated to top-k, then to top-p.
 
     Args:
       logits: float32.
-      values: temperature > 0; top_k keeps the k largest, ties with the k-th included, 0 keeps all;
-        top_p keeps the smallest set of largest probabilities that sums to at least this, 1 keeps
-        all.
-      kind: static, as `split_sampling` gives it; "greedy" and "unmodified" change nothing.
+      values: temperature > 0. top_k keeps the k largest logits and ties with the k-th; 0 keeps all.
+        top_p keeps the smallest set of most probable tokens whose probabilities sum to at least
+        top_p; 1 keeps all.
+      kind: static, from `split_sampling`; "greedy" and "unmodified" change nothing.
 
     Returns:
-      Float32 logits, -inf where a token cannot be drawn; at least one is finite.
+      Float32 logits, -inf where a token cannot be sampled; at least one is finite.
     """
     if kind in ("greedy", "unmodified"):
         return logits
-    logits = logits * (1 / values.temperature)  # as the compiler divides by a constant
+    # Not a division: the compiler replaces division by a constant in this way, too.
+    logits = logits * (1 / values.temperature)
     if kind == "scaled":
         return logits
     num_tokens = logits.shape[-1]
@@ -70,7 +71,8 @@ def sampling_logits(
     ordered = jnp.where(ordered >= threshold, ordered, -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Sums may exceed 1 by rounding, but top_p = 1 keeps all. One token always stays.
+    # By rounding, sums may reach 1 before the last token, but top_p = 1 must keep all tokens. At
+    # least one token is kept.
     kept = (before < values.top_p) | (values.top_p >= 1)
     num_kept = jnp.maximum(jnp.sum(kept & (ordered > -jnp.inf), axis=-1, keepdims=True), 1)
     threshold = jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
@@ -85,19 +87,19 @@ def sample_tokens(
     *,
     kind: SamplingKind,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Draws one token per row; row b's noise follows from (keys[b], token_index[b]) alone.
+    """Samples one token per row; the noise of row b depends on keys[b] and token_index[b] only.
 
     Args:
       logits: float32.
-      keys: raw threefry key data of each response.
+      keys: raw threefry key data, one key per response.
       token_index: index of the token in its response.
       values: see `sampling_logits`.
       kind: static; "greedy" takes the largest logit.
 
     Returns:
-      int32 token ids, their float32 log-probabilities under the distribution sampled from, and
-      under the unmodified logits. Greedy draws report the unmodified one in both places, since the
-      log-probability of a certain event says nothing.
+      int32 token ids, their float32 log-probabilities (nats) under the sampling distribution, and
+      under the unmodified logits. Greedy sampling returns the second for both, because under its
+      own distribution the log-probability is always 0.
     """
     adjusted = sampling_logits(logits, values, kind=kind)
     if kind == "greedy":

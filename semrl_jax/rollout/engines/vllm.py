@@ -1,8 +1,8 @@
-"""The vLLM engine: an unpatched vLLM whose workers carry the plugin of third_party/vllm_patch.
+"""The vLLM engine: an unpatched vLLM whose workers load the plugin of third_party/vllm_patch.
 
-Runs in an environment of its own (third_party/vllm_patch/make_env.sh). Every response is a request
-of its own; its hidden states come through shared memory, a slot a request, and slots that are all
-taken hold further requests back.
+It needs a separate Python environment (third_party/vllm_patch/make_env.sh). Every response is one
+request to vLLM. Its hidden states come through shared memory: the request has a slot there, and it
+waits until a slot is free.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ EXTENSION = "semrl_vllm.extension.RolloutExtension"
 CHECK_PROMPT_TOKENS = 5
 CHECK_TOKENS = 8
 CPU_CACHE_GIB = 4.0
-# Rows of the self-check differ by the rounding of another batch shape; a row of the neighbouring
-# token differs by as much as it is long.
+# Relative error of the self-check. Correct rows differ by the rounding of another batch shape. The
+# row of a neighbouring token differs by about its own length, a relative error of 1.
 CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM is started; the names are its own where it has them.
+    """How vLLM is started; the names are those of vLLM's arguments, if there is one.
 
     Attributes:
       dtype: of weights, activations and hidden states: "bfloat16" or "float32".
-      max_num_seqs: responses decoded side by side.
-      max_num_batched_tokens: of a step; 0 leaves the choice to vLLM.
+      max_num_seqs: responses decoded concurrently.
+      max_num_batched_tokens: limit on the tokens of an engine step; 0 leaves the choice to vLLM.
       tensor_parallel_size: devices of the replica.
-      gpu_memory_utilization: share of the device's memory (of the machine's without one) for
-        weights and cache.
-      kv_cache_gib: for the cache, whatever that share leaves; 0 takes what it leaves, on a CPU 4:
-        there vLLM would take nearly all memory of the machine, or refuse to.
-      enforce_eager: no compilation and no CUDA graphs: starts in half the time.
-      in_flight: what a weight update does with running responses: "wait" for them, "abort" them, or
-        "keep" them, which go on with the new weights and a recomputed cache.
+      gpu_memory_utilization: share of the device's memory (without a device, of the machine's) for
+        weights and KV cache.
+      kv_cache_gib: size of the KV cache, instead of what that share leaves. 0 takes what the share
+        leaves on a device, and 4 GiB on a CPU, where vLLM would take nearly all memory or refuse.
+      enforce_eager: neither compiles nor captures CUDA graphs, which halves the time to start.
+      in_flight: what a weight update does with running responses: "wait" for their end, "abort"
+        them, or "keep" them. Kept responses continue with the new weights and a recomputed cache.
     """
 
     dtype: str = "bfloat16"
@@ -82,12 +82,12 @@ class VllmSettings:
 
 @dataclasses.dataclass(frozen=True)
 class VllmModel:
-    """What the engine serves.
+    """The model that the engine serves.
 
     Attributes:
-      directory: with config.json; its weights are not read, they come over the wire.
-      specs: tensors that a weight update carries.
-      model_hash, tokenizer_hash: as the trainer compares them.
+      directory: has config.json; weights in it are not read, they come from the trainer.
+      specs: tensors of a weight update.
+      model_hash, tokenizer_hash: hashes that the client compares with its own.
       vocab_size, hidden_size, num_layers: of the architecture.
     """
 
@@ -101,19 +101,19 @@ class VllmModel:
 
 
 class VllmEngine(Engine):
-    """vLLM's asynchronous engine. `start` makes its processes, on the event loop that serves.
+    """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
     Args:
-      model: what is served.
-      settings: how.
-      max_prompts: responses a call may ask for.
-      max_prompt_tokens, max_response_tokens: per response.
+      model: the model to serve.
+      settings: how vLLM is started.
+      max_prompts: limit on the responses of a call.
+      max_prompt_tokens, max_response_tokens: limits per response.
 
     Attributes:
-      start_s: seconds that the parts of `start` took, by name.
+      start_s: seconds that each part of `start` took, by name.
 
     Raises:
-      UserError: if vLLM or the plugin is missing, or of a version that does not fit; if the hidden
+      UserError: if vLLM or the plugin is missing or has an unsupported version, or if the hidden
         states of `max_num_seqs` responses do not fit into memory.
     """
 
@@ -131,7 +131,8 @@ class VllmEngine(Engine):
         self._model, self._settings = model, settings
         self.keeps_in_flight = settings.in_flight == "keep"
         self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
-        # One beside each running response: the next begins while the rows of the last are read.
+        # More slots than running responses: a request can start while the rows of one that has
+        # ended are still being read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
         self._pool_shape = _pool_shape(
             model, settings, num_slots, max_prompt_tokens, max_response_tokens
@@ -141,10 +142,10 @@ class VllmEngine(Engine):
             self._free_slots.put_nowait(slot)
         self._tags = itertools.count(1)
         self._running: set[str] = set()  # request ids
-        self._num_aborts = 0  # a call that began before the last of them ends
+        self._num_aborts = 0  # a call that began before the last abort is ended by it
         self._staged: _Staging | None = None
-        self._serving: _Staging | None = None  # the weights to go back to
-        self._versions: dict[str, WeightVersion] = {}  # by the label that vLLM gives its tokens
+        self._serving: _Staging | None = None  # the weights to restore after a failed update
+        self._versions: dict[str, WeightVersion] = {}  # by vLLM's label of the weights
         self._llm: Any = None
         self._pool: Any = None
 
@@ -171,11 +172,11 @@ class VllmEngine(Engine):
         )
 
     async def start(self) -> None:
-        """Starts vLLM, taps its workers, and checks that the tap is aligned.
+        """Starts vLLM, installs the tap in its workers, and checks that its rows are aligned.
 
         Raises:
           UserError: if vLLM cannot serve the model here.
-          EngineDeadError: if its hidden states are not those of a prefill of the same tokens.
+          EngineDeadError: if the hidden states of generated tokens differ from those of a prefill.
         """
         from semrl_vllm.pool import RowPool
 
@@ -189,7 +190,7 @@ class VllmEngine(Engine):
             await self._check_alignment()
 
     async def _tap(self) -> None:
-        """Hands the workers their end of the pool."""
+        """Gives the workers access to the pool, and checks the width and dtype of its rows."""
         shape = dataclasses.asdict(self._pool_shape)
         (worker, *_) = await self._llm.collective_rpc(
             "semrl_install", args=(self._pool.path, shape)
@@ -237,7 +238,7 @@ class VllmEngine(Engine):
         label = str(len(self._versions) + 1)
         mode = "keep" if self.keeps_in_flight else "abort"
         with _engine_errors():
-            # Clears the prefix cache, which belongs to the weights that go.
+            # The prefix cache was computed with the old weights: it is cleared.
             await self._llm.pause_generation(mode=mode, clear_cache=True)
             try:
                 await self._load(staged)
@@ -285,7 +286,7 @@ class VllmEngine(Engine):
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) or None,
                 enforce_eager=settings.enforce_eager,
-                # The distribution sampled from: after temperature, top-k and top-p.
+                # Of the sampling distribution: after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=EXTENSION,
             ).create_engine_config()
@@ -309,14 +310,14 @@ class VllmEngine(Engine):
         self.start_s[part] = time.monotonic() - started
 
     async def _check_alignment(self) -> None:
-        """One generation beside prefills of its prefixes: the same states, token for token."""
+        """Compares the states of one generation with prefills of its prefixes, token by token."""
         random = np.random.default_rng(0)
         _, max_prompt_tokens, max_response_tokens = self._limits
         length = min(CHECK_PROMPT_TOKENS, max_prompt_tokens)
         prompt = random.integers(0, self._model.vocab_size, length, np.int32)
         sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, max_response_tokens))
         found = await self._sample(prompt, 0, sampling, ("decode", "prefill"), 0)
-        # The state at the prompt's last token is in both.
+        # The state at the prompt's last token is in both kinds.
         rows = np.concatenate([found.rows["prefill"][:-1], found.rows["decode"]])
         one, tokens = SamplingParams(max_tokens=1), np.concatenate([prompt, found.token_ids])
         again = await asyncio.gather(
@@ -339,7 +340,7 @@ class VllmEngine(Engine):
         kinds: Sequence[str],
         num_aborts: int,
     ) -> _Sample:
-        """One request, from a free slot to its end; `kinds` of states are read."""
+        """Runs one request in a free slot, and reads its states of the given kinds."""
         async with self._slot() if kinds else contextlib.nullcontext() as slot:
             tag = next(self._tags)
             if self._num_aborts > num_aborts:
@@ -357,7 +358,7 @@ class VllmEngine(Engine):
             ids = np.array(output.token_ids, np.int32)
             rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
         logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
-        assert len(logprobs) == len(ids), "one log-probability a token was asked for"
+        assert len(logprobs) == len(ids), "one log-probability per token was asked for"
         return _Sample(
             ids, logprobs, _finish_reason(output, sampling), output.weight_versions or [], rows
         )
@@ -365,25 +366,25 @@ class VllmEngine(Engine):
     def _rows(
         self, kinds: Sequence[str], slot: int | None, tag: int, prompt_len: int, num_tokens: int
     ) -> dict[str, UInt8[np.ndarray, "_ bytes"]]:
-        """What the pool has of a request that has ended, by kind."""
+        """The rows of a request that has ended, by kind of state."""
         rows = {}
         if "decode" in kinds:
             rows["decode"] = self._pool.read(slot, tag, num_tokens)
         if "prefill" in kinds:
-            # It may have been aborted in the middle of its prompt.
+            # Without a token, the request may have been aborted in the middle of its prompt.
             count = prompt_len if num_tokens else 0
             rows["prefill"] = self._pool.take_prompt(slot, tag, count)
         return rows
 
     def _check_prompt_rows(self, requests: Sequence[SampleRequest]) -> None:
-        """Refuses a call whose prompts' states do not fit into memory; at start nobody counted."""
-        side_by_side = min(len(requests), self._pool_shape.num_slots)
+        """Refuses a call if its prompt states do not fit into memory; `start` ignores them."""
+        num_concurrent = min(len(requests), self._pool_shape.num_slots)
         longest = max(len(request.prompt_ids) for request in requests)
-        wanted = side_by_side * longest * self._pool_shape.row_bytes
+        wanted = num_concurrent * longest * self._pool_shape.row_bytes
         available = available_bytes()
         if wanted > available:
             raise LimitExceeded(
-                f"states of {side_by_side} prompts of {longest} tokens side by side need "
+                f"states of {num_concurrent} prompts of {longest} tokens side by side need "
                 f"{wanted / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available; ask for "
                 "those of fewer samples at once."
             )
@@ -402,13 +403,13 @@ class VllmEngine(Engine):
             max_tokens=sampling.max_tokens,
             seed=seed,
             stop_token_ids=[*sampling.eos_token_ids, *sampling.stop_token_ids],
-            ignore_eos=True,  # those of the call end a response, and no others
+            ignore_eos=True,  # only the end tokens of the call end a response
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=extra if kinds else None,
-            # What is read from the cache is not computed, and has no states.
+            # Tokens read from the prefix cache are not computed, so they would have no states.
             skip_reading_prefix_cache=wants_prompt,
         )
         outputs = self._llm.generate(tokens_input(prompt.tolist()), params, request_id)
@@ -457,7 +458,7 @@ class VllmEngine(Engine):
         return rows.view(np.dtype(self._settings.dtype)).astype(np.dtype(dtype), copy=False)
 
     async def _load(self, staged: _Staging) -> None:
-        """Gives the workers new weights; the previous ones again if that fails."""
+        """Loads new weights into the workers; if that fails, loads the previous ones again."""
         try:
             await self._llm.collective_rpc(
                 "semrl_load_weights", args=(staged.path, staged.manifest)
@@ -477,7 +478,7 @@ class VllmEngine(Engine):
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """What vLLM made of one request."""
+    """The result of one request to vLLM."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -487,11 +488,13 @@ class _Sample:
 
 
 class _Staging:
-    """Weights of one update in memory that the workers can map; nameless, gone with the process.
+    """The weights of one update, in an anonymous file that workers can map.
+
+    The file has no name in any directory, and is gone with this process.
 
     Attributes:
-      buffers: a writable uint8 array a tensor.
-      path: under which processes of the same user find them.
+      buffers: a writable uint8 array per tensor, by name.
+      path: opens the file in other processes of the same user.
       manifest: [name, dtype, shape, first byte] of each tensor.
     """
 
@@ -522,7 +525,7 @@ def _finish_reason(output: Any, sampling: SamplingParams) -> FinishReason:
 
 @contextlib.contextmanager
 def _engine_errors() -> Iterator[None]:
-    """vLLM's own word for a dead engine becomes the service's."""
+    """Converts vLLM's error for a dead engine to the service's."""
     from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
     try:
@@ -532,21 +535,21 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One line of an error of vLLM; pydantic's has the reason between a head and a link."""
+    """The line of vLLM's error with the reason; pydantic puts it between a title and a link."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("Value error")]
     return (said or lines or [type(error).__name__])[0]
 
 
 def _log_errors_to(file: pathlib.Path) -> None:
-    """Has vLLM's processes, which are not yet started, write their errors to a file, too.
+    """Configures vLLM's processes, before they start, to write their errors to a file, too.
 
-    The parent of one that fails raises no more than "See root cause above".
+    If one of them fails, the parent process raises only "See root cause above".
     """
     from vllm.logger import DEFAULT_LOGGING_CONFIG
 
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH") or os.environ.get("VLLM_CONFIGURE_LOGGING"):
-        return  # the user's own
+        return  # the user has configured logging
     config = copy.deepcopy(DEFAULT_LOGGING_CONFIG)
     config["formatters"]["plain"] = {"format": "%(message)s"}
     config["handlers"]["errors"] = {
@@ -560,7 +563,7 @@ def _log_errors_to(file: pathlib.Path) -> None:
 
 
 def _root_cause(file: pathlib.Path) -> str:
-    """The last exception in a log that does not point to another one; "" if there is none."""
+    """The last exception in a log that does not refer to another one; "" if there is none."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     causes = [line for line in errors if "root cause" not in line] or [""]
@@ -569,10 +572,10 @@ def _root_cause(file: pathlib.Path) -> str:
 
 
 def checked_version() -> str:
-    """The version of the installed vLLM.
+    """Returns the version of the installed vLLM.
 
     Raises:
-      UserError: if it or the plugin is missing, or does not fit.
+      UserError: if vLLM or the plugin is missing, or the version is not supported.
     """
     try:
         import semrl_vllm
@@ -594,7 +597,10 @@ def _pool_shape(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> Any:
-    """Rows of prompts take memory when they are asked for, which is rare: they are not counted."""
+    """The shape of the pool; refuses one that does not fit into memory.
+
+    Prompt rows are not counted: they take memory only while a call asks for them.
+    """
     from semrl_vllm.pool import PoolShape
 
     shape = PoolShape(
@@ -617,9 +623,9 @@ def _pool_shape(
 
 
 def _check_heads(hf_config: Any, head_size: int) -> None:
-    """Refuses heads that vLLM would serve without a word, and wrong.
+    """Refuses head sizes for which vLLM gives wrong results without an error.
 
-    Its Qwen2 does not read head_dim: weights of another shape are then left out of every update.
+    vLLM's Qwen2 does not read head_dim; its updates then skip weights whose shape differs.
     """
     wanted = hf_config.hidden_size // hf_config.num_attention_heads
     if hf_config.model_type == "qwen2" and head_size != wanted:
@@ -642,7 +648,7 @@ def _check_heads(hf_config: Any, head_size: int) -> None:
 
 
 def _queue_bytes(num_workers: int) -> int:
-    """What vLLM's queues to and from worker processes take, each a ring of chunks."""
+    """Bytes of shared memory for vLLM's queues to and from workers; each is a ring of chunks."""
     from vllm import envs
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -655,10 +661,10 @@ def _queue_bytes(num_workers: int) -> int:
 
 
 def check_queue_space(num_bytes: int, directory: str = "/dev/shm") -> None:
-    """vLLM itself finds out in a process whose error its parent does not repeat.
+    """Checks the free shared memory; vLLM's own error is lost in a child process.
 
     Raises:
-      UserError: if fewer bytes are free in `directory`.
+      UserError: if fewer than `num_bytes` are free in `directory`.
     """
     free = shutil.disk_usage(directory).free
     if num_bytes > free:

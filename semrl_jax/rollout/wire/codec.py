@@ -307,9 +307,7 @@ class RolloutDecoder:
         self._replica_id = replica_id
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
-        self._unfilled: list[
-            UInt8[np.ndarray, " bytes"]
-        ] = []  # the bytes of its states still missing
+        self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its bytes that have not come
         self.num_state_bytes = 0
         self.num_token_bytes = 0
         self.num_metric_bytes = 0

@@ -112,19 +112,19 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
 def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes, monkeypatch):
     """Row p is what a response to the first p + 1 tokens begins with, in every layer."""
     monkeypatch.setattr(decoding, "MAX_PROMPT_STATE_BYTES", max_bytes)  # 1: a prompt at a time
-    admit, num_turns = decoding.admit, 0
+    prefill, num_prefills = decoding.prefill_and_insert, 0
 
     def counted(*arguments, **options):
-        nonlocal num_turns
-        num_turns += 1
-        return admit(*arguments, **options)
+        nonlocal num_prefills
+        num_prefills += 1
+        return prefill(*arguments, **options)
 
-    monkeypatch.setattr(decoding, "admit", counted)
+    monkeypatch.setattr(decoding, "prefill_and_insert", counted)
     both = HiddenStateParams((0, 1, -1), "float32", ("decode", "prefill"))
     one = SamplingParams(1)
     with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled
         rollouts = list(client.generate(make_requests(), one, both, version=version))
-        assert num_turns == (20 if max_bytes == 1 else 3)  # of eight
+        assert num_prefills == (20 if max_bytes == 1 else 3)  # of eight
         longest = max(rollouts, key=lambda rollout: len(rollout.prompt_ids))
         prompts = [longest.prompt_ids[: end + 1] for end in range(len(longest.prompt_ids))]
         requests = [SampleRequest(str(i), i, 0, ids, 0) for i, ids in enumerate(prompts)]
@@ -235,11 +235,11 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
     call = make_call(policy, params, make_requests(16, 4), sampling)
     rollouts = []
     while not call.done:
-        rollouts += call.turn()
+        rollouts += call.step()
     assert batches[0] == 64 and batches[-1] == 8
     assert batches == sorted(batches, reverse=True)
     longest = max(len(r.response_ids) for r in rollouts)
-    assert 4 * len(batches) < longest + 4 + 4  # no turn after the last response
+    assert 4 * len(batches) < longest + 4 + 4  # no step after the last response
 
 
 def test_no_new_program_inside_a_bucket(policy, params):
@@ -249,12 +249,13 @@ def test_no_new_program_inside_a_bucket(policy, params):
         requests = make_requests(2, 4, seed, shortest=9)
         call = make_call(policy, params, requests, SamplingParams(limit, eos_token_ids=(EOS,)))
         while not call.done:
-            call.turn()
+            call.step()
 
     def num_programs():
-        return decoding.decode_chunk._cache_size(), decoding.admit._cache_size()
+        return decoding.decode_chunk._cache_size(), decoding.prefill_and_insert._cache_size()
 
-    decoding.decode_chunk.clear_cache(), decoding.admit.clear_cache()  # other tests have wider ones
+    decoding.decode_chunk.clear_cache()  # other tests have wider programs
+    decoding.prefill_and_insert.clear_cache()
     run(0, 80)
     before = num_programs()
     for seed in range(1, 4):
@@ -273,7 +274,7 @@ def test_settings_of_sampling_are_no_new_programs(policy, params):
         call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
         call._columns = 16 + decoding.FIRST_RESPONSE_COLUMNS
         call._slots = decoding.empty_slots(policy=policy, batch=8, columns=call._columns)
-        call.turn()
+        call.step()
     assert decoding.decode_chunk._cache_size() == before + 1
 
 
@@ -326,7 +327,7 @@ def test_windowed_model_samples_as_its_full_pass():
 
 def test_abort_returns_what_was_sampled(policy, params):
     call = make_call(policy, params, make_requests(20, 1), SamplingParams(50), max_batch=8)
-    call.turn()
+    call.step()
     rollouts = call.abort()
     assert call.done
     assert len(rollouts) == 20 and {r.finish_reason for r in rollouts} == {"aborted"}
@@ -357,15 +358,15 @@ def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
 
 
 def test_closing_the_stream_ends_the_work(policy, params, monkeypatch):
-    """400 responses, 8 at a time, take 50 turns; it is closed after the first few."""
-    turn, num_turns = decoding.DecodingCall.turn, 0
+    """400 responses, 8 at a time, take 50 steps; it is closed after the first few."""
+    step, num_steps = decoding.DecodingCall.step, 0
 
     def counted(call):
-        nonlocal num_turns
-        num_turns += 1
-        return turn(call)
+        nonlocal num_steps
+        num_steps += 1
+        return step(call)
 
-    monkeypatch.setattr(decoding.DecodingCall, "turn", counted)
+    monkeypatch.setattr(decoding.DecodingCall, "step", counted)
     sampling = SamplingParams(4)
     with synced_client(policy, params, max_batch=8, chunk=4) as (client, version):
         with contextlib.closing(
@@ -373,7 +374,7 @@ def test_closing_the_stream_ends_the_work(policy, params, monkeypatch):
         ) as stream:
             next(stream)
         assert len(list(client.generate(make_requests(2, 2), sampling, version=version))) == 4
-    assert num_turns < 25
+    assert num_steps < 25
 
 
 def test_half_an_update_leaves_the_old_weights(policy, params):

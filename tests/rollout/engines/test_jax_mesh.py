@@ -152,7 +152,7 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
     )  # fmt: skip
     seen = set()
     while not call.done:
-        call.turn()
+        call.step()
         for cached in call._slots.cache[:2]:
             layers, batch, columns, *_ = cached.shape
             seen.add((batch, columns))
@@ -180,10 +180,10 @@ def test_no_program_twice_in_a_bucket(params):
             max_batch=8, chunk=4,
         )  # fmt: skip
         while not call.done:
-            call.turn()
+            call.step()
 
     def num_programs():
-        return decoding.decode_chunk._cache_size(), decoding.admit._cache_size()
+        return decoding.decode_chunk._cache_size(), decoding.prefill_and_insert._cache_size()
 
     before = num_programs()
     run(0)
@@ -239,17 +239,17 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
     )  # fmt: skip
     slots = decoding.empty_slots(policy=policy, batch=16, columns=80)
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(slots))
-    admit = decoding.admit.lower(
+    prefill = decoding.prefill_and_insert.lower(
         params, slots, np.ones((8, 16), np.int32), np.ones((8, 16), np.int32),
         np.zeros((8, 2), np.uint32), np.arange(8, dtype=np.int32), policy=policy,
         prompt_states=HiddenStateParams(),
     ).compile()  # fmt: skip
-    assert admit.memory_analysis().alias_size_in_bytes == own
-    reshape = decoding.reshape_slots.lower(
+    assert prefill.memory_analysis().alias_size_in_bytes == own
+    resize = decoding.resize_slots.lower(
         slots, np.zeros(8, np.int32), columns=96, mesh=mesh
     ).compile()
-    assert not list(collectives(reshape))
-    specs = {sharding.spec for sharding in jax.tree.leaves(reshape.output_shardings)}
+    assert not list(collectives(resize))
+    specs = {sharding.spec for sharding in jax.tree.leaves(resize.output_shardings)}
     assert PartitionSpec() not in specs
 
 

@@ -16,7 +16,14 @@ from semrl_jax.rollout.server import serve
 from semrl_jax.rollout.wire import auth
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.types import SamplingParams
-from tests.rollout.conftest import FAKE, TOKEN, assert_complete, make_arrays, make_requests
+from tests.rollout.conftest import (
+    FAKE,
+    TOKEN,
+    assert_complete,
+    make_arrays,
+    make_requests,
+    modules_of,
+)
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 
 
@@ -58,6 +65,18 @@ def certificate(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_authority(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def test_a_replica_loads_nothing_of_the_trainer():
+    modules = modules_of(
+        "import semrl_jax.rollout.server, semrl_jax.rollout.measurer, "
+        "semrl_jax.rollout.engines.jax, semrl_jax.rollout.engines.vllm"
+    )
+    rooms = {name.split(".")[1] for name in modules if name.startswith("semrl_jax.")}
+    assert "rollout" in rooms
+    assert not rooms & {
+        "algorithms", "evaluation", "rewards", "runs", "sampling", "shaping", "training",
+    }  # fmt: skip
 
 
 def test_taken_port_is_one_line():
@@ -278,5 +297,5 @@ def test_embedded_replica_that_cannot_start_leaves_no_thread():
 def test_proxies_of_the_environment_are_ignored(start_process, world, monkeypatch):
     monkeypatch.setitem(os.environ, "http_proxy", "http://127.0.0.1:9")
     _, address = start_process()
-    (description,) = world.client(address).describe()
+    (description,) = world.client(address, connect=False).connect(**FAKE)
     assert description.engine == "fake"

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.server import SERVICE_NAME
+from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
