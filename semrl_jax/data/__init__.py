@@ -4,7 +4,6 @@ from semrl_jax.data.arithmetic import (
     Problem,
     demonstration_texts,
     held_out_problems,
-    is_carry_free,
     training_problems,
     worked_response,
 )
@@ -17,7 +16,6 @@ from semrl_jax.data.files import RowError, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import (
     PaddedTokens,
-    bucket_length,
     pad_prompts,
     pad_response_values,
     pad_responses,
@@ -46,7 +44,6 @@ from semrl_jax.data.tokenizer import (
     character_tokenizer,
     full_text,
     load_tokenizer,
-    save_character_tokenizer,
     tokenizer_hash,
     verifier_text,
 )
@@ -69,7 +66,6 @@ __all__ = [
     "arithmetic_demonstrations",
     "arithmetic_held_out_prompts",
     "arithmetic_prompts",
-    "bucket_length",
     "build_dataset",
     "check_file",
     "character_tokenizer",
@@ -79,7 +75,6 @@ __all__ = [
     "full_text",
     "held_out_problems",
     "is_chat",
-    "is_carry_free",
     "load_prompts",
     "load_tokenizer",
     "next_prompts",
@@ -91,7 +86,6 @@ __all__ = [
     "prompt_renderer",
     "read_rows",
     "row_reader",
-    "save_character_tokenizer",
     "tokenizer_hash",
     "train_tokenizer",
     "training_problems",
