@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from semrl_jax.errors import DISK_ERRNOS, UserError
+from semrl_jax.settings.moved import new_places
 from semrl_jax.training.config import flatten, validate
 
 EXIT_USER_ERROR = 2
@@ -163,10 +165,19 @@ def _check_fields() -> None:
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
             reason = reason.removeprefix(f"{type(error).__name__}: ")
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            if places := _places_in(error):
+                reason = f"{reason.rstrip('.')}; {places}."
             raise UserError(f"--config={path}: {kind}{reason}") from None
         for other in sys.argv[1:]:
             if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
                 _check_field(config, field[1])
+
+
+def _places_in(error: Exception) -> str:
+    """Where the fields are now that have moved and that the failing line of a config file names."""
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
+    return "; ".join(filter(None, map(new_places, sorted(names))))
 
 
 def _check_field(config: ConfigDict, field: str) -> None:
@@ -179,6 +190,8 @@ def _check_field(config: ConfigDict, field: str) -> None:
             f"--config.{field}: a section takes no value; set one of its fields: "
             f"{', '.join(inside)}."
         )
+    if places := new_places(field):
+        raise UserError(f"--config.{field} has moved: {places}.")
     near = difflib.get_close_matches(field, names, n=1, cutoff=0.8)
     near = near or [name for name in names if name.endswith(f".{field}")]
     hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."

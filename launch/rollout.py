@@ -26,8 +26,8 @@ from ml_collections import config_flags
 from launch import cli
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
+from semrl_jax.settings.rollout import ENGINES
 
-ENGINES = ("jax", "vllm")
 PROGRESS_EVERY_S = 10.0
 MAX_TEMPORARY_PATH = 48  # characters; a socket's may have 107, 57 of them below this one
 PARENT_EVERY_S = 0.5  # a look at who the parent is

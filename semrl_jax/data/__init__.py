@@ -33,10 +33,10 @@ from semrl_jax.data.prompts import (
     prompt_order,
 )
 from semrl_jax.data.rows import (
-    ROW_FORMATS,
     BadRows,
     QuestionAnswer,
     RowReader,
+    check_row_format,
     row_reader,
 )
 from semrl_jax.data.templates import TEMPLATES, apply_template, is_chat, prompt_renderer
@@ -50,7 +50,6 @@ from semrl_jax.data.tokenizer import (
 from semrl_jax.data.trained_tokenizer import train_tokenizer
 
 __all__ = [
-    "ROW_FORMATS",
     "TEMPLATES",
     "BadRows",
     "Demonstrations",
@@ -68,6 +67,7 @@ __all__ = [
     "arithmetic_prompts",
     "build_dataset",
     "check_file",
+    "check_row_format",
     "character_tokenizer",
     "dataset_hash",
     "demonstration_rows",

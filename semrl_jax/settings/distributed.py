@@ -1,0 +1,15 @@
+"""Checks of `config.distributed`; `cluster.environment` checks what it joins to a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from semrl_jax.settings.rules import above_zero
+
+
+def check(distributed: Mapping[str, Any]) -> None:
+    """Raises UserError for the first wrong field."""
+    above_zero(
+        "distributed", distributed, "connect_timeout_s", "heartbeat_timeout_s", "phase_timeout_s"
+    )

@@ -1,0 +1,17 @@
+"""Checks of `config.evaluation`; `training.prompts` checks the settings of each file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from semrl_jax.data.rows import check_row_format
+from semrl_jax.settings.rules import above_zero, at_least_zero, items_are
+
+
+def check(evaluation: Mapping[str, Any]) -> None:
+    """Raises UserError for the first wrong field."""
+    above_zero("evaluation", evaluation, "num_problems")
+    at_least_zero("evaluation", evaluation, "every_steps")
+    check_row_format(evaluation["row_format"], "evaluation.")
+    items_are(str, "evaluation", evaluation, "files", "question_fields")
