@@ -22,6 +22,9 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model = ml_collections.ConfigDict()
     config.model.path = ""  # Hugging Face directory or hub id; empty: random, of the sizes below
+    # A family of semrl_jax/models/families, or "my_package.my_module" with one of your own; empty:
+    # by the model_type of its config.json. A random model is a qwen2 unless this says otherwise.
+    config.model.family = ""
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
     config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the KL anchor
     config.model.remat = "none"  # none, dots, full: what the backward pass recomputes

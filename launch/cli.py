@@ -160,13 +160,13 @@ def _check_fields() -> None:
         try:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code
+            if places := _places_in(error):
+                raise UserError(f"--config={path} sets a field that has moved: {places}.") from None
             (*_, reason) = str(error).strip().splitlines() or [""]
             # ml_collections puts the trace and the name of the type into the text.
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
             reason = reason.removeprefix(f"{type(error).__name__}: ")
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            if places := _places_in(error):
-                reason = f"{reason.rstrip('.')}; {places}."
             raise UserError(f"--config={path}: {kind}{reason}") from None
         for other in sys.argv[1:]:
             if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero, one_of
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, one_of
 
 
-def check(algorithms: Mapping[str, Any]) -> None:
+def check(algorithms: Section) -> None:
     """Raises UserError for the first wrong field."""
     loss, importance = algorithms["loss"], algorithms["importance"]
     above_zero("algorithms.advantage", algorithms["advantage"], "epsilon")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero, items_are
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
 
 
-def check(checkpoints: Mapping[str, Any]) -> None:
+def check(checkpoints: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero("checkpoints", checkpoints, "every_steps", "keep")
     at_least_zero("checkpoints", checkpoints, "keep_every")

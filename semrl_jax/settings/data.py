@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.data.rows import check_row_format
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, items_are, one_of
+from semrl_jax.settings.rules import Section, above_zero, items_are, one_of
 
 TASKS = ("arithmetic", "files")
 
 
-def check(data: Mapping[str, Any]) -> None:
+def check(data: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero("data", data, "prompts_per_step", "num_prompts")
     one_of("data.task", data["task"], TASKS)

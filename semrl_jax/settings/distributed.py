@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from semrl_jax.settings.rules import above_zero
+from semrl_jax.settings.rules import Section, above_zero
 
 
-def check(distributed: Mapping[str, Any]) -> None:
+def check(distributed: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero(
         "distributed", distributed, "connect_timeout_s", "heartbeat_timeout_s", "phase_timeout_s"

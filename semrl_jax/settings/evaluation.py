@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.data.rows import check_row_format
-from semrl_jax.settings.rules import above_zero, at_least_zero, items_are
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
 
 
-def check(evaluation: Mapping[str, Any]) -> None:
+def check(evaluation: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero("evaluation", evaluation, "num_problems")
     at_least_zero("evaluation", evaluation, "every_steps")

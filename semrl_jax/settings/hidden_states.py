@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from semrl_jax.settings.rules import at_least_zero, one_of
+from semrl_jax.settings.rules import Section, at_least_zero, one_of
 
 
-def check(hidden_states: Mapping[str, Any]) -> None:
+def check(hidden_states: Section) -> None:
     """Raises UserError for the first wrong field."""
     one_of("hidden_states.source", hidden_states["source"], ("rollout", "policy", "none"))
     one_of("hidden_states.dtype", hidden_states["dtype"], ("bfloat16", "float32"))

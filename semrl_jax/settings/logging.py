@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from semrl_jax.settings.rules import at_least_zero
+from semrl_jax.settings.rules import Section, at_least_zero
 
 
-def check(logging: Mapping[str, Any]) -> None:
+def check(logging: Section) -> None:
     """Raises UserError for the first wrong field."""
     at_least_zero("logging", logging, "rollouts_every_steps", "plot_every_steps")

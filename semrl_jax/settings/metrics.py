@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.choices import METHODS, METRICS, WINDOWS
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero, at_most, one_of
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
 
 
-def check(metrics: Mapping[str, Any]) -> None:
+def check(metrics: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero("metrics", metrics, "stride", "num_threads")
     at_most("metrics.num_threads", metrics["num_threads"], 1024)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.choices import DTYPES, REMAT_POLICIES
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import one_of
+from semrl_jax.settings.rules import Section, one_of
 
 
-def check(model: Mapping[str, Any]) -> None:
+def check(model: Section) -> None:
     """Raises UserError for the first wrong field."""
     one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
     one_of("model.reference_dtype", model["reference_dtype"], DTYPES)

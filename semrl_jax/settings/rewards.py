@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero, at_most, one_of
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
 
 MODES = ("independent", "mix")
 MAX_SCORE = 3.4e38  # rewards are float32
 
 
-def check(rewards: Mapping[str, Any]) -> None:
+def check(rewards: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero("rewards", rewards, "timeout_s", "num_workers")
     at_most("rewards.timeout_s", rewards["timeout_s"], 2**31)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero, items_are, one_of
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
 
 ENGINES = ("jax", "vllm")
 
 
-def check(rollout: Mapping[str, Any]) -> None:
+def check(rollout: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero(
         "rollout", rollout,
@@ -59,7 +57,7 @@ def check(rollout: Mapping[str, Any]) -> None:
         )
 
 
-def _check_sampling(rollout: Mapping[str, Any]) -> None:
+def _check_sampling(rollout: Section) -> None:
     if rollout["group_size"] < 2:
         raise UserError(
             f"rollout.group_size={rollout['group_size']} must be at least 2: the advantage "

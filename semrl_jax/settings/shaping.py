@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import Section
 from semrl_jax.shaping.options import ShapingOptions
 
 
-def check(shaping: Mapping[str, Any]) -> None:
+def check(shaping: Section) -> None:
     """Raises UserError for the first wrong field."""
     try:
         ShapingOptions(**shaping)

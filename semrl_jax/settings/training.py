@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import above_zero, at_least_zero
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero
 
 
-def check(training: Mapping[str, Any]) -> None:
+def check(training: Section) -> None:
     """Raises UserError for the first wrong field."""
     above_zero(
         "training", training,

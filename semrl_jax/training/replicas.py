@@ -19,8 +19,14 @@ import configs
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.files import write_json
-from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
-from semrl_jax.models.config import config_to_hf
+from semrl_jax.models import (
+    DecoderConfig,
+    Policy,
+    check_mesh,
+    config_to_hf,
+    make_mesh,
+    tensor_specs,
+)
 from semrl_jax.rollout.auth import TOKEN_VARIABLE
 from semrl_jax.rollout.child import ChildReplica
 from semrl_jax.rollout.client import RolloutClient

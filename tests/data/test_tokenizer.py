@@ -10,14 +10,14 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import load_tokenizer, tokenizer_hash
+from semrl_jax.data import character_tokenizer, load_tokenizer, tokenizer_hash
 from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.errors import UserError
 
 
 @pytest.fixture
-def directory(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+def directory(tmp_path):
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 

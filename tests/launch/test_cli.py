@@ -103,7 +103,9 @@ def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path
         "    config.rewards.luck.size = 1\n"
         "    return config\n"
     )
-    with pytest.raises(UserError, match=r"'luck'; rewards\.luck\.size is now rewards"):
+    with pytest.raises(
+        UserError, match=r"mine\.py sets a field that has moved: rewards\.luck\.size is now rewards"
+    ):
         parse(f"--config={file}")
 
 
