@@ -50,7 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.question_fields = ("question",)  # several are joined by a space
     config.data.answer_field = "answer"
     config.data.answer_after = ""  # the answer is what follows this mark, as #### in GSM8K
-    config.data.template = "plain"  # or abel, qwen-boxed, ..., chat, a text with {input}
+    config.data.template = "plain"  # or abel, ..., chat, a text with {input}, or its file
     config.data.system_prompt = ""  # of the template chat
     config.data.add_special_tokens = False  # whether the tokenizer adds its own, such as BOS
     config.data.skip_bad_rows = False  # count and skip them instead of stopping

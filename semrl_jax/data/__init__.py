@@ -39,7 +39,7 @@ from semrl_jax.data.rows import (
     check_row_format,
     row_reader,
 )
-from semrl_jax.data.templates import TEMPLATES, apply_template, is_chat, prompt_renderer
+from semrl_jax.data.templates import TEMPLATES, is_chat, prompt_renderer
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
     full_text,
@@ -61,7 +61,6 @@ __all__ = [
     "QuestionAnswer",
     "RowError",
     "RowReader",
-    "apply_template",
     "arithmetic_demonstrations",
     "arithmetic_held_out_prompts",
     "arithmetic_prompts",
