@@ -22,6 +22,9 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model = ml_collections.ConfigDict()
     config.model.path = ""  # Hugging Face directory or hub id; empty: random, sizes as below
+    # A family of semrl_jax/models/families, or "my_package.my_module" with one of your own; empty:
+    # by the model_type of its config.json. A random model is a qwen2 unless this says otherwise.
+    config.model.family = ""
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
     config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the reference
     config.model.remat = "none"  # none, dots, full: what the backward pass recomputes
@@ -47,7 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.question_fields = ("question",)  # several fields are joined by a space
     config.data.answer_field = "answer"
     config.data.answer_after = ""  # the answer is the text after this mark, #### in GSM8K
-    config.data.template = "plain"  # or abel, qwen-boxed, ..., chat, a text with {input}
+    config.data.template = "plain"  # or abel, ..., chat, a text with {input}, or its file
     config.data.system_prompt = ""  # for the template chat
     config.data.add_special_tokens = False  # True: the tokenizer adds its own, such as BOS
     config.data.skip_bad_rows = False  # True: count and skip them instead of stopping

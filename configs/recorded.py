@@ -6,6 +6,7 @@ python -m launch.rollout --config=configs/recorded.py:runs/NAME/config.json
 from configs import default
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
+from semrl_jax.settings.moved import with_present_names
 
 
 def get_config(path):
@@ -14,7 +15,7 @@ def get_config(path):
     if not isinstance(settings, dict):
         raise UserError(f"{path} is not the record of a run: it has no settings under 'config'.")
     config = default.get_config()
-    config.update_from_flattened_dict(dict(_fields(settings)))
+    config.update_from_flattened_dict(with_present_names(dict(_fields(settings))))
     return config
 
 

@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 
 from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.runs.config import flatten, validate
+from semrl_jax.settings.moved import new_places
 
 EXIT_USER_ERROR = 2
 # gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
@@ -160,6 +162,8 @@ def _check_fields() -> None:
         try:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code
+            if places := _places_in(error):
+                raise UserError(f"--config={path} sets a field that has moved: {places}.") from None
             (*_, reason) = str(error).strip().splitlines() or [""]
             # ml_collections puts the traceback and the name of the type into the text.
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
@@ -169,6 +173,13 @@ def _check_fields() -> None:
         for other in sys.argv[1:]:
             if field := re.match(r"--?(?:no)?config\.([\w.]+)", other):
                 _check_field(config, field[1])
+
+
+def _places_in(error: Exception) -> str:
+    """Where the fields are now that have moved and that the failing line of a config file names."""
+    lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
+    names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
+    return "; ".join(filter(None, map(new_places, sorted(names))))
 
 
 def _check_field(config: ConfigDict, field: str) -> None:
@@ -181,6 +192,8 @@ def _check_field(config: ConfigDict, field: str) -> None:
             f"--config.{field}: a section takes no value; set one of its fields: "
             f"{', '.join(inside)}."
         )
+    if places := new_places(field):
+        raise UserError(f"--config.{field} has moved: {places}.")
     near = difflib.get_close_matches(field, names, n=1, cutoff=0.8)
     near = near or [name for name in names if name.endswith(f".{field}")]
     hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."

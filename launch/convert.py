@@ -30,6 +30,7 @@ TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist,
 STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest valid one")
 DTYPE = flags.DEFINE_string("dtype", "float32", f"dtype of Hugging Face weights, one of {DTYPES}")
 MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "weights above this size are split")
+FAMILY = flags.DEFINE_string("family", "", "as config.model.family; default: that of the run")
 
 
 def main() -> int:
@@ -39,6 +40,7 @@ def main() -> int:
         step=STEP.value,
         dtype=DTYPE.value,
         max_shard_gb=MAX_SHARD_GB.value,
+        family=FAMILY.value,
     )
     return 0
 
@@ -50,6 +52,7 @@ def convert(
     step: int | None = None,
     dtype: str = "float32",
     max_shard_gb: float = 5.0,
+    family: str = "",
 ) -> None:
     """Makes `target` from `source`; see the flags.
 
@@ -68,7 +71,9 @@ def convert(
         if (source / "checkpoints").is_dir():
             model = model_directory(source, record)
             folder = find_checkpoint(source / "checkpoints", step)
-            export(folder, target, model, dtype, round(max_shard_gb * 1e9))
+            if "run_id" in record:
+                family = family or record["config"]["model"].get("family", "")
+            export(folder, target, model, dtype, round(max_shard_gb * 1e9), family)
         elif "run_id" in record:
             raise UserError(f"--source={source} is a run without a checkpoint.")
         elif step is not None or dtype != "float32":
@@ -77,7 +82,7 @@ def convert(
                 "Hugging Face directory, and its checkpoint will be float32: leave them out."
             )
         else:
-            import_parameters(source, target)
+            import_parameters(source, target, family)
 
 
 def read_record(source: pathlib.Path) -> dict[str, Any]:
@@ -112,6 +117,7 @@ def export(
     model: pathlib.Path,
     dtype: str,
     max_shard_bytes: int,
+    family: str = "",
 ) -> None:
     """Writes the parameters of a valid checkpoint as a Hugging Face directory like `model`."""
     import jax
@@ -119,7 +125,7 @@ def export(
     from semrl_jax import data, models
     from semrl_jax.runs.checkpoint_files import restore_params
 
-    config = models.load_config(model)
+    config = models.load_config(model, family)
     try:
         tokenizer = data.load_tokenizer(model)
     except UserError as error:
@@ -161,13 +167,13 @@ def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
     raise UserError(f"{directory} has no valid checkpoint to convert ({problem}).")
 
 
-def import_parameters(source: pathlib.Path, target: pathlib.Path) -> None:
+def import_parameters(source: pathlib.Path, target: pathlib.Path, family: str = "") -> None:
     """Writes the parameters of a Hugging Face directory as one complete checkpoint."""
     from semrl_jax import models
     from semrl_jax.runs.checkpoint_files import save_params
 
     print(f"reading {source}", flush=True)
-    config = models.load_config(source)
+    config = models.load_config(source, family)
     params = models.load_params(source, config)
     staging = target.with_name(target.name + ".writing")
     (staging / "checkpoints").mkdir(parents=True)

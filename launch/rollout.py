@@ -26,8 +26,8 @@ from ml_collections import config_flags
 from launch import cli
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
+from semrl_jax.settings.rollout import ENGINES
 
-ENGINES = ("jax", "vllm")
 PROGRESS_EVERY_S = 10.0
 MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM adds 57
 PARENT_EVERY_S = 0.5  # between two checks of the parent process

@@ -17,6 +17,7 @@ from semrl_jax.models import (
     Policy,
     eos_token_ids,
     find_directory,
+    find_family,
     load_config,
     load_params,
     parameter_shardings,
@@ -31,7 +32,7 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
     """
     if config.model.path:
         directory = find_directory(config.model.path)
-        architecture = load_config(directory)
+        architecture = load_config(directory, config.model.family)
         tokenizer = data.load_tokenizer(directory)
         if len(tokenizer) > architecture.vocab_size:
             raise UserError(
@@ -68,7 +69,10 @@ def starting_params(
 def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:
     """The architecture of `config.model`'s sizes."""
     model = config.model
+    family = model.family or "qwen2"
     return DecoderConfig(
+        model_type=find_family(family).model_type,
+        family=family if "." in family else "",
         vocab_size=vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,

@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from semrl_jax.metrics import WINDOWS, hidden_state_metrics
+from semrl_jax.rounding import next_power_of_two
 
 matplotlib.use("Agg")
 
@@ -208,7 +209,7 @@ def _measure(
     states: Float[np.ndarray, "T D"], stride: int, window: str, method: str
 ) -> tuple[tuple[float, float, float], bool]:
     """(ER, ERV, ERA) of one response, and whether it has all."""
-    bucket = max(MIN_BUCKET, 1 << (len(states) - 1).bit_length())  # bounds how often it compiles
+    bucket = max(next_power_of_two(len(states)), MIN_BUCKET)
     padded = np.zeros((1, bucket, states.shape[1]), states.dtype)
     padded[0, : len(states)] = states
     mask = np.arange(bucket)[None] < len(states)

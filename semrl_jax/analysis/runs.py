@@ -45,7 +45,8 @@ def run_states(
     try:
         config = read_json_object(workdir / "config.json")["config"]
         model, stride = config["model"]["path"], config["metrics"]["stride"]
-    except (FileNotFoundError, UserError, KeyError, TypeError):
+        family = config["model"].get("family", "")
+    except (FileNotFoundError, UserError, KeyError, TypeError, AttributeError):
         raise UserError(f"{workdir} is no run: its config.json is missing or unreadable.") from None
     if not isinstance(model, str) or type(stride) is not int or stride < 1:
         raise UserError(
@@ -66,7 +67,7 @@ def run_states(
             f"{list(rollouts)}, checkpoints of {saved}; let checkpoints.every_steps be a multiple "
             "of logging.rollouts_every_steps."
         )
-    policy = models.Policy(models.load_config(start))
+    policy = models.Policy(models.load_config(start, family))
     states = {}
     for step in steps:
         prompts, responses = _read_responses(rollouts[step])

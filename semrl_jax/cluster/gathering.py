@@ -6,6 +6,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.rounding import next_power_of_two
 
 MIN_BYTES = 2**16
 
@@ -18,10 +19,7 @@ def gather_bytes(peers: Peers, phase: str, data: bytes) -> list[bytes]:
     if peers.count == 1:
         return [data]
     sizes = peers.gather(phase, len(data))
-    size = MIN_BYTES
-    while size < max(sizes):  # powers of two: few programs
-        size *= 2
-    padded = np.zeros(size, np.uint8)
+    padded = np.zeros(max(next_power_of_two(max(sizes)), MIN_BYTES), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     with peers.phase(phase):
         rows = np.asarray(multihost_utils.process_allgather(padded))

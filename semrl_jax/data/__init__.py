@@ -4,7 +4,6 @@ from semrl_jax.data.arithmetic import (
     Problem,
     demonstration_texts,
     held_out_problems,
-    is_carry_free,
     training_problems,
     worked_response,
 )
@@ -17,7 +16,6 @@ from semrl_jax.data.files import RowError, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import (
     PaddedTokens,
-    bucket_length,
     pad_prompts,
     pad_response_values,
     pad_responses,
@@ -35,25 +33,23 @@ from semrl_jax.data.prompts import (
     prompt_order,
 )
 from semrl_jax.data.rows import (
-    ROW_FORMATS,
     BadRows,
     QuestionAnswer,
     RowReader,
+    check_row_format,
     row_reader,
 )
-from semrl_jax.data.templates import TEMPLATES, apply_template, is_chat, prompt_renderer
+from semrl_jax.data.templates import TEMPLATES, is_chat, prompt_renderer
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
     full_text,
     load_tokenizer,
-    save_character_tokenizer,
     tokenizer_hash,
     verifier_text,
 )
 from semrl_jax.data.trained_tokenizer import train_tokenizer
 
 __all__ = [
-    "ROW_FORMATS",
     "TEMPLATES",
     "BadRows",
     "Demonstrations",
@@ -65,13 +61,12 @@ __all__ = [
     "QuestionAnswer",
     "RowError",
     "RowReader",
-    "apply_template",
     "arithmetic_demonstrations",
     "arithmetic_held_out_prompts",
     "arithmetic_prompts",
-    "bucket_length",
     "build_dataset",
     "check_file",
+    "check_row_format",
     "character_tokenizer",
     "dataset_hash",
     "demonstration_rows",
@@ -79,7 +74,6 @@ __all__ = [
     "full_text",
     "held_out_problems",
     "is_chat",
-    "is_carry_free",
     "load_prompts",
     "load_tokenizer",
     "next_prompts",
@@ -91,7 +85,6 @@ __all__ = [
     "prompt_renderer",
     "read_rows",
     "row_reader",
-    "save_character_tokenizer",
     "tokenizer_hash",
     "train_tokenizer",
     "training_problems",

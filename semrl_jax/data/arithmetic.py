@@ -93,11 +93,6 @@ def reference_answer(problem: Problem) -> str:
     return str(problem.left - problem.right)
 
 
-def is_carry_free(problem: Problem) -> bool:
-    """Whether no carry or borrow comes into any column, so that nothing can be forgotten."""
-    return not any(_columns(problem, (False,) * NUM_COLUMNS)[1])
-
-
 def worked_response(
     problem: Problem, forget: Sequence[bool] | np.ndarray = (False,) * NUM_COLUMNS
 ) -> str:
@@ -107,26 +102,25 @@ def worked_response(
       problem: the problem.
       forget: for each column from the right, whether its incoming carry is written as 0.
     """
-    columns, _, result = _columns(problem, forget)
+    columns, result = _columns(problem, forget)
     left, operator, right = problem
     return f"{left}{operator}{right}:{','.join(columns)};{result}\n\\boxed{{{result}}}"
 
 
 def _columns(problem: Problem, forget: Sequence[bool] | np.ndarray):
-    """The text of each column, the carry that came into it before forgetting, and the result."""
+    """The text of each column, and the result."""
     left, operator, right = problem
     sign = 1 if operator == "+" else -1
-    columns, incoming, result, carry = [], [], 0, 0
+    columns, result, carry = [], 0, 0
     for i in range(NUM_COLUMNS):
         x, y = left // 10**i % 10, right // 10**i % 10
-        incoming.append(carry)
         written = 0 if forget[i] else carry
         total = x + sign * (y + written)
         carry, digit = abs(total // 10), total % 10  # // floors: a borrow is -1
         columns.append(f"{x}{operator}{y}{operator}{written}={carry}{digit}")
         result += digit * 10**i
     # No borrow is left over: left >= right, and forgetting only makes the result larger.
-    return columns, incoming, result + carry * 10**NUM_COLUMNS
+    return columns, result + carry * 10**NUM_COLUMNS
 
 
 def _sample(

@@ -24,20 +24,6 @@ class PaddedTokens:
     positions: Int[np.ndarray, "B S"]
 
 
-def bucket_length(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length`; few lengths mean few compilations.
-
-    Raises:
-      ValueError: if none does.
-    """
-    fitting = [bucket for bucket in buckets if bucket >= length]
-    if not fitting:
-        raise ValueError(
-            f"length {length} exceeds every bucket {tuple(buckets)}; add a larger one."
-        )
-    return min(fitting)
-
-
 def pad_prompts(
     prompt_ids: Sequence[Int[np.ndarray, " _"]], length: int, pad_id: int
 ) -> PaddedTokens:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from semrl_jax.data.files import Row, RowError
 from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import one_of
 
 ROW_FORMATS = ("question_answer", "simplerl")
 DATA_SOURCE_FIELD = "data_source"
@@ -122,10 +123,7 @@ def row_reader(
     if isinstance(question_fields, str):
         question_fields = (question_fields,)
     question_fields = tuple(question_fields)
-    if row_format not in ROW_FORMATS:
-        raise UserError(
-            f"{field_prefix}row_format={row_format!r} is unknown; choose from {ROW_FORMATS}."
-        )
+    check_row_format(row_format, field_prefix)
     if row_format == "simplerl":
         if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
             raise UserError(
@@ -139,6 +137,11 @@ def row_reader(
             "must each name a field."
         )
     return RowReader(question_fields, answer_field, answer_after)
+
+
+def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
+    """Raises UserError unless there is such a format; the prefix goes before the field's name."""
+    one_of(f"{field_prefix}row_format", row_format, ROW_FORMATS)
 
 
 class BadRows:

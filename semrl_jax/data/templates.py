@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from semrl_jax.data.tokenizer import Tokenizer
@@ -31,9 +32,11 @@ TEMPLATES = {
 }
 
 CHAT = "chat"
+MAX_TEMPLATE_CHARS = 2**20
+_QUESTION = "{input}"
 
-# Some chat templates write today's date. Prompts must not change from one day to the next, or a
-# resumed run would find other data; so it is the date that Llama 3's template falls back to.
+# Some chat templates write today's date. Prompts must not change from one day to the next: a
+# resumed run would find other data. This is the default date of Llama 3's template.
 _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{ format"
     "|replace('%d', '26')|replace('%m', '07')|replace('%b', 'Jul')|replace('%B', 'July')"
@@ -42,29 +45,46 @@ _FIXED_DATE = (
 )
 
 
-def apply_template(name: str, question: str, *, field_prefix: str = "data.") -> str:
-    """Puts a question into a template of text.
+def template_text(template: str, field: str) -> str:
+    """The text that a template stands for; {input} in it is the place of the question.
 
     Args:
-      name: a name from `TEMPLATES`, or a text of one's own that contains {input}.
-      question: inserted as it is; braces in it mean nothing.
-      field_prefix: goes before "template" in messages.
+      template: a name from `TEMPLATES`; a text that contains {input}; or the path of a UTF-8 file
+        with such a text. One line break at the end of the file is not part of the text.
+      field: what messages begin with.
 
     Raises:
-      UserError: if there is no template of that name.
+      UserError: if it is none of these.
     """
-    template = TEMPLATES.get(name, name)
-    if "{input}" not in template:
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if _QUESTION in template:
+        return template
+    if not os.path.isfile(template):
         raise UserError(
-            f"{field_prefix}template={name!r:.200} is unknown; choose from "
-            f"{sorted([*TEMPLATES, CHAT])}, or give a text that contains {{input}}."
+            f"{field} is unknown; choose from {sorted([*TEMPLATES, CHAT])}, or give a text that "
+            "contains {input} or the path of a file with such a text."
         )
-    before, _, after = template.partition("{input}")
+    try:
+        with open(template, encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_CHARS + 1)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{field} cannot be read: {error}.") from None
+    if _QUESTION not in text or len(text) > MAX_TEMPLATE_CHARS:
+        raise UserError(
+            f"{field}: the file must contain {{input}} and at most {MAX_TEMPLATE_CHARS} characters."
+        )
+    return text.removesuffix("\n")
+
+
+def insert_question(text: str, question: str) -> str:
+    """Puts a question, as it is, at the place of the first {input} of a text."""
+    before, _, after = text.partition(_QUESTION)
     return before + question + after
 
 
 def is_chat(template: str) -> bool:
-    """Whether the template is the tokenizer's own; its text then holds all special tokens."""
+    """Whether the template is the tokenizer's chat template, which writes all special tokens."""
     return template == CHAT or template.startswith(f"{CHAT}:")
 
 
@@ -74,30 +94,30 @@ def prompt_renderer(
     """Makes the function from questions to prompt texts.
 
     Args:
-      template: see `apply_template`; or "chat", the tokenizer's own chat template around the
-        question as the user's message, up to where the assistant's begins; or "chat:TEXT", the same
-        around TEXT, whose {input} is the question. A chat template that asks for today's date is
-        given 26 July 2024.
+      template: see `template_text`; or "chat", the tokenizer's chat template with the question as
+        the user's message, up to the place where the assistant's message begins; or "chat:TEXT",
+        the same with TEXT as the message. TEXT is a template in turn, without a chat template. A
+        chat template that asks for today's date gets 26 July 2024.
       tokenizer: only its chat template is used.
       system_prompt: the message before the user's, for "chat" only; "" is no message.
       field_prefix: goes before "template" in messages.
 
     Raises:
-      UserError: if the template is unknown, the tokenizer has no chat template or it refuses these
-        messages, or a system prompt is given without "chat".
+      UserError: if the template is unknown, if the tokenizer has no chat template or its template
+        refuses these messages, or for a system prompt without "chat".
     """
     field = f"{field_prefix}template={template!r:.200}"
     if not is_chat(template):
-        apply_template(template, "", field_prefix=field_prefix)
+        text = template_text(template, field)
         if system_prompt:
             raise UserError(
                 f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose the template "
                 "'chat', or leave the system prompt out."
             )
-        return lambda questions: [apply_template(template, question) for question in questions]
-    text = "{input}" if template == CHAT else template.removeprefix(f"{CHAT}:")
-    if "{input}" not in text:
-        raise UserError(f"{field} must contain {{input}} after 'chat:'.")
+        return lambda questions: [insert_question(text, question) for question in questions]
+    text = _QUESTION
+    if template != CHAT:
+        text = template_text(template.removeprefix(f"{CHAT}:"), f"{field}: what follows '{CHAT}:'")
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{field}, but the tokenizer has no chat template; choose from "
@@ -109,7 +129,7 @@ def prompt_renderer(
         if not questions:
             return []
         messages = [
-            [*system, {"role": "user", "content": apply_template(text, question)}]
+            [*system, {"role": "user", "content": insert_question(text, question)}]
             for question in questions
         ]
         try:
@@ -122,7 +142,7 @@ def prompt_renderer(
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except Exception as e:  # a template is a program: it may end in any
+        except Exception as e:  # a chat template is a program, which may fail in any way
             reason = " ".join(str(e).split())[:200]
             roles = "a system and a user message" if system else "one user message"
             raise UserError(
@@ -130,5 +150,5 @@ def prompt_renderer(
                 f"another template{' or no system prompt' if system else ''}."
             ) from e
 
-    render(["1"])  # a template that refuses is named before any file is read
+    render(["1"])  # so that a template that refuses is named before any file is read
     return render

@@ -52,17 +52,6 @@ def character_tokenizer() -> Tokenizer:
     )
 
 
-def save_character_tokenizer(path: str | os.PathLike[str]) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for `transformers.AutoTokenizer`."""
-    path = pathlib.Path(path)
-    character_tokenizer().save_pretrained(path)
-    config_path = path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
-    # The name that older transformers, in the replica's environment, know as well.
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MAX_TOKENIZER_BYTES = 256 * 2**20
 # What transformers reads beside them; each is a small JSON object, or not there.

@@ -1,13 +1,7 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.choices import DTYPES, REMAT_POLICIES
-from semrl_jax.models.config import (
-    MODEL_TYPES,
-    DecoderConfig,
-    RopeScaling,
-    config_from_hf,
-    config_to_hf,
-)
+from semrl_jax.models.config import DecoderConfig, RopeScaling
 from semrl_jax.models.decoder import Decoder, KVCache
 from semrl_jax.models.directory import (
     check_params,
@@ -19,6 +13,8 @@ from semrl_jax.models.directory import (
     weights_hash,
     weights_sample,
 )
+from semrl_jax.models.families import Family, find_family
+from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hosts import from_host, to_host
 from semrl_jax.models.policy import Params, Policy
 from semrl_jax.models.sharding import (
@@ -36,10 +32,10 @@ __all__ = [
     "AXES",
     "DATA_AXES",
     "DTYPES",
-    "MODEL_TYPES",
     "REMAT_POLICIES",
     "Decoder",
     "DecoderConfig",
+    "Family",
     "KVCache",
     "Params",
     "Piece",
@@ -52,6 +48,7 @@ __all__ = [
     "config_to_hf",
     "eos_token_ids",
     "find_directory",
+    "find_family",
     "from_host",
     "iterate_hf_tensors",
     "load_config",

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import read_json_object, remove
-from semrl_jax.models.config import DecoderConfig, config_from_hf, config_to_hf
+from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
 from semrl_jax.types import TensorSpec
@@ -75,8 +76,16 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(snapshot)
 
 
-def load_config(path: str | os.PathLike[str]) -> DecoderConfig:
-    """Reads `config.json`; UserError if the directory or a field is missing, or it is of a run."""
+def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig:
+    """Reads `config.json`.
+
+    Args:
+      path: the directory.
+      family: see `config_from_hf`.
+
+    Raises:
+      UserError: if the directory or a field is missing or not supported, or it is that of a run.
+    """
     path = pathlib.Path(path)
     if not path.is_dir():
         raise UserError(f"model directory {str(path)!r} does not exist.")
@@ -91,7 +100,7 @@ def load_config(path: str | os.PathLike[str]) -> DecoderConfig:
             f"{str(path)!r} is the directory of a run, not of a model; make one of its checkpoint "
             f"with python -m launch.convert --source={path} --target=DIR and give DIR."
         )
-    return config_from_hf(content)
+    return config_from_hf(content, family)
 
 
 def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from semrl_jax.choices import DTYPES, REMAT_POLICIES
-from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoder, KVCache
 from semrl_jax.models.sharding import (
@@ -42,12 +40,6 @@ class Policy:
     compute_dtype: str = "float32"
     remat: str = "none"
     mesh: Mesh | None = None
-
-    def __post_init__(self):
-        if self.compute_dtype not in DTYPES:
-            raise UserError(f"model.compute_dtype={self.compute_dtype!r} must be one of {DTYPES}.")
-        if self.remat not in REMAT_POLICIES:
-            raise UserError(f"model.remat={self.remat!r} must be one of {REMAT_POLICIES}.")
 
     def init(self, key: Array) -> Params:
         """Random float32 parameters, a nested dict with one stacked array a layer parameter."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.extraction import has_complete_box
-from semrl_jax.rewards.verdict import MAX_SCORE, Verdict
+from semrl_jax.rewards.verdict import Verdict
+from semrl_jax.settings.rewards import MAX_SCORE
 
 MAX_EXTRACTED_CHARS = 1_000_000
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
+from semrl_jax.settings.rewards import check as check_settings
 
 MAX_START_ATTEMPTS = 3
 KILL_TIMEOUT_S = 10.0
@@ -86,16 +87,17 @@ class VerifierPool:
         start_timeout_s: float = 60.0,
         max_jobs_per_worker: int = 20_000,
     ):
-        limits = {
-            "num_workers": num_workers,
-            "timeout_s": timeout_s,
-            "max_response_chars": max_response_chars,
-            "start_timeout_s": start_timeout_s,
-            "max_jobs_per_worker": max_jobs_per_worker,
-        }
-        for name, value in limits.items():
-            if not 0 < value < float("inf"):
-                raise UserError(f"rewards.{name}={value} must be a positive, finite number.")
+        check_settings(
+            {
+                "num_workers": num_workers,
+                "timeout_s": timeout_s,
+                "mode": mode,
+                "unboxed_penalty": unboxed_penalty,
+                "function": function,
+                "failure_score": failure_score,
+                "memory_limit_gib": memory_limit_gib,
+            }
+        )
         self._settings = VerifierSettings(
             mode=mode,
             unboxed_penalty=unboxed_penalty,

@@ -17,8 +17,14 @@ import configs
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, write_json
-from semrl_jax.models import DecoderConfig, Policy, check_mesh, make_mesh, tensor_specs
-from semrl_jax.models.config import config_to_hf
+from semrl_jax.models import (
+    DecoderConfig,
+    Policy,
+    check_mesh,
+    config_to_hf,
+    make_mesh,
+    tensor_specs,
+)
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine

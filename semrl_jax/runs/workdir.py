@@ -19,6 +19,7 @@ from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
+from semrl_jax.settings.moved import with_present_names
 
 # A resumed run may change these; anything else would make it another run.
 MAY_DIFFER = (
@@ -295,7 +296,7 @@ def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
-    old, new = _flatten(recorded), _flatten(settings)
+    old, new = with_present_names(_flatten(recorded)), _flatten(settings)
     changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):

@@ -156,8 +156,9 @@ def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
 
 
 def _checked(entry: str, name: str, value: str) -> Any:
+    if name == "row_format":
+        data.check_row_format(value, f"evaluation.files={entry!r}: ")
     rules = {
-        "row_format": (value in data.ROW_FORMATS, f"be one of {data.ROW_FORMATS}"),
         "num_problems": (
             re.fullmatch("0*[1-9][0-9]{0,8}", value),
             "be a whole number from 1 to 999999999",

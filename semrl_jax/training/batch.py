@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax import data
+from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import Rollout, RolloutBatch
 
 MIN_BUCKET = 16
@@ -15,10 +16,7 @@ MIN_BUCKET = 16
 
 def bucket(length: int, limit: int) -> int:
     """The smallest power of two >= `length`, at most `limit`: few shapes, few compilations."""
-    size = MIN_BUCKET
-    while size < length:
-        size *= 2
-    return min(size, limit)
+    return min(max(next_power_of_two(length), MIN_BUCKET), limit)
 
 
 def pad_batch(

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.hosts import from_host
+from semrl_jax.rounding import next_power_of_two
 from semrl_jax.training.batch import bucket
 from semrl_jax.types import RolloutBatch
 
@@ -307,5 +308,5 @@ def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
 
 def few_sizes(count: int) -> int:
     """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
-    step = max(2 ** math.ceil(math.log2(count)) // 8, 1)
+    step = max(next_power_of_two(count) // 8, 1)
     return -(-count // step) * step

@@ -13,13 +13,19 @@ from semrl_jax.data import (
     Problem,
     demonstration_texts,
     held_out_problems,
-    is_carry_free,
     training_problems,
     worked_response,
 )
 from semrl_jax.data.arithmetic import demonstration_problems, prompt_text, reference_answer
 
 ALL = (True, True, True)
+
+
+def is_carry_free(problem):
+    """Whether neither of the two lower columns carries or borrows."""
+    sign = 1 if problem.operator == "+" else -1
+    digits = ((int(a), int(b)) for a, b in zip(str(problem.left)[1:], str(problem.right)[1:]))
+    return all(0 <= a + sign * b <= 9 for a, b in digits)
 
 
 @st.composite

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.data import (
-    bucket_length,
     pad_prompts,
     pad_response_values,
     pad_responses,
@@ -77,9 +76,3 @@ def test_what_does_not_fit_is_refused():
         pad_response_values([np.zeros(2, np.float32)], 1)
     with pytest.raises(ValueError, match="3 prompts and 2 responses do not pair"):
         pad_rows(PROMPTS, RESPONSES[:2], prompt_length=2, response_length=4, pad_id=0)
-
-
-def test_bucket_is_the_smallest_that_holds():
-    assert [bucket_length(n, (64, 16, 32)) for n in (0, 16, 17, 64)] == [16, 16, 32, 64]
-    with pytest.raises(ValueError, match=r"length 65 exceeds every bucket \(64, 16, 32\)"):
-        bucket_length(65, (64, 16, 32))

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import transformers
 
-from semrl_jax.data import TEMPLATES, apply_template, load_prompts, prompt_renderer
+from semrl_jax.data import TEMPLATES, load_prompts, prompt_renderer
 from semrl_jax.errors import UserError
 
 QUESTION = "What is {1}+{input}?"
@@ -47,7 +47,6 @@ QUESTION = "What is {1}+{input}?"
     ],
 )
 def test_question_is_inserted_as_it_is(tokenizer, name, text):
-    assert apply_template(name, QUESTION) == text
     assert prompt_renderer(name, tokenizer)([QUESTION, "1"])[0] == text
 
 
@@ -59,6 +58,19 @@ def test_every_template_is_spelled_out_above():
 def test_page_names_every_template():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "data.md").read_text()
     assert all(f"`{name}`" in page for name in (*TEMPLATES, "chat"))
+
+
+def test_a_file_is_a_template(tokenizer, chat_tokenizer, tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("Frage: {input}\n\\boxed{}\n\n", encoding="utf-8")
+    text = f"Frage: {QUESTION}\n\\boxed{{}}\n"  # without the last line break
+    assert prompt_renderer(str(file), tokenizer)([QUESTION]) == [text]
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    assert prompt_renderer(f"chat:{file}", chat_tokenizer)([QUESTION]) == [f"{text}!"]
+    for content, message in ((b"Frage:", "must contain {input}"), (b"\xff", "cannot be read: ")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"mine.txt'.* {message}"):
+            prompt_renderer(str(file), tokenizer)
 
 
 def test_unknown_name_is_the_users_error(tokenizer):
@@ -159,7 +171,7 @@ def test_chat_mistakes_are_the_users(chat_tokenizer, tokenizer, question_file):
         prompt_renderer("chat", chat_tokenizer, system_prompt="Be brief.")
     with pytest.raises(UserError, match="the tokenizer has no chat template; choose from"):
         prompt_renderer("chat", tokenizer)
-    with pytest.raises(UserError, match=r"'chat:Solve' must contain \{input\} after 'chat:'"):
+    with pytest.raises(UserError, match=r"'chat:Solve': what follows 'chat:' is unknown; choose"):
         prompt_renderer("chat:Solve", chat_tokenizer)
     with pytest.raises(
         UserError, match=r"data.template='abel' takes no data.system_prompt='Be brief.'"

@@ -10,14 +10,14 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import load_tokenizer, save_character_tokenizer, tokenizer_hash
+from semrl_jax.data import character_tokenizer, load_tokenizer, tokenizer_hash
 from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.errors import UserError
 
 
 @pytest.fixture
 def directory(tmp_path):
-    save_character_tokenizer(tmp_path / "tokenizer")
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
@@ -48,12 +48,6 @@ def test_any_model_beside_it_leaves_it_as_it_is(tokenizer, directory, model_type
     assert len(loaded) == 34
     assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
     assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
-
-
-def test_config_names_a_class_older_versions_know(directory):
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert config["eos_token"] == "<eos>" and config["pad_token"] == "<pad>"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax.errors import UserError
+from semrl_jax.settings import moved
 from tests.launch.conftest import ROOT, environment
 
 QUICKSTART = "--config=configs/quickstart.py"
@@ -84,6 +85,28 @@ def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
     with pytest.raises(UserError) as caught:
         parse(QUICKSTART, *arguments)
     assert message in str(caught.value)
+
+
+def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path):
+    monkeypatch.setitem(moved.MOVED, "rewards.luck.size", "rewards.failure_score")
+    for arguments in (["--config.rewards.luck.size=1"], ["--config.rewards.luck.size", "1"]):
+        with pytest.raises(UserError) as caught:
+            parse(QUICKSTART, *arguments)
+        assert str(caught.value) == (
+            "--config.rewards.luck.size has moved: rewards.luck.size is now rewards.failure_score."
+        )
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from configs import default\n"
+        "def get_config():\n"
+        "    config = default.get_config()\n"
+        "    config.rewards.luck.size = 1\n"
+        "    return config\n"
+    )
+    with pytest.raises(
+        UserError, match=r"mine\.py sets a field that has moved: rewards\.luck\.size is now rewards"
+    ):
+        parse(f"--config={file}")
 
 
 def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):

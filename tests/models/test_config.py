@@ -5,7 +5,9 @@ import json
 
 import pytest
 import transformers
+from semrl_jax.runs.policy_setup import build_policy
 
+from configs import default
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
@@ -197,3 +199,42 @@ def test_options_the_family_does_not_have_are_refused(fields, message):
     config = models.config_from_hf(hf_config("qwen2"))
     with pytest.raises(UserError, match=message):
         dataclasses.replace(config, **fields)
+
+
+OWN = "tests.models.own_family"
+
+
+def test_a_family_of_another_package():
+    config = models.config_from_hf(hf_config("qwen3", head_dim=32))
+    hf = models.config_to_hf(dataclasses.replace(config, model_type="own", family=OWN))
+    assert (hf["n_embd"], hf["n_layer"], hf["architectures"]) == (64, 3, ["OwnForCausalLM"])
+    assert "hidden_size" not in hf
+    del hf["head_dim"]
+    own = models.config_from_hf(hf, OWN)
+    assert dataclasses.replace(own, model_type="qwen3", family="") == config
+    assert own.query_key_norm and not own.attention_bias and own.hash != config.hash
+    assert models.tensor_specs(own, "float32") == models.tensor_specs(config, "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('llama', 'mistral', 'qwen2'"),
+        ("tests.models.missing", "cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
+        ("tests.models.conftest", "the module has no FAMILY"),
+        (OWN, r"model_type='llama' is not 'own', which model.family='tests.models.own_family'"),
+    ],
+)
+def test_a_wrong_family_is_named(family, message):
+    with pytest.raises(UserError, match=message):
+        models.config_from_hf(hf_config("llama"), family)
+
+
+def test_a_family_is_chosen_for_a_random_model():
+    settings = default.get_config()
+    settings.model.family = OWN
+    policy, _ = build_policy(settings)
+    assert policy.config.query_key_norm and policy.config.model_type == "own"
+    settings.model.family = "llama"
+    policy, _ = build_policy(settings)
+    assert (policy.config.model_type, policy.config.family) == ("llama", "")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from tests.models.conftest import make_pair
 
 
@@ -186,10 +185,3 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logprobs(pair, padded):
         )
         < 10 * 2**-8
     )
-
-
-def test_unknown_dtype_and_remat_are_refused(pair):
-    with pytest.raises(UserError, match=r"model.compute_dtype='float16'"):
-        dataclasses.replace(pair.policy, compute_dtype="float16")
-    with pytest.raises(UserError, match=r"model.remat='some'"):
-        dataclasses.replace(pair.policy, remat="some")

@@ -288,11 +288,17 @@ def test_bad_limits_are_the_users_error():
     for value in (float("nan"), 1e39):  # float32 has no such number
         with pytest.raises(UserError, match=r"rewards\.failure_score=.* finite float32"):
             VerifierPool(failure_score=value)
-    for name in ("num_workers", "max_response_chars", "max_jobs_per_worker"):
-        with pytest.raises(UserError, match=rf"rewards\.{name}=0"):
-            VerifierPool(**{name: 0})
-    with pytest.raises(UserError, match=r"rewards\.timeout_s=inf"):
-        VerifierPool(timeout_s=float("inf"))
+    for settings, message in [
+        ({"num_workers": 0}, r"rewards\.num_workers=0 must be above 0"),
+        ({"timeout_s": float("inf")}, r"rewards\.timeout_s=inf must be at most"),
+        ({"mode": "best"}, r"rewards\.mode='best' must be one of"),
+        ({"unboxed_penalty": float("nan")}, r"rewards\.unboxed_penalty=nan"),
+        ({"function": "module"}, r"rewards\.function='module' must be 'package\.module:name'"),
+        ({"function": ":name"}, r"rewards\.function=':name' must be"),
+        ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            VerifierPool(**settings)
 
 
 def test_hung_worker_dies_with_a_killed_parent(tmp_path):

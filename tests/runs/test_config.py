@@ -1,9 +1,12 @@
 """Every contradiction is named before anything starts."""
 
+import json
+
 import pytest
 
-from configs import default, quickstart
+from configs import default, quickstart, recorded
 from semrl_jax.errors import UserError
+from semrl_jax.settings import moved
 from semrl_jax.runs import validate
 
 
@@ -82,7 +85,6 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("distributed.connect_timeout_s", 0.0, r"connect_timeout_s=0.0 must be above 0"),
         ("distributed.heartbeat_timeout_s", -1.0, r"heartbeat_timeout_s=-1.0 must be above 0"),
         ("distributed.phase_timeout_s", 0.0, r"phase_timeout_s=0.0 must be above 0"),
-        ("distributed.num_processes", -1, r"distributed.num_processes=-1 must be at least 0"),
     ],
 )
 def test_a_contradiction_is_named(field, value, message):
@@ -178,3 +180,15 @@ def test_indicators_of_the_tokens_need_no_hidden_states():
     config.shaping.guidance = "avg_logits_entropy"
     config.hidden_states.source = "none"
     validate(config)
+
+
+def test_a_field_that_moved_is_named_with_its_place(monkeypatch, tmp_path):
+    monkeypatch.setitem(moved.MOVED, "training.rate", "training.learning_rate")
+    config = quickstart.get_config()
+    validate(config)
+    config.training.rate = 0.5
+    with pytest.raises(UserError, match=r"has moved: training.rate is now training.learning_rate"):
+        validate(config)
+    record = tmp_path / "config.json"  # of a run of an earlier release
+    record.write_text(json.dumps({"config": {"training": {"rate": 0.5}}}))
+    assert recorded.get_config(str(record)).training.learning_rate == 0.5

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from configs import default
+from semrl_jax.settings.moved import MOVED
 from semrl_jax.runs.config import flatten
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def texts(file):
 
 
 def exists(name):
-    """A field, a section, the beginning of some fields; no setting at all; a function of a room."""
+    """A field, a section, the start of a field, a former field, a function of a room, or a file."""
     if any(field.startswith(name) for field in FIELDS if name.endswith("_")):
         return True
     if any(field == name or field.startswith(f"{name}.") for field in FIELDS):
@@ -52,7 +53,7 @@ def exists(name):
     in_room = room in ("algorithms", "data", "metrics") and hasattr(
         importlib.import_module(f"semrl_jax.{room}"), function
     )
-    return in_room or bool(OTHERS.match(name))
+    return in_room or name in MOVED or bool(OTHERS.match(name))
 
 
 @pytest.mark.parametrize("folder", ["semrl_jax", "launch", "configs", "docs", "third_party", "."])

@@ -1,0 +1,72 @@
+"""Families of models: one module for each `model_type`, which declares what `config.json` means.
+
+A module of another package can declare one as well: `config.model.family` names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from semrl_jax.errors import UserError
+from semrl_jax.extensions import load_module, module_names
+
+Fields = Mapping[str, Any]  # of a config.json
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What all models of a family have in common. What differs is in `DecoderConfig`.
+
+    A field of `config.json` that no family treats in its own way is read as Llama's: `hf_config`.
+
+    Attributes:
+      model_type: as in `config.json`.
+      architecture: the class in transformers.
+      attention_bias: whether the query, key and value projections have a bias.
+      query_key_norm: whether queries and keys are normed per head before the rotary embedding.
+      head_dim: its value where `config.json` has none; None: hidden_size / num_attention_heads.
+      needs_kv_heads: whether `num_key_value_heads` must be there; otherwise it may be absent, and
+        is num_attention_heads.
+      must_be_false: fields that the class in transformers reads and the decoder does not support.
+        They may be absent, and are written as false.
+      sliding_window: "none"; "all": `sliding_window` holds in every layer; "some": in the layers
+        that `layer_types` or `max_window_layers` say, if `use_sliding_window` is true.
+      from_hf: takes the fields of a `config.json` of this family and returns them by Llama's names;
+        None: they have these names.
+      to_hf: the inverse of `from_hf`.
+    """
+
+    model_type: str
+    architecture: str
+    attention_bias: bool = False
+    query_key_norm: bool = False
+    head_dim: int | None = None
+    needs_kv_heads: bool = True
+    must_be_false: tuple[str, ...] = ()
+    sliding_window: str = "none"
+    from_hf: Callable[[Fields], Fields] | None = None
+    to_hf: Callable[[Fields], Fields] | None = None
+
+
+@functools.cache
+def find_family(name: str) -> Family:
+    """A family by its `model_type`, or by the path of a module that has it as `FAMILY`.
+
+    Raises:
+      UserError: if there is none.
+    """
+    module = load_module("model.family", name, __name__)
+    family = getattr(module, "FAMILY", None)
+    if not isinstance(family, Family):
+        raise UserError(
+            f"model.family={name!r}: the module has no FAMILY = semrl_jax.models.Family(...)."
+        )
+    return family
+
+
+def model_types() -> tuple[str, ...]:
+    """The families of this package."""
+    return module_names(__name__)

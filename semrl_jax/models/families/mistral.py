@@ -1,0 +1,5 @@
+"""Mistral and Mathstral."""
+
+from semrl_jax.models.families import Family
+
+FAMILY = Family("mistral", "MistralForCausalLM", sliding_window="all")

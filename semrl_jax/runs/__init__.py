@@ -1,0 +1,11 @@
+"""A run: its directory, its processes, its life from the first check to the last report."""
+
+from semrl_jax.lazy import lazy_names
+from semrl_jax.runs.config import validate
+
+__all__ = ["EXIT_PREEMPTED", "train", "validate", "warm_start"]
+
+# A config is checked before JAX is loaded.
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(("EXIT_PREEMPTED", "train", "warm_start"), "lifecycle")
+)

@@ -1,0 +1,220 @@
+"""The life of a run: the processes meet, the run is opened, trained, kept and closed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+
+import ml_collections
+
+from semrl_jax import compilation
+from semrl_jax.cluster import find_place, join, exit_without_peers
+from semrl_jax.cluster.agreement import is_agreed
+from semrl_jax.cluster.connecting import connect
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Reporter
+from semrl_jax.errors import Preempted, UserError
+from semrl_jax.model_setup import build_policy
+from semrl_jax.runs.config import validate
+from semrl_jax.runs.consistency import check_same
+from semrl_jax.runs.run import Run
+from semrl_jax.runs.setup import OpenRun, open_run
+from semrl_jax.runs.warm_start import starting_directory
+from semrl_jax.runs.workdir import open_workdir, open_workdir_together
+from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.loop import run_steps
+from semrl_jax.training.state import TrainState
+
+EXIT_NOT_SAVED = EXIT_FAILED = 1
+EXIT_MISTAKE = 2
+EXIT_PREEMPTED = 75
+
+
+def join_others(
+    config: ml_collections.ConfigDict, environ: Mapping[str, str]
+) -> tuple[Peers, Reporter]:
+    """The processes of this job.
+
+    Raises:
+      UserError: if they cannot be reached, or would give each other up while one still samples.
+    """
+    settings = config.distributed
+    place = find_place(settings, environ)
+    call_timeout_s = config.rollout.call_timeout_s
+    if place.num_processes > 1 and settings.phase_timeout_s <= call_timeout_s:
+        raise UserError(
+            f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above "
+            f"rollout.call_timeout_s={call_timeout_s:g}: for so long a process may sample while "
+            "the others wait; raise the one or lower the other."
+        )
+    reporter = Reporter(quiet=place.process_id > 0)
+    # JAX's own heartbeat aborts without a name: it comes after ours.
+    join(
+        place,
+        connect_timeout_s=settings.connect_timeout_s,
+        heartbeat_timeout_s=3 * settings.heartbeat_timeout_s,
+        announce=reporter.line,
+    )
+    try:
+        peers = connect(
+            place.coordinator,
+            connect_timeout_s=settings.connect_timeout_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            phase_timeout_s=settings.phase_timeout_s,
+            progress=reporter.line,
+        )
+    except UserError:
+        exit_without_peers(EXIT_MISTAKE)
+        raise
+    return peers, reporter
+
+
+def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
+    """Makes the warm start of a run directory, if it is not there yet; returns as `train`."""
+    validate(config)
+    place = find_place(config.distributed, os.environ)
+    if place.num_processes > 1:
+        raise UserError(
+            f"distributed: process {place.process_id} of {place.num_processes} (from "
+            f"{place.source}), but a warm start is made by one process; start one alone with "
+            "--config.distributed.num_processes=1. launch.train needs none before it."
+        )
+    reporter = Reporter()
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
+    directory = open_workdir(workdir, config)
+    try:
+        with stop.installed(), stop.interruptible(), compilation.watching(reporter.line):
+            policy, tokenizer = build_policy(config)
+            starting_directory(config, policy, tokenizer, directory.warm_start, reporter)
+    except UserError as error:
+        directory.discard(str(error))
+        raise
+    except Preempted as preempted:
+        reporter.line(f"{preempted}: stopped; the same command starts again")
+        return EXIT_PREEMPTED
+    finally:
+        directory.close()
+    reporter.line(f"done: {directory.warm_start} is a Hugging Face model directory")
+    return 0
+
+
+def train(config: ml_collections.ConfigDict, workdir: str) -> int:
+    """Trains, or resumes what the directory holds.
+
+    Returns:
+      0 when done, 75 when a signal ended the run after a checkpoint, 1 if the disk refused the last
+      checkpoint.
+
+    Raises:
+      UserError: for a wrong setting, directory, address or token, before anything is trained.
+      RuntimeError: if the updates stay non-finite, or no replica can sample.
+    """
+    validate(config)
+    peers, reporter = join_others(config, os.environ)
+    try:
+        check_same(peers, config)
+        code = _train_together(config, workdir, peers, reporter)
+        peers.gather("end", code)
+        return code
+    except BaseException as error:
+        if not is_agreed(error):
+            code = EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
+            peers.fail(str(error) or type(error).__name__, code)
+            if peers.count > 1:
+                exit_without_peers(code)
+        raise
+    finally:
+        peers.close()
+
+
+def _train_together(
+    config: ml_collections.ConfigDict, workdir: str, peers: Peers, reporter: Reporter
+) -> int:
+    stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
+    peers.on_stop = stop.request
+    directory = open_workdir_together(peers, workdir, config)
+    opened = None
+    try:
+        with stop.installed(), contextlib.ExitStack() as stack:
+            stack.enter_context(compilation.watching(reporter.line))
+            opened = stack.enter_context(open_run(config, directory, reporter, stop, peers))
+            return _train(config, opened)
+    except (Exception, Preempted) as error:
+        # Once it is open, replicas may know the run by its id: what is no mistake goes on with it.
+        if peers.index == 0 and (opened is None or isinstance(error, UserError)):
+            directory.discard(str(error))
+        if not isinstance(error, Preempted):
+            raise
+        # Before the first step there is nothing to save.
+        reporter.line(f"{error}: stopped before training began; the same command starts again")
+        return EXIT_PREEMPTED
+    finally:
+        directory.close()
+
+
+def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
+    run, reporter, directory = opened.run, opened.run.reporter, opened.run.workdir
+    state = opened.first_state()
+    first_step, num_steps = int(state.step), config.training.num_steps
+    if first_step:
+        reporter.line(f"resumed {directory.path} at step {first_step}")
+    for change in directory.changed:
+        reporter.line(f"setting changed since the run began: {change}")
+    if first_step > num_steps:
+        raise UserError(
+            f"training.num_steps={num_steps} is less than the {first_step} steps "
+            f"{directory.path} has behind it; raise it or name a new workdir."
+        )
+    run.begin_rows(first_step)
+    opened.sampler.counters()  # what opening the run took is no step's
+    try:
+        with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
+            for result in run_steps(
+                config, opened.sampler, opened.evaluator, opened.learner, state, bar.status
+            ):
+                run.record(result, bar)
+                if result.scored:
+                    state = result.state
+                    run.keep(state)
+    except Preempted as preempted:
+        return _end_early(run, state, preempted)
+    except NonFiniteUpdates as error:
+        file = run.keep_minibatch(error.minibatch)
+        run.draw_report()
+        raise RuntimeError(
+            f"{error}; the last mini-batch is in {file}. Lower training.learning_rate, or resume "
+            "from an earlier checkpoint."
+        ) from None
+    except Exception:
+        run.draw_report()
+        raise
+    finally:
+        run.end_rows()
+    failure = run.checkpoints.failure()
+    run.draw_report()
+    if failure:
+        reporter.line(f"not done: {failure}; make room, the same command goes on")
+        return EXIT_NOT_SAVED
+    reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
+    return 0
+
+
+def _end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
+    """Saves the state of the last finished step; the exit code."""
+    started = time.monotonic()
+    run.reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
+    run.checkpoints.save(state)
+    failure = run.checkpoints.failure()
+    if not failure:
+        run.stop.checkpoint_saved()
+        run.reporter.line(
+            f"{preempted}: saved in {time.monotonic() - started:.1f} s; the same command resumes"
+        )
+    run.draw_report()
+    if failure:
+        run.reporter.line(f"{preempted}: {failure}; make room, the same command goes on")
+        return EXIT_NOT_SAVED
+    return EXIT_PREEMPTED

@@ -1,0 +1,24 @@
+"""Checks of `config.data`."""
+
+from __future__ import annotations
+
+from semrl_jax.data.rows import check_row_format
+from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import Section, above_zero, items_are, one_of
+
+TASKS = ("arithmetic", "files")
+
+
+def check(data: Section) -> None:
+    """Raises UserError for the first wrong field."""
+    above_zero("data", data, "prompts_per_step", "num_prompts")
+    one_of("data.task", data["task"], TASKS)
+    check_row_format(data["row_format"])
+    items_are(str, "data", data, "files", "question_fields")
+    if data["task"] == "files" and not data["files"]:
+        raise UserError("data.task='files' needs data.files; name a .jsonl or .parquet file.")
+    if data["task"] == "arithmetic" and data["num_prompts"] < data["prompts_per_step"]:
+        raise UserError(
+            f"data.num_prompts={data['num_prompts']} must be at least "
+            f"data.prompts_per_step={data['prompts_per_step']}."
+        )

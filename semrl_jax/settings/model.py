@@ -1,0 +1,22 @@
+"""Checks of `config.model`."""
+
+from __future__ import annotations
+
+from semrl_jax.choices import DTYPES, REMAT_POLICIES
+from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import Section, one_of
+
+
+def check(model: Section) -> None:
+    """Raises UserError for the first wrong field."""
+    one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
+    one_of("model.reference_dtype", model["reference_dtype"], DTYPES)
+    one_of("model.remat", model["remat"], REMAT_POLICIES)
+    if model["path"]:
+        return
+    # `DecoderConfig` checks the sizes.
+    if model["num_heads"] < 1 or model["hidden_size"] % model["num_heads"]:
+        raise UserError(
+            f"model.num_heads={model['num_heads']} must divide "
+            f"model.hidden_size={model['hidden_size']}."
+        )

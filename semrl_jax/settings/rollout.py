@@ -1,0 +1,72 @@
+"""Checks of `config.rollout`."""
+
+from __future__ import annotations
+
+import re
+
+from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
+
+ENGINES = ("jax", "vllm")
+
+
+def check(rollout: Section) -> None:
+    """Raises UserError for the first wrong field."""
+    above_zero(
+        "rollout", rollout,
+        "group_size", "max_prompt_tokens", "max_response_tokens", "connect_timeout_s",
+        "call_timeout_s", "stall_timeout_s", "jax_max_batch", "jax_chunk_tokens", "vllm_max_num_seqs",
+        "vllm_tensor_parallelism", "vllm_gpu_memory_utilization",
+    )  # fmt: skip
+    at_least_zero(
+        "rollout", rollout,
+        "temperature", "top_k", "vllm_max_num_batched_tokens", "vllm_kv_cache_gib",
+    )  # fmt: skip
+    one_of("rollout.engine", rollout["engine"], ENGINES)
+    one_of("rollout.in_flight", rollout["in_flight"], ("wait", "abort", "keep"))
+    one_of("rollout.weight_dtype", rollout["weight_dtype"], ("", "float32", "bfloat16"))
+    items_are(str, "rollout", rollout, "addresses")
+    items_are(int, "rollout", rollout, "stop_token_ids")
+    for address in rollout["addresses"]:
+        if not re.fullmatch(r".+:\d{1,5}", address):
+            raise UserError(
+                f"rollout.addresses has {address!r}; an address is host:port, such as "
+                "127.0.0.1:50051."
+            )
+    _check_sampling(rollout)
+    for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
+        if rollout[field] != -1 and rollout[field] < 1:
+            raise UserError(
+                f"rollout.{field}={rollout[field]} must be at least 1, or -1 for the remaining "
+                "devices."
+            )
+    if rollout["jax_tensor_parallelism"] == rollout["jax_data_parallelism"] == -1:
+        raise UserError(
+            "rollout.jax_tensor_parallelism=-1 and rollout.jax_data_parallelism=-1: only one of "
+            "them can take the remaining devices; give the other a number."
+        )
+    if rollout["vllm_gpu_memory_utilization"] > 1:
+        raise UserError(
+            f"rollout.vllm_gpu_memory_utilization={rollout['vllm_gpu_memory_utilization']} must be "
+            "at most 1: it is the share of a GPU's memory that the replica takes."
+        )
+    if rollout["max_staleness"] != 0:
+        raise UserError(
+            f"rollout.max_staleness={rollout['max_staleness']} is not built yet: "
+            "sampling ahead of the update is refused rather than ignored; set it to 0."
+        )
+
+
+def _check_sampling(rollout: Section) -> None:
+    if not 0 < rollout["top_p"] <= 1:
+        raise UserError(f"rollout.top_p={rollout['top_p']} must be in (0, 1].")
+    if rollout["temperature"] == 0:
+        raise UserError(
+            "rollout.temperature=0 samples the same response in every slot of a group, which "
+            "leaves no advantage; set it above 0."
+        )
+    if rollout["temperature"] < 0.01:
+        raise UserError(
+            f"rollout.temperature={rollout['temperature']} must be at least 0.01: below, the "
+            "logits divided by it exceed float32."
+        )
