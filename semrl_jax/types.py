@@ -248,7 +248,6 @@ class RolloutBatch(NamedTuple):
       segment_ids: int32; 1 on tokens, 0 on padding.
       response_mask: bool; from the first response token to the last, end token included.
       rollout_logprobs: float32 nats as the engine reported; 0 where padded.
-      rewards: float32 verifier scores.
     """
 
     token_ids: Int[Array, "B S"]
@@ -256,7 +255,6 @@ class RolloutBatch(NamedTuple):
     segment_ids: Int[Array, "B S"]
     response_mask: Bool[Array, "B T"]
     rollout_logprobs: Float[Array, "B T"]
-    rewards: Float[Array, " B"]
 
     @property
     def response_ids(self) -> Int[Array, "B T"]:

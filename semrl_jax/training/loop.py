@@ -60,7 +60,7 @@ def run_steps(
         )
         scored = run.sample(prompts, state.params, version, step, clock, bar)
         rewards = group_rewards(scored, config, step)
-        batch = run.padded(scored, rewards)
+        batch = run.padded(scored)
         with clock("old_logprobs"):
             old = run.logprobs(
                 state.params,

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.hosts import from_host
-from semrl_jax.training.batch import bucket
+from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
 
 

@@ -33,7 +33,6 @@ from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
@@ -42,6 +41,7 @@ from semrl_jax.training.owners import pack_scored, share_of, unpack_scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
 from semrl_jax.training.prompts import sampled_problems
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.scoring import ScoredRollout, score_and_measure
 from semrl_jax.training.signals import StopRequest
 from semrl_jax.training.state import (
@@ -236,14 +236,11 @@ class Run:
                 arrived=counter(bar, "sample", len(requests)),
             )
 
-    def padded(
-        self, scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
-    ) -> RolloutBatch:
+    def padded(self, scored: Sequence[ScoredRollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""
         config = self.config.rollout
         return pad_batch(
             [item.rollout for item in scored],
-            rewards.reshape(-1),
             pad_token_id=self.tokenizer.pad_token_id,
             max_prompt_tokens=config.max_prompt_tokens,
             max_response_tokens=config.max_response_tokens,

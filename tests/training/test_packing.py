@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import models
-from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out
+from semrl_jax.training.rollout_batch import pad_batch
 from tests.training.conftest import make_scored
 
 
@@ -28,7 +28,7 @@ def batch_of(lengths):
             scored.rollout.__class__(**vars(scored.rollout) | {"prompt_ids": ids[:prompt]})
         )
     return pad_batch(
-        rollouts, np.zeros(len(rollouts), np.float32), pad_token_id=0,
+        rollouts, pad_token_id=0,
         max_prompt_tokens=max(prompt for prompt, _ in lengths),
         max_response_tokens=max(response for _, response in lengths),
     )  # fmt: skip

@@ -14,9 +14,9 @@ import pytest
 from semrl_jax.algorithms import group_relative_advantages
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.errors import UserError
-from semrl_jax.training.batch import bucket, pad_batch
 from semrl_jax.training.console import summary_line
 from semrl_jax.training.report import draw_curves, write_report
+from semrl_jax.training.rollout_batch import bucket, pad_batch
 from semrl_jax.training.statistics import batch_scalars, logprob_mismatch, metric_arrays
 from semrl_jax.training.workdir import open_workdir
 from semrl_jax.training.writer import MetricWriter, read_rows, remove_rollouts, write_rollouts
@@ -220,7 +220,7 @@ def test_ragged_rollouts_are_padded_by_hand():
         make_scored(1, response_ids=np.array([6, 7, 8], np.int32)),
     ]  # fmt: skip
     batch = pad_batch(
-        [item.rollout for item in scored], np.array([1.0, 0.0], np.float32), pad_token_id=9,
+        [item.rollout for item in scored], pad_token_id=9,
         max_prompt_tokens=3, max_response_tokens=4,
     )  # fmt: skip
     np.testing.assert_array_equal(batch.token_ids, [[9, 3, 4, 5, 1, 9, 9], [9, 3, 4, 6, 7, 8, 9]])

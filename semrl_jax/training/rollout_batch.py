@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from jaxtyping import Float
-
 from semrl_jax import data
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -23,7 +20,6 @@ def bucket(length: int, limit: int) -> int:
 
 def pad_batch(
     rollouts: Sequence[Rollout],
-    rewards: Float[np.ndarray, " B"],
     *,
     pad_token_id: int,
     max_prompt_tokens: int,
@@ -49,5 +45,4 @@ def pad_batch(
         rollout_logprobs=data.pad_response_values(
             [rollout.rollout_logprobs for rollout in rollouts], response_length
         ),
-        rewards=np.asarray(rewards, np.float32),
     )
