@@ -192,6 +192,36 @@ class Rollout:
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
 
 
+class TokenArray(NamedTuple):
+    """How a field of `Rollout` with one entry per token is stored.
+
+    The wire, the exchange between processes and the Parquet files follow `TOKEN_ARRAYS`.
+
+    Attributes:
+      name: the field.
+      dtype: its NumPy dtype, little-endian.
+      wire: the bytes field of the message `Response`; "" if the codec has a rule of its own.
+      is_recorded: whether the Parquet files of a run have a column of this name.
+      is_optional: whether it may be None; the message then leaves it out.
+    """
+
+    name: str
+    dtype: str
+    wire: str = ""
+    is_recorded: bool = True
+    is_optional: bool = False
+
+
+TOKEN_ARRAYS = (
+    TokenArray("prompt_ids", "<i4"),
+    TokenArray("response_ids", "<i4"),
+    TokenArray("rollout_logprobs", "<f4", wire="logprobs"),
+    TokenArray(
+        "rollout_raw_logprobs", "<f4", wire="raw_logprobs", is_recorded=False, is_optional=True
+    ),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicaDescription:
     """What a replica says of itself before anything else.

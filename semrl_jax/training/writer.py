@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from semrl_jax.files import parse_json, remove, replacing, through_no_link
 from semrl_jax.training.scoring import ScoredRollout
+from semrl_jax.types import TOKEN_ARRAYS
 
 
 class MetricWriter:
@@ -118,10 +119,15 @@ def write_rollouts(
         "correct": [verdict.correct for verdict in verdicts],
         "verifier_error": _strings(verdict.error or None for verdict in verdicts),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
-        "response_ids": [rollout.response_ids for rollout in rollouts],
-        "rollout_logprobs": [rollout.rollout_logprobs for rollout in rollouts],
-    } | {f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics}
+    }
+    columns |= {
+        array.name: [getattr(rollout, array.name) for rollout in rollouts]
+        for array in TOKEN_ARRAYS
+        if array.is_recorded
+    }
+    columns |= {
+        f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics
+    }
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)
