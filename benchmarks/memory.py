@@ -47,8 +47,8 @@ from benchmarks.critical_path import median_interval
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.seam import Algorithm
-from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import Layout, RowPlan, lay_out
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import SlotValues, update_policy, update_rows
 from semrl_jax.types import Rollout, RolloutBatch
@@ -83,7 +83,6 @@ def skewed_batch(num_responses: int, vocab_size: int, seed: int = 0) -> RolloutB
         )  # fmt: skip
     return pad_batch(
         rollouts,
-        np.zeros(num_responses, np.float32),
         pad_token_id=0,
         max_prompt_tokens=PROMPT_TOKENS,
         max_response_tokens=RESPONSE_TOKENS,

@@ -1,4 +1,4 @@
-"""The records the rooms exchange. NumPy only: the rollout client loads neither JAX nor torch."""
+"""Records that several rooms use. NumPy only: the rollout client loads neither JAX nor torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class WeightVersion:
 
     Attributes:
       run_id: the run that trained the weights; a replica belongs to one run.
-      attempt_id: fresh for every start of the trainer, so that a resumed run's step 12 is never
-        taken for the step 12 of the attempt that died.
+      attempt_id: new at every start of the trainer. Step 12 of a resumed run is never mistaken for
+        step 12 of an earlier attempt.
       step: the training step that will sample with these weights, from 0.
       digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors.
     """
@@ -54,7 +54,7 @@ class WeightVersion:
 
 
 def manifest_digest(specs: Sequence[TensorSpec], checksums: Sequence[bytes]) -> str:
-    """Hex SHA-256 of the manifest: a line of name, shape, dtype and SHA-256 a tensor, in order."""
+    """Hex SHA-256 of the manifest: one line per tensor with name, shape, dtype and SHA-256."""
     digest = hashlib.sha256()
     for spec, checksum in zip(specs, checksums, strict=True):
         line = json.dumps([spec.name, list(spec.shape), spec.dtype, checksum.hex()])
@@ -117,7 +117,7 @@ class MetricParams:
       names: of the replica's `metric_kinds`.
       stride, window, method, window_growth: as `metrics.hidden_state_metrics` takes them.
       dtype: "bfloat16" or "float32", of the states it measures.
-      num_threads: responses side by side, as far as the replica has processors.
+      num_threads: responses measured at the same time; at most the replica's processors.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class SampleRequest:
     """One response to sample.
 
     Attributes:
-      sample_id: deterministic and unique in the call, so that a retry never counts twice.
+      sample_id: deterministic and unique in the call, so that no response of a retry counts twice.
       group_id: the prompt draw; the same for the G samples of one draw.
       sample_index: 0..G-1 within the group.
       prompt_ids: int32 token ids.
@@ -155,23 +155,30 @@ class Rollout:
     Attributes:
       sample_id, group_id, sample_index: as in the request.
       prompt_ids: int32 token ids.
-      response_ids: int32 token ids, the end or stop token included.
+      response_ids: int32 token ids, the end or stop token included. What the policy sampled, and
+        between it context, such as an environment's text; `response_mask` tells them apart.
       rollout_logprobs: float32 nats, under the distribution sampled from (after temperature, top-k
-        and top-p).
-      rollout_raw_logprobs: float32 nats, of the unmodified logits; None where the engine has none.
+        and top-p); 0 at context.
+      rollout_raw_logprobs: float32 nats, of the unmodified logits; 0 at context; None where the
+        engine has none.
       finish_reason: "eos", "stop", "length" or "aborted".
-      versions: spans of weight versions over the response tokens; one span unless the weights
-        changed in the middle.
+      versions: spans of weight versions over the response tokens, context included; one span
+        unless the weights changed in the middle.
       replica_id: which replica sampled it.
       hidden_states: [T, L, D] bfloat16 or float32; row t is the state whose logits produced
-        response token t. None if not asked for.
+        response token t, and may hold anything where that token is context. None if not asked for.
       prompt_states: [P, L, D] of the same dtype; row p is the state at prompt token p, so that the
         last one gave response token 0. None if not asked for; no rows in a response that was
         aborted before its first token.
       layers: the layer index of each of the L planes.
       metrics: metric name to scalar, where the replica computed them.
-      mean_state: float32 mean of the rows of layer -1, where the replica measured them.
+      mean_state: float32 mean of the rows of layer -1 that were measured, where the replica
+        measured them.
       generate_s: seconds from the call's admission to this response's end, on the replica.
+      response_mask: True on tokens that the policy sampled, False on context; True throughout if
+        not given. The policy attends to context, but context has no log-probability, no row in a
+        metric, no advantage and no loss, and no length or mean over tokens counts it. At least
+        one token is True, unless the response was aborted.
     """
 
     sample_id: str
@@ -190,14 +197,66 @@ class Rollout:
     generate_s: float = 0.0
     mean_state: Float[np.ndarray, " D"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
+    response_mask: Bool[np.ndarray, " T"] | None = None  # never None in an instance
+
+    def __post_init__(self):
+        if self.response_mask is None:
+            object.__setattr__(self, "response_mask", np.ones(len(self.response_ids), bool))
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Response tokens that the policy sampled: the length of the response in all statistics."""
+        return int(self.response_mask.sum())
+
+    def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
+        """Hidden states of a layer, without the rows of context; a view where there is none."""
+        states = self.hidden_states[:, self.layers.index(layer)]
+        return states if self.response_mask.all() else states[self.response_mask]
+
+
+class TokenArray(NamedTuple):
+    """How a field of `Rollout` with one entry per token is stored.
+
+    The wire, the exchange between processes and the Parquet files follow `TOKEN_ARRAYS`.
+
+    Attributes:
+      name: the field.
+      dtype: its NumPy dtype, little-endian.
+      wire: the bytes field of the message `Response`; "" if the codec has a rule of its own.
+      is_recorded: whether the Parquet files of a run have a column of this name.
+      is_optional: whether messages and files may do without it; see `is_left_out`.
+    """
+
+    name: str
+    dtype: str
+    wire: str = ""
+    is_recorded: bool = True
+    is_optional: bool = False
+
+    def is_left_out(self, values: np.ndarray | None) -> bool:
+        """Whether a message does without these values: None, or a mask that is True throughout."""
+        return self.is_optional and (
+            values is None or (values.dtype == np.bool_ and bool(values.all()))
+        )
+
+
+TOKEN_ARRAYS = (
+    TokenArray("prompt_ids", "<i4"),
+    TokenArray("response_ids", "<i4"),
+    TokenArray("rollout_logprobs", "<f4", wire="logprobs"),
+    TokenArray(
+        "rollout_raw_logprobs", "<f4", wire="raw_logprobs", is_recorded=False, is_optional=True
+    ),
+    TokenArray("response_mask", "|b1", wire="response_mask", is_optional=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaDescription:
-    """What a replica says of itself before anything else.
+    """What a replica can do and what it serves; the reply to the first call.
 
     Attributes:
-      protocol_major, protocol_minor: of the wire; another major is refused.
+      protocol_major, protocol_minor: of the wire; the trainer refuses another major.
       replica_id: unique name of the process.
       engine, engine_version: "jax", "vllm" or "fake".
       model_hash: hex SHA-256 of the architecture; the trainer compares it with its own.
@@ -210,7 +269,7 @@ class ReplicaDescription:
       max_prompts: sequences a call may carry.
       max_prompt_tokens, max_response_tokens: per sequence.
       version: the weights it serves, None before the first update.
-      layers_reason: why there are no other layers, and the way out; "" where all can be sent.
+      layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
     """
 
     protocol_major: int
@@ -246,9 +305,9 @@ class RolloutBatch(NamedTuple):
       token_ids: int32; the pad id where padded.
       positions: int32; from 0 at the first prompt token, 0 where padded.
       segment_ids: int32; 1 on tokens, 0 on padding.
-      response_mask: bool; from the first response token to the last, end token included.
-      rollout_logprobs: float32 nats as the engine reported; 0 where padded.
-      rewards: float32 verifier scores.
+      response_mask: bool; True on response tokens that the policy sampled, the end token included;
+        False on padding, and on context between them, which `segment_ids` counts as tokens.
+      rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
     """
 
     token_ids: Int[Array, "B S"]
@@ -256,7 +315,6 @@ class RolloutBatch(NamedTuple):
     segment_ids: Int[Array, "B S"]
     response_mask: Bool[Array, "B T"]
     rollout_logprobs: Float[Array, "B T"]
-    rewards: Float[Array, " B"]
 
     @property
     def response_ids(self) -> Int[Array, "B T"]:

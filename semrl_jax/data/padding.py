@@ -1,9 +1,9 @@
-"""Token ids of unequal length as rectangles.
+"""Pads token ids of unequal length to rectangular arrays.
 
-A row of a training batch is [prompt, padded on its left | response, padded on its right], so its
-valid tokens are one run and the response of every row begins in the same column. `segment_ids` is 1
-on valid tokens and 0 on padding; `positions` counts from 0 at the first valid token and is 0 on
-padding. All are int32.
+A row of a training batch is [prompt, padded on the left | response, padded on the right]. Its valid
+tokens are therefore contiguous, and the responses of all rows begin in the same column.
+`segment_ids` is 1 on valid tokens and 0 on padding. `positions` counts from 0 at the first valid
+token and is 0 on padding. All arrays are int32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +56,8 @@ def pad_rows(
 ) -> PaddedTokens:
     """Lays out training rows; S = prompt_length + response_length.
 
-    The response of every row starts in column `prompt_length`, so `segment_ids[:, prompt_length:]`
-    is the response mask. Positions run on from the prompt into the response.
+    The response of every row starts in column `prompt_length`. Positions run on from the prompt
+    into the response.
 
     Raises:
       ValueError: if the numbers of prompts and responses differ, or one is too long.
@@ -77,14 +77,14 @@ def pad_rows(
 
 
 def pad_response_values(
-    values: Sequence[Float[np.ndarray, " _"]], length: int
-) -> Float[np.ndarray, "B T"]:
-    """Pads float32 values of response tokens, such as log-probabilities, with 0 on the right.
+    values: Sequence[Shaped[np.ndarray, " _"]], length: int, dtype: type = np.float32
+) -> Shaped[np.ndarray, "B T"]:
+    """Pads values of response tokens, such as log-probabilities, with 0 on the right.
 
     Raises:
       ValueError: if there are more than `length` values for a response.
     """
-    padded = np.zeros((len(values), length), np.float32)
+    padded = np.zeros((len(values), length), dtype)
     for row, row_values in zip(padded, values, strict=True):
         _check_fits(len(row_values), length)
         row[: len(row_values)] = row_values

@@ -14,6 +14,7 @@ import ml_collections
 from semrl_jax.choices import METRICS, TOKEN_INDICATORS, count_windows
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
+from semrl_jax.sampling.prompts import evaluation_files
 from semrl_jax.settings import (
     algorithms,
     checkpoints,
@@ -33,7 +34,6 @@ from semrl_jax.settings import (
 )
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions
-from semrl_jax.sampling.prompts import evaluation_files
 
 # By section; the devices at hand decide on `mesh`.
 CHECKS = {

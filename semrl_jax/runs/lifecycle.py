@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import ml_collections
 
 from semrl_jax import compilation
-from semrl_jax.cluster import find_place, join, exit_without_peers
+from semrl_jax.cluster import exit_without_peers, find_place, join
 from semrl_jax.cluster.agreement import is_agreed
 from semrl_jax.cluster.connecting import connect
 from semrl_jax.cluster.peers import Peers

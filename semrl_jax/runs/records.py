@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, TensorBoard events, sampled responses."""
+"""Writes what a run records: metrics.jsonl, TensorBoard events, sampled responses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from semrl_jax.files import parse_json, remove, replacing, through_no_link
 from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.types import TOKEN_ARRAYS
 
 
 class MetricWriter:
@@ -118,10 +119,13 @@ def write_rollouts(
         "correct": [verdict.correct for verdict in verdicts],
         "verifier_error": _strings(verdict.error or None for verdict in verdicts),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
-        "response_ids": [rollout.response_ids for rollout in rollouts],
-        "rollout_logprobs": [rollout.rollout_logprobs for rollout in rollouts],
-    } | {f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics}
+    }
+    for array in TOKEN_ARRAYS:
+        values = [getattr(rollout, array.name) for rollout in rollouts]
+        if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
+            columns[array.name] = values
+    for name in metrics:
+        columns[f"metrics/{name}"] = [rollout.metrics[name] for rollout in rollouts]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)

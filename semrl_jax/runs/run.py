@@ -109,7 +109,7 @@ class Run:
 
 
 def _rates(result: StepResult) -> dict[str, float]:
-    num_tokens = sum(len(item.rollout.response_ids) for item in result.scored)
+    num_tokens = sum(item.rollout.num_policy_tokens for item in result.scored)
     clock: Clock = result.clock
     trained_s = sum(clock.seconds(phase) for phase in ("old_logprobs", "ref_logprobs", "update"))
     return {

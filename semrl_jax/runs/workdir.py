@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
-import json
 import pathlib
 import re
 import secrets

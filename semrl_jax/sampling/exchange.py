@@ -1,8 +1,8 @@
-"""Which process samples what, and scored responses on their way to all others.
+"""Which process samples which responses, and how scored responses reach all other processes.
 
 A data shard (an index over `replica` and `fsdp`) is owned by the lowest process that holds it.
-Owners call replicas, verify and measure; the others wait. What an owner has then goes to every
-process but for the hidden states, so that all hold the same batch.
+Owners call replicas, verify and measure; the other processes wait. Each owner then sends its scored
+responses, without hidden states, to every process, so that all processes hold the same batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jaxtyping import Int, Shaped
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.types import Rollout, VersionSpan, WeightVersion
+from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
 
 T = TypeVar("T")
 
 
 def owning_processes(processes: Int[np.ndarray, "R F S T"]) -> tuple[int, ...]:
-    """The owners of the data shards, each once, in order."""
+    """The owners of the data shards, without repeats, in ascending order."""
     return tuple(sorted(set(shard_owners(processes).tolist())))
 
 
 def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequence[T]:
-    """The consecutive part of the items that a process has; nothing where it owns no shard."""
+    """The consecutive part of the items that belongs to a process; empty if it owns no shard."""
     if process not in owners:
         return items[:0]
     place = owners.index(process)
@@ -40,19 +40,15 @@ def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequenc
 
 def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
     """What `unpack_scored` reads; hidden states are left out."""
-    rollouts = [item.rollout for item in scored]
-    means = [item.mean_state for item in scored if item.mean_state is not None]
-    arrays = {
-        "prompt_ids": _joined([r.prompt_ids for r in rollouts], np.int32),
-        "response_ids": _joined([r.response_ids for r in rollouts], np.int32),
-        "rollout_logprobs": _joined([r.rollout_logprobs for r in rollouts], np.float32),
-        "raw_logprobs": _joined(
-            [r.rollout_raw_logprobs for r in rollouts if r.rollout_raw_logprobs is not None],
-            np.float32,
-        ),
-        "mean_states": np.stack(means) if means else np.zeros((0, 0), np.float32),
-        "records": np.frombuffer(json.dumps(list(map(_record, scored))).encode(), np.uint8),
-    }
+    columns = {
+        array.name: (array.dtype, [getattr(item.rollout, array.name) for item in scored])
+        for array in TOKEN_ARRAYS
+    } | {"mean_state": ("<f4", [item.mean_state for item in scored])}
+    arrays = {"records": np.frombuffer(json.dumps(list(map(_record, scored))).encode(), np.uint8)}
+    for name, (dtype, parts) in columns.items():
+        present = [part for part in parts if part is not None]
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *present]).astype(dtype)
+        arrays[f"{name}_lengths"] = np.array([-1 if p is None else len(p) for p in parts], int)
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
@@ -60,26 +56,21 @@ def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
 
 def unpack_scored(data: bytes) -> list[ScoredRollout]:
     """Scored responses as `pack_scored` took them, without hidden states."""
+    names = [array.name for array in TOKEN_ARRAYS]
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         records = json.loads(arrays["records"].tobytes())
-        prompts, responses, logprobs, raw = (
-            _Reader(arrays[name])
-            for name in ("prompt_ids", "response_ids", "rollout_logprobs", "raw_logprobs")
-        )
-        means = iter(arrays["mean_states"])
+        columns = {
+            name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in (*names, "mean_state")
+        }
     scored = []
-    for record in records:
-        num_prompt, num_response = record["lengths"]
+    for index, record in enumerate(records):
         rollout = Rollout(
-            prompt_ids=prompts.take(num_prompt),
-            response_ids=responses.take(num_response),
-            rollout_logprobs=logprobs.take(num_response),
-            rollout_raw_logprobs=raw.take(num_response) if record["raw"] else None,
+            **{name: columns[name][index] for name in names},
             versions=tuple(
                 VersionSpan(WeightVersion(*version), start, end)
                 for version, start, end in record["versions"]
             ),
-            **record["rollout"],
+            **record["values"],
         )
         scored.append(
             ScoredRollout(
@@ -87,45 +78,38 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
                 record["response"],
                 record["reference"],
                 Verdict(**record["verdict"]),
-                next(means) if record["measured"] else None,
+                columns["mean_state"][index],
             )
         )
     return scored
 
 
-# Fields of a rollout that JSON holds as they are; floats survive it to the last bit.
-_PLAIN = (
-    "sample_id", "group_id", "sample_index", "finish_reason", "replica_id", "metrics", "generate_s",
-)  # fmt: skip
+# Hidden states, and what describes them, stay with the process that has them.
+_LOCAL = {"hidden_states", "prompt_states", "layers", "mean_state"}
+# JSON holds the other fields as they are; floats survive it to the last bit.
+_VALUES = [
+    field.name
+    for field in dataclasses.fields(Rollout)
+    if field.name not in {array.name for array in TOKEN_ARRAYS} | _LOCAL | {"versions"}
+]
 
 
 def _record(item: ScoredRollout) -> dict:
-    rollout = item.rollout
     return {
-        "rollout": {name: getattr(rollout, name) for name in _PLAIN},
-        "lengths": [len(rollout.prompt_ids), len(rollout.response_ids)],
-        "raw": rollout.rollout_raw_logprobs is not None,
+        "values": {name: getattr(item.rollout, name) for name in _VALUES},
         "versions": [
-            [dataclasses.astuple(span.version), span.start, span.end] for span in rollout.versions
+            [dataclasses.astuple(span.version), span.start, span.end]
+            for span in item.rollout.versions
         ],
         "response": item.response,
         "reference": item.reference,
         "verdict": dataclasses.asdict(item.verdict),
-        "measured": item.mean_state is not None,
     }
 
 
-class _Reader:
-    """Hands out an array from the front."""
-
-    def __init__(self, array: Shaped[np.ndarray, " N"]):
-        self._array, self._next = array, 0
-
-    def take(self, count: int) -> Shaped[np.ndarray, " n"]:
-        part = self._array[self._next : self._next + count]
-        self._next += count
-        return part
-
-
-def _joined(arrays: Sequence[np.ndarray], dtype: type) -> Shaped[np.ndarray, " N"]:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+def _split(
+    values: Shaped[np.ndarray, " N"], lengths: Int[np.ndarray, " B"]
+) -> list[Shaped[np.ndarray, " _"] | None]:
+    """Consecutive parts of these lengths; None for a length of -1."""
+    ends = np.cumsum(np.maximum(lengths, 0))
+    return [None if n < 0 else values[end - n : end] for end, n in zip(ends, lengths)]

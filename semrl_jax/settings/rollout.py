@@ -15,8 +15,8 @@ def check(rollout: Section) -> None:
     above_zero(
         "rollout", rollout,
         "group_size", "max_prompt_tokens", "max_response_tokens", "connect_timeout_s",
-        "call_timeout_s", "stall_timeout_s", "jax_max_batch", "jax_chunk_tokens", "vllm_max_num_seqs",
-        "vllm_tensor_parallelism", "vllm_gpu_memory_utilization",
+        "call_timeout_s", "stall_timeout_s", "jax_max_batch", "jax_chunk_tokens",
+        "vllm_max_num_seqs", "vllm_tensor_parallelism", "vllm_gpu_memory_utilization",
     )  # fmt: skip
     at_least_zero(
         "rollout", rollout,

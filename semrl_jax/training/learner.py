@@ -20,8 +20,8 @@ from semrl_jax.algorithms.seam import Algorithm, Passes
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state
-from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import (
     TrainState,
     abstract_state,
@@ -70,11 +70,10 @@ class Learner:
     peers: Peers
     device_lock: threading.Lock  # shared with an embedded replica
 
-    def batch(self, rollouts: Sequence[Rollout], rewards: Float[np.ndarray, "P G"]) -> RolloutBatch:
+    def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""
         return pad_batch(
             rollouts,
-            rewards.reshape(-1),
             pad_token_id=self.pad_token_id,
             max_prompt_tokens=self.config.rollout.max_prompt_tokens,
             max_response_tokens=self.config.rollout.max_response_tokens,

@@ -65,7 +65,7 @@ def run_steps(
         evaluation = evaluator.evaluate(step, clock)
         scored, position = sampler.next(step, state.position, clock)
         rewards = group_rewards(scored, config, step)
-        batch = learner.batch([item.rollout for item in scored], rewards)
+        batch = learner.batch([item.rollout for item in scored])
         passes = learner.passes(
             state.params,
             batch,

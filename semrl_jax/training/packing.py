@@ -1,11 +1,14 @@
-"""Where the sequences of a batch lie on the devices: in rows, and the rows in micro-batches.
+"""How the sequences of a batch are laid out on the devices: in rows, and rows in micro-batches.
 
 The rest of the system sees responses as [B, T]. A pass over them sees M micro-batches of R rows of
-S columns, of which each data shard has R / shards. A row holds one sequence (a prompt and its
-response, from column 0), or with `pack_sequences` as many as fit, told apart by segment ids and
-with positions that start again. Of a row's columns, U at most produce response tokens: the states
-there are gathered into slots, and only slots get logits. Values of response tokens travel between
-[B, T] and [M, R, U] on the host, by index. What no sequence fills is padding: segment 0, weight 0.
+S columns; each data shard has R / shards of the rows. A row holds one sequence (a prompt and its
+response, from column 0), or with `pack_sequences` as many as fit. Segment ids tell the sequences of
+a row apart, and positions start from 0 in each.
+
+Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
+into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
+attended to, but has no slot. Values of response tokens are moved between [B, T] and [M, R, U] on
+the host, by index. Columns and slots that no sequence fills are padding: segment 0, weight 0.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from jaxtyping import Array, Float, Int
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.hosts import from_host
 from semrl_jax.rounding import next_power_of_two
-from semrl_jax.training.batch import bucket
+from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
 
 
 class TokenRows(NamedTuple):
-    """What a forward pass reads; int32, a pytree.
+    """What a forward pass and a loss read; int32, a pytree.
 
     Attributes:
       token_ids: 0 where padded.
@@ -39,6 +42,8 @@ class TokenRows(NamedTuple):
       segment_ids: 1, 2, ... for the sequences of a row; 0 where padded.
       response_ids: the response token of each slot; 0 in slots without one.
       sources: the column of the state whose logits produced it; 0 in slots without one.
+      sequence_ids: the segment id of the sequence that each slot belongs to; 0 in slots without a
+        token. A loss over whole sequences needs it, see `algorithms.sum_over_sequences`.
     """
 
     token_ids: Int[Array, "M R S"]
@@ -46,6 +51,7 @@ class TokenRows(NamedTuple):
     segment_ids: Int[Array, "M R S"]
     response_ids: Int[Array, "M R U"]
     sources: Int[Array, "M R U"]
+    sequence_ids: Int[Array, "M R U"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +60,13 @@ class RowPlan:
 
     Attributes:
       mesh: rows are split over its data axes.
-      micro_batch_size: rows of a micro-batch at most, a multiple of the data shards; not read with
-        `micro_batch_tokens`.
-      micro_batch_tokens: columns of a micro-batch on one data shard at most, padding included, a
-        multiple of the sequence axis; 0: rows are counted.
+      micro_batch_size: most rows of a micro-batch, a multiple of the number of data shards. Not
+        used if `micro_batch_tokens` is set.
+      micro_batch_tokens: most columns of a micro-batch per data shard, padding included; a multiple
+        of the sequence axis. 0: `micro_batch_size` is the limit.
       pack_sequences: several sequences share a row of `micro_batch_tokens` columns.
-      balance_lengths: sequences are dealt so that shards and micro-batches have about the same
-        number of tokens; otherwise in their order.
+      balance_lengths: assign sequences so that shards and micro-batches have about the same number
+        of tokens; otherwise sequences stay in their order.
     """
 
     mesh: Mesh
@@ -74,7 +80,7 @@ class RowPlan:
         return math.prod(self.mesh.shape[axis] for axis in DATA_AXES)
 
     def split_evenly(self, size: int) -> int:
-        """The next multiple of the sequence axis; it holds what it does not divide whole."""
+        """The next multiple of the sequence axis, which would hold other sizes unsharded."""
         return size + -size % self.mesh.shape["sequence"]
 
     def put(self, tree: Any) -> Any:
@@ -88,19 +94,20 @@ class RowPlan:
 
 
 def row_plan(mesh: Mesh, training: ml_collections.ConfigDict) -> RowPlan:
-    """The plan of a run, out of its `config.training`."""
+    """The plan of a run, from its `config.training`."""
     fields = (field.name for field in dataclasses.fields(RowPlan) if field.name != "mesh")
     return RowPlan(mesh, **{name: training[name] for name in fields})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A batch in rows, and the way between its responses and their slots.
+    """A batch in rows, and the mapping between its responses and their slots.
 
     Attributes:
       rows: NumPy arrays.
-      num_micro: micro-batches that hold anything; those behind them are never computed.
-      slots: index into the M * R * U slots of each response token; -1 where padded.
+      num_micro: number of micro-batches that hold sequences. They come first; the passes skip the
+        empty ones after them.
+      slots: index into the M * R * U slots of each response token; -1 for padding and context.
       shard_tokens: tokens of each data shard, prompts included.
     """
 
@@ -110,36 +117,38 @@ class Layout:
     shard_tokens: Int[np.ndarray, " shards"]
 
     def to_slots(self, values: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "M R U"]:
-        """Values of response tokens in their slots; 0 in slots without one."""
+        """Values of the policy's tokens in their slots; 0 in slots without one."""
         found = np.zeros(self.rows.sources.shape, values.dtype)
         held = self.slots >= 0
         found.reshape(-1)[self.slots[held]] = values[held]
         return found
 
     def from_slots(self, values: Float[np.ndarray, "M R U"]) -> Float[np.ndarray, "B T"]:
-        """Undoes `to_slots`; 0 where padded."""
+        """Undoes `to_slots`; 0 for padding and context."""
         return np.where(self.slots >= 0, values.reshape(-1)[self.slots], np.zeros((), values.dtype))
 
     def responses(
         self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
-        """Values of the slots of each response that lies in one of these data shards, by response.
+        """Values of each response that lies in one of these data shards, by its index.
 
-        They are views: a response's slots follow each other. Every response has a token.
+        The results are views, because the slots of a response are contiguous. Every response must
+        have a slot.
         """
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
         found = {}
         for index, slots in enumerate(self.slots):
-            row, first = divmod(int(slots[0]), num_slots)
+            own = slots[slots >= 0]
+            row, first = divmod(int(own[0]), num_slots)
             micro, row = divmod(row, num_rows)
             shard, row = divmod(row, rows_of_shard)
             if shard in shards:
-                found[index] = shards[shard][micro, row, first : first + np.sum(slots >= 0)]
+                found[index] = shards[shard][micro, row, first : first + len(own)]
         return found
 
     def scalars(self) -> dict[str, float]:
-        """Share of padding among the tokens computed; the fullest shard's tokens over the mean."""
+        """Share of padding among computed tokens; most tokens of a shard over the mean."""
         computed = self.num_micro * math.prod(self.rows.token_ids.shape[1:])
         return {
             "policy/padding_fraction": float(1 - self.shard_tokens.sum() / computed),
@@ -150,8 +159,8 @@ class Layout:
 def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 
-    Shapes follow from the number of responses, and where rows or micro-batches depend on the
-    lengths they come from a few sizes, so that few programs are compiled.
+    Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
+    one of a few values, so that few programs are compiled.
 
     Raises:
       ValueError: for a sequence of more than `micro_batch_tokens`.
@@ -188,9 +197,9 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
 
     shape = (num_places, num_rows, num_columns)
     to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`
-    slots = (row_of * num_slots + first_slots)[:, None] + np.arange(batch.response_mask.shape[1])
-    slots = np.where(batch.response_mask, slots, -1)  # [B, T]
     held = batch.response_mask
+    slots = (row_of * num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
+    slots = np.where(held, slots, -1)  # [B, T]
     # The state before a token produced it.
     sources = starts[:, None] + batch.positions[:, prompt_columns:] - 1  # [B, T]
 
@@ -206,6 +215,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
         segment_ids=filled(shape, to[tokens], np.repeat(segments, lengths)),
         response_ids=filled(slots_shape, slots[held], batch.token_ids[:, prompt_columns:][held]),
         sources=filled(slots_shape, slots[held], sources[held]),
+        sequence_ids=filled(slots_shape, slots[held], np.repeat(segments, response_lengths)),
     )
     shard_of = row_of % num_rows // rows_per_shard
     return Layout(
@@ -216,14 +226,18 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
 def single_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int, int]:
-    """A row for each sequence; the number of micro-batches; rows of one on a shard."""
+    """The row of each sequence, one sequence per row.
+
+    Returns:
+      The rows, the number of micro-batches, and the rows per shard and micro-batch.
+    """
     shards = plan.num_shards
     if plan.micro_batch_tokens:
         limit = plan.micro_batch_tokens // num_columns
     else:
         limit = plan.micro_batch_size // shards
     num_micro = -(-len(lengths) // (limit * shards))
-    # As many as they need be, so that few rows are empty.
+    # No more than needed, so that few rows are empty.
     rows_per_shard = -(-len(lengths) // (num_micro * shards))
     if not plan.balance_lengths:
         return np.arange(len(lengths)), num_micro, rows_per_shard
@@ -240,11 +254,15 @@ def single_rows(
 def packed_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int]:
-    """The row that each sequence shares with others, one row a shard; number of micro-batches."""
+    """The row of each sequence, several sequences per row and one row per shard.
+
+    Returns:
+      The rows, and the number of micro-batches.
+    """
     row_of = best_fit(lengths, num_columns)
     num_micro = -(-(max(row_of) + 1) // plan.num_shards)
     if plan.balance_lengths:
-        # Evenly full rows where the same number of them holds that; it often does.
+        # Prefer evenly full rows if the same number of rows holds them; it often does.
         even = deal(lengths, num_micro * plan.num_shards, max_tokens=num_columns)
         row_of = row_of if even is None else even
     return np.array(row_of), num_micro
@@ -257,10 +275,10 @@ def deal(
     max_tokens: float | int = math.inf,
     max_sequences: float | int = math.inf,
 ) -> list[int] | None:
-    """Longest first, each into the bin with the fewest tokens; ties by index.
+    """Assigns sequences, longest first, to the bin with the fewest tokens; ties by index.
 
     Returns:
-      The bin of each sequence; None if that leaves one that fits nowhere.
+      The bin of each sequence; None if a sequence then fits into no bin.
     """
     bins = [(0, index) for index in range(num_bins)]  # a heap
     counts = [0] * num_bins
@@ -279,9 +297,9 @@ def deal(
 
 
 def best_fit(lengths: Int[np.ndarray, " B"], max_tokens: int) -> list[int]:
-    """Longest first, each into the fullest bin that holds it, or a new one; the bin of each.
+    """Assigns sequences, longest first, to the fullest bin with room, or to a new one.
 
-    At most 11/9 of the fewest possible bins, and less than one more.
+    It uses at most 11/9 of the fewest possible bins, plus less than one bin.
 
     Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973 (best fit decreasing).
     """
@@ -302,7 +320,7 @@ def best_fit(lengths: Int[np.ndarray, " B"], max_tokens: int) -> list[int]:
 
 
 def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
-    """Indices by falling length; ties by index."""
+    """Indices by descending length; ties by index."""
     return np.argsort(-lengths, kind="stable").tolist()
 
 

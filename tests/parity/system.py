@@ -22,7 +22,6 @@ from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
-from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import batch_logprobs, update_policy
@@ -171,7 +170,6 @@ def prepare(
     rewards = group_rewards(scored, config, 0)
     batch = pad_batch(
         [item.rollout for item in scored],
-        rewards.reshape(-1),
         pad_token_id=PAD,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,

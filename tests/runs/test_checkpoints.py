@@ -17,7 +17,6 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.errors import UserError
-from semrl_jax.shaping import init_shaping_state
 from semrl_jax.runs import checkpoints as module
 from semrl_jax.runs.checkpoint_files import (
     FORMAT_VERSION,
@@ -29,6 +28,7 @@ from semrl_jax.runs.checkpoint_files import (
     write_manifest,
 )
 from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
+from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.state import DataPosition, init_state, make_optimizer
 from tests.training.recorded import record
 

@@ -6,8 +6,8 @@ import pytest
 
 from configs import default, quickstart, recorded
 from semrl_jax.errors import UserError
-from semrl_jax.settings import moved
 from semrl_jax.runs import validate
+from semrl_jax.settings import moved
 
 
 @pytest.mark.parametrize("module", [default, quickstart])

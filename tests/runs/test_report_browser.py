@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
+from semrl_jax.runs.records import MetricWriter, write_rollouts
 from semrl_jax.runs.report import write_report
 from semrl_jax.runs.workdir import open_workdir
-from semrl_jax.runs.records import MetricWriter, write_rollouts
 from tests.fixtures import make_scored
 
 pytestmark = pytest.mark.browser

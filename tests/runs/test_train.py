@@ -15,8 +15,8 @@ from semrl_jax.runs import lifecycle, run, train
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
-from tests.oracles import algorithms as oracle
 from tests.fixtures import read_rows, scores_by_length, stable
+from tests.oracles import algorithms as oracle
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
+    TOKEN_ARRAYS,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -22,12 +23,13 @@ from semrl_jax.types import (
     SampleRequest,
     SamplingParams,
     TensorSpec,
+    TokenArray,
     VersionSpan,
     WeightVersion,
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
+PROTOCOL_MINOR = 3  # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -54,6 +56,7 @@ METRIC_KINDS = (
 )
 METRIC_WINDOWS = ("exact", "release", "later")
 METRIC_METHODS = ("gram", "svd")
+BYTES_ARRAYS = tuple(array for array in TOKEN_ARRAYS if array.wire)
 WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
 
 
@@ -259,9 +262,9 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     response.group_id = rollout.group_id
     response.sample_index = rollout.sample_index
     response.token_ids.extend(rollout.response_ids.tolist())
-    response.logprobs = rollout.rollout_logprobs.astype("<f4", copy=False).tobytes()
-    if rollout.rollout_raw_logprobs is not None:
-        response.raw_logprobs = rollout.rollout_raw_logprobs.astype("<f4", copy=False).tobytes()
+    for array in BYTES_ARRAYS:
+        if not array.is_left_out(values := getattr(rollout, array.name)):
+            setattr(response, array.wire, values.astype(array.dtype, copy=False).tobytes())
     response.finish_reason = rollout.finish_reason
     for span in rollout.versions:
         response.versions.add(version=encode_version(span.version), start=span.start, end=span.end)
@@ -353,12 +356,11 @@ class RolloutDecoder:
             raise ValueError(f"{name} has {num_tokens} tokens; 1 to {max_tokens} were asked for.")
         ids = np.array(message.token_ids, np.int32)
         _check_vocabulary(name, ids, self._vocab_size)
-        logprobs = _decode_logprobs(f"{name}: logprobs", message.logprobs, num_tokens)
-        raw_logprobs = None
-        if message.raw_logprobs:
-            raw_logprobs = _decode_logprobs(
-                f"{name}: raw_logprobs", message.raw_logprobs, num_tokens
-            )
+        arrays = {
+            array.name: _decode_token_array(name, array, message, num_tokens)
+            for array in BYTES_ARRAYS
+        }
+        _check_mask(name, arrays, message.finish_reason)
         self._check_versions(name, message.versions, num_tokens)
         counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
         if message.finish_reason == "aborted" and num_tokens == 0:
@@ -376,8 +378,7 @@ class RolloutDecoder:
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
             response_ids=ids,
-            rollout_logprobs=logprobs,
-            rollout_raw_logprobs=raw_logprobs,
+            **arrays,
             finish_reason=message.finish_reason,
             versions=tuple(
                 VersionSpan(decode_version(s.version), s.start, s.end) for s in message.versions
@@ -389,7 +390,8 @@ class RolloutDecoder:
             generate_s=message.generate_s,
             mean_state=mean_state,
         )
-        self.num_token_bytes += 4 * num_tokens * (2 if raw_logprobs is None else 3)
+        self.num_token_bytes += ids.nbytes
+        self.num_token_bytes += sum(len(getattr(message, array.wire)) for array in BYTES_ARRAYS)
         if mean_state is not None:
             self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
         for field, array in states.items():
@@ -616,13 +618,39 @@ def _decode_metric_params(
     )
 
 
-def _decode_logprobs(name: str, data: bytes, num_tokens: int) -> Float[np.ndarray, " T"]:
-    if len(data) != 4 * num_tokens:
-        raise ValueError(f"{name} has {len(data)} bytes for {num_tokens} tokens of 4.")
-    logprobs = np.frombuffer(data, "<f4")
-    if not np.isfinite(logprobs).all():
+def _decode_token_array(
+    name: str, array: TokenArray, message: pb.Response, num_tokens: int
+) -> Shaped[np.ndarray, " T"] | None:
+    """None for an optional array that was not sent."""
+    data, name = getattr(message, array.wire), f"{name}: {array.wire}"
+    if array.is_optional and not data:
+        return None
+    dtype = np.dtype(array.dtype)
+    if len(data) != dtype.itemsize * num_tokens:
+        raise ValueError(
+            f"{name} has {len(data)} bytes for {num_tokens} tokens of {dtype.itemsize}."
+        )
+    if dtype == np.bool_ and max(data, default=0) > 1:
+        raise ValueError(f"{name} has a byte {max(data)}; it must be 0 or 1.")
+    values = np.frombuffer(data, dtype)
+    if not np.isfinite(values).all():
         raise ValueError(f"{name} has values that are not finite.")
-    return logprobs
+    return values
+
+
+def _check_mask(
+    name: str, arrays: Mapping[str, Shaped[np.ndarray, " T"] | None], finish_reason: str
+) -> None:
+    """Context has no log-probability, and a response is more than context."""
+    mask = arrays["response_mask"]
+    if mask is None:
+        return
+    if not mask.any() and finish_reason != "aborted":
+        raise ValueError(f"{name}: response_mask is 0 throughout; the policy sampled nothing.")
+    for field in ("rollout_logprobs", "rollout_raw_logprobs"):
+        values = arrays[field]
+        if values is not None and values[~mask].any():
+            raise ValueError(f"{name}: {field} must be 0 where response_mask is 0.")
 
 
 def _check_vocabulary(name: str, ids: Int[np.ndarray, " T"], vocab_size: int) -> None:

@@ -1,11 +1,8 @@
-"""From ragged rollouts to the padded arrays of one step."""
+"""Pads the rollouts of one step to rectangular arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
-from jaxtyping import Float
 
 from semrl_jax import data
 from semrl_jax.rounding import next_power_of_two
@@ -21,7 +18,6 @@ def bucket(length: int, limit: int) -> int:
 
 def pad_batch(
     rollouts: Sequence[Rollout],
-    rewards: Float[np.ndarray, " B"],
     *,
     pad_token_id: int,
     max_prompt_tokens: int,
@@ -43,9 +39,10 @@ def pad_batch(
         token_ids=rows.token_ids,
         positions=rows.positions,
         segment_ids=rows.segment_ids,
-        response_mask=rows.segment_ids[:, prompt_length:] == 1,
+        response_mask=data.pad_response_values(
+            [rollout.response_mask for rollout in rollouts], response_length, bool
+        ),
         rollout_logprobs=data.pad_response_values(
             [rollout.rollout_logprobs for rollout in rollouts], response_length
         ),
-        rewards=np.asarray(rewards, np.float32),
     )
