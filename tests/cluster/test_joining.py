@@ -105,7 +105,7 @@ def test_nobody_at_the_address():
     [
         (None, "something listens there, but does not answer as process 0 does"),
         (b"HTTP/1.0 400 Bad Request\r\n\r\n", "something listens there, but does not answer as"),
-        (b"x" * 9999, "what answers there is not process 0"),
+        (b"x" * 9999, "the program that answers there is not process 0"),
         (b"go", "the connection was closed"),
     ],
 )
@@ -189,8 +189,8 @@ def test_those_who_are_missing_are_named_to_all(monkeypatch):
     for index, names in missing.items():
         start = f"processes {names} of 9 did not arrive at distributed.coordinator={address} within"
         assert messages[index].startswith(start), (index, messages[index])
-    assert "was refused: it was told of 8 processes, process 0 of 9" in messages[0] or (
-        "was refused: process 2 is there already" in messages[0]
+    assert "was refused: it expects 8 processes, process 0 expects 9" in messages[0] or (
+        "was refused: process 2 has already arrived" in messages[0]
     )
     assert any(re.match(r"waits for processes .* at 127", line) for line in lines), lines
 
@@ -206,9 +206,9 @@ def test_a_process_that_came_twice_is_told():
     first = call(address, b"semrl_jax/1 1 of 3\n")
     assert first.recv(100) == b"missing 2\n"
     message, _ = attempt(Place(address, 3, 1, "settings"), 20.0)
-    assert f"coordinator={address} refused process 1: process 1 is there already" in message
+    assert f"coordinator={address} refused process 1: process 1 has already arrived" in message
     message, _ = attempt(Place(address, 4, 2, "settings"), 20.0)
-    assert "it was told of 4 processes, process 0 of 3" in message
+    assert "it expects 4 processes, process 0 expects 3" in message
     first.close()  # killed; started again, it is let in
     again = call(address, b"semrl_jax/1 1 of 3\n")
     assert b"missing 2" in again.recv(100)

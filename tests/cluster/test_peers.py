@@ -54,9 +54,9 @@ def test_everyone_gathers_everything_in_order():
     ("deed", "how", "limit_s"),
     [
         ("die", "its connection closed", 3),
-        ("stop", "nothing was heard of it for", 12),
-        ("hang", "did not come to the end of ", 14),
-        ("busy", "did not come to the end of ", 14),  # no phase of it is long
+        ("stop", "it sent nothing for", 12),
+        ("hang", "did not finish it ", 14),
+        ("busy", "did not finish it ", 14),  # no phase of it is long
     ],
 )
 def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
@@ -76,7 +76,7 @@ def test_all_end_where_all_are_stuck():
         assert code == EXIT_PEER_LOST
         (line,) = err.splitlines()
         assert line.startswith("process 0 (in 'deed'); process 1 (")
-        assert re.search(r"in 'deed' for \d+ s\) did not come to the end of it within", line)
+        assert re.search(r"in 'deed' for \d+ s\) did not finish it within", line)
         assert "distributed.phase_timeout_s=4 s" in line
 
 
