@@ -1,4 +1,4 @@
-"""Holds a finished quickstart against what the README promises of it."""
+"""Checks a finished quickstart against the figures in the README."""
 
 import json
 import pathlib

@@ -159,7 +159,7 @@ def in_process(num_devices: int, arguments: list) -> dict:
 
 def axes_table(num_layers: int, num_tokens: int, num_devices: int = 4) -> None:
     print(
-        f"Each axis alone with {num_devices} devices: {num_layers} layers of Qwen2.5-7B, "
+        f"One axis at a time with {num_devices} devices: {num_layers} layers of Qwen2.5-7B, "
         f"{num_devices} rows of {num_tokens} tokens.\n"
     )
     print("| axis | collective | sent, MiB per device | formula, MiB | ratio |")
@@ -203,8 +203,8 @@ def scaling_table(devices: list[int], num_layers: int, num_tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--axes", action="store_true", help="the table of axes alone, and no other")
-    parser.add_argument("--scaling", action="store_true", help="the scaling table, and no other")
+    parser.add_argument("--axes", action="store_true", help="print only the table of axes")
+    parser.add_argument("--scaling", action="store_true", help="print only the scaling table")
     parser.add_argument("--devices", type=int, nargs="+", choices=sorted(SCALING), default=[8, 64])
     parser.add_argument("--layers", type=int, default=28, help="of the scaling table; default: 28")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row; default: 2048")

@@ -207,7 +207,7 @@ def print_times(num_layers: int, num_pairs: int, optimizer, mesh) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="rows a micro-batch")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4], help="rows per micro-batch")
     parser.add_argument("--pairs", type=int, default=10)
     options = parser.parse_args()
     optimizer = make_optimizer(

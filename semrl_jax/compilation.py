@@ -1,6 +1,6 @@
-"""What JAX compiles: kept on disk for later starts, and named while somebody waits for it.
+"""Keeps JAX's compiled programs on disk for later starts, and names a program while it compiles.
 
-Loads JAX where it is called, not where it is imported.
+JAX is loaded when a function is called, not when this module is imported.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
-MAX_KEPT_BYTES = 2**30  # one configuration takes a few MiB; above it the least recently used go
-TOLD_FROM_S = 1.0  # reading a kept program takes milliseconds, compiling it from here on is told
+MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB; above it, the oldest unused are removed
+TOLD_FROM_S = 1.0  # a compilation of at least this time is reported; a cached read takes ms
 
 # JAX announces the beginning of each compilation as a scalar, its end as a duration.
 _COMPILES = "/jax/core/compile/backend_compile_duration"
@@ -24,21 +24,22 @@ _running: dict[int, str] = {}  # program by thread
 
 
 def current() -> str:
-    """The program that a thread of this process compiles now, "" where none does."""
+    """The program that a thread of this process compiles now; "" if there is none."""
     return next(iter(list(_running.values())), "")
 
 
 def keep_programs() -> None:
-    """Makes JAX keep compiled programs in a directory of the user's, for later processes.
+    """Makes JAX keep compiled programs in a directory of the user, for later processes.
 
-    The key of a program has all that it depends on: the computation, the versions, XLA's flags and
-    the instructions of the processor. A program that was read is the one that was compiled.
+    The key of a program covers everything it depends on: the computation, the versions, XLA's flags
+    and the instructions of the processor. A program that is read equals the compiled one.
 
-    JAX's own variables come first: with $JAX_COMPILATION_CACHE_DIR set nothing is done here,
-    $JAX_ENABLE_COMPILATION_CACHE=0 keeps nothing, $JAX_COMPILATION_CACHE_MAX_SIZE is a limit in
-    bytes other than MAX_KEPT_BYTES. The limit is applied here alone, at a start: JAX's own removal
-    scans the directory at every program, and stops working once a process was killed in it. A
-    directory that cannot be written is said in one line on standard error, and nothing is kept.
+    JAX's own variables have priority. With $JAX_COMPILATION_CACHE_DIR, this function does nothing.
+    With $JAX_ENABLE_COMPILATION_CACHE=0, nothing is kept. $JAX_COMPILATION_CACHE_MAX_SIZE replaces
+    the limit MAX_KEPT_BYTES, in bytes. The limit is applied only here, at a start. JAX's own
+    removal is not used: it scans the directory for every program, and it stops working after a
+    process was killed during it. If the directory cannot be written, one line on standard error
+    says so and nothing is kept.
     """
     import jax
 
@@ -68,15 +69,16 @@ def keep_programs() -> None:
     config.update("jax_compilation_cache_max_size", -1)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # A program that cannot be read or written, as on a disk that is full by now, costs time alone.
+    # If a program cannot be read or written, for example on a full disk, this only costs time.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
 
 
 def clean(directory: pathlib.Path, limit: int) -> None:
-    """Removes what a killed writer left torn, and above `limit` bytes what was unused for longest.
+    """Removes incomplete files of killed writers, and above `limit` bytes the longest unused ones.
 
-    JAX neither writes a program in one piece nor replaces one that it cannot read. Other processes
-    may use the directory meanwhile: what they lose they compile.
+    JAX does not write a program atomically, and does not replace one that it cannot read. Other
+    processes may use the directory at the same time. If a program of theirs is removed, they
+    compile it again.
     """
     checked = directory / "checked"
     since = checked.stat().st_mtime if checked.exists() else 0.0
@@ -98,8 +100,8 @@ def clean(directory: pathlib.Path, limit: int) -> None:
 
 
 def _is_whole(entry: bytes) -> bool:
-    """Whether an entry has its end; of other compressions than JAX's own, whether it has any."""
-    if entry[:1] != b"\x78":  # of zlib
+    """Whether an entry is complete; with a compression other than zlib, whether it is not empty."""
+    if entry[:1] != b"\x78":  # the first byte of zlib
         return bool(entry)
     try:
         zlib.decompress(entry)
@@ -110,7 +112,7 @@ def _is_whole(entry: bytes) -> bool:
 
 @contextlib.contextmanager
 def watching(say: Callable[[str], None]) -> Iterator[None]:
-    """Lets `current` know what is compiled in the block, and says one line once that takes time."""
+    """Tracks compilations in the block for `current`; reports the first long one in one line."""
     import jax
 
     told = threading.Event()
@@ -137,4 +139,4 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         jax.monitoring.unregister_scalar_listener(begins)
         jax.monitoring.unregister_event_duration_listener(ends)
-        _running.clear()  # the end of a compilation in another thread is not heard any more
+        _running.clear()  # ends of compilations in other threads are no longer received

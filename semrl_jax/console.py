@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a step, a progress bar with rate and time left."""
+"""Console output of a run: one line per step, and a progress bar with rate and time left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECENT_UNITS = 8
 
 
 class StatusColumn(ProgressColumn):
-    """What the current unit is at, and the program it may be waiting for."""
+    """The status of the current unit, and the program that is being compiled, if any."""
 
     def __init__(self):
         super().__init__(Column(no_wrap=True))
@@ -39,20 +39,20 @@ class StatusColumn(ProgressColumn):
 
 
 class Reporter:
-    """Prints lines, and bars where the output is a terminal; with `quiet`, nothing."""
+    """Prints lines, and bars if the output is a terminal; with `quiet`, nothing."""
 
     def __init__(self, quiet: bool = False):
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def line(self, text: str) -> None:
-        """One line, above any bar."""
+        """Prints one line, above any bar."""
         self._console.print(text, markup=False)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:
-        """A bar over `total` units; `advance` and `status` of the context's value move it.
+        """Shows a bar over `total` units; `advance` and `status` of the yielded `Bar` update it.
 
-        Where the output is no terminal the bar is silent and the lines of the phase remain.
+        If the output is not a terminal, no bar is shown; the lines of the phase are still printed.
         """
         progress = Progress(
             TextColumn("{task.description}"),
@@ -71,9 +71,9 @@ class Reporter:
 
 
 class Bar:
-    """Moves one task and estimates its end.
+    """Updates one task and estimates its end.
 
-    The first unit has no part in the estimate: it compiles, here and wherever a run is resumed.
+    The first unit is not part of the estimate, because it compiles, also when a run is resumed.
     """
 
     def __init__(self, progress: Progress, unit: str):
@@ -83,7 +83,7 @@ class Bar:
         self._paces: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)  # seconds
 
     def advance(self, status: str = "") -> None:
-        """One unit is done."""
+        """Counts one finished unit."""
         now = time.monotonic()
         if self._last_end is not None:
             self._paces.append(now - self._last_end)
@@ -96,13 +96,13 @@ class Bar:
         self._progress.update(self._task.id, pace=pace, status=status)
 
     def left_s(self) -> float | None:
-        """Seconds to the end, at the median pace of the last few units; None before the second."""
+        """Seconds to the end, from the median of the last few units; None before two are done."""
         if not self._paces:
             return None
         return (self._task.total - self._task.completed) * statistics.median(self._paces)
 
     def status(self, status: str) -> None:
-        """Says what is going on inside the current unit."""
+        """Shows what the current unit does."""
         self._progress.update(self._task.id, status=status)
 
     @property
@@ -111,7 +111,7 @@ class Bar:
 
 
 def duration(seconds: float) -> str:
-    """As 9:05, from an hour on as 2h05."""
+    """Formats seconds as 9:05, and from one hour as 2h05."""
     minutes, seconds = divmod(round(seconds), 60)
     hours = minutes // 60
     return f"{hours}h{minutes % 60:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -120,7 +120,7 @@ def duration(seconds: float) -> str:
 def summary_line(
     step: int, num_steps: int, scalars: Mapping[str, float], left_s: float | None
 ) -> str:
-    """The numbers a person watches, in at most 100 columns; what is missing is left out."""
+    """The main numbers of a step in at most 100 columns; missing ones are left out."""
     fields = (
         ("correct ", "reward/correct", lambda v: f"{_short(100 * v):>4}%"),
         ("reward ", "reward/mean", lambda v: f"{v:+.2f}"),
@@ -137,7 +137,7 @@ def summary_line(
 
 
 def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
-    """A line for each benchmark of an evaluation."""
+    """One line for each benchmark of an evaluation."""
     shown = {
         "greedy_accuracy": "correct",
         "boxed_fraction": "boxed",

@@ -1,32 +1,32 @@
-"""A mistake of the user's, a request to end, and what a full disk answers."""
+"""Errors that cross rooms: a user mistake, a request to end, an error of the disk."""
 
 import errno
 import os
 
-# A write that ends so is neither the user's mistake nor a defect: make room and go on.
+# A write that fails with one of these is neither a user mistake nor a defect of the program.
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class UserError(ValueError):
-    """A wrong setting, file, address or token; the message is one line that says the way out.
+    """A wrong setting, file, address or token; the message is one line with a way out.
 
-    The commands in `launch` print it without a traceback and exit with code 2. Anything else that
-    escapes them is a defect of ours and keeps its traceback.
+    The commands in `launch` print it without a traceback and exit with code 2. Any other exception
+    is a defect of the program and keeps its traceback.
     """
 
 
 class Preempted(BaseException):
     """The run was asked to end; the train state in memory is that of the last finished step.
 
-    No Exception: it is raised wherever the main thread happens to be, and a library that goes on
-    after any Exception would swallow it there.
+    It is not a subclass of Exception. It can be raised at any point of the main thread, and a
+    library that catches every Exception would swallow it.
     """
 
 
 def disk_refusal(error: BaseException | None) -> OSError | None:
-    """The disk's answer behind an error of a write; None if something else went wrong.
+    """The disk error that caused the error of a write; None if there was another cause.
 
-    Libraries in C++ and Rust have errors of their own, with the system's words in their text.
+    Libraries in C++ and Rust raise their own errors, whose text contains the system's message.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno:

@@ -1,4 +1,4 @@
-"""JSON files from outside, read within bounds; files of ours, written whole and through no link."""
+"""Reads JSON files from outside with limits; writes files completely and never through links."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any, BinaryIO
 from semrl_jax.errors import UserError
 
 MAX_JSON_BYTES = 16 * 2**20
-MAX_JSON_DEPTH = 100  # far below what would exhaust the stack of those who walk the value
+MAX_JSON_DEPTH = 100  # so that recursive code over the value cannot exhaust the stack
 
 
 def read_json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in a file that may hold anything; of a key given twice the last counts.
+    """Reads the JSON object in a file of any content. If a key occurs twice, the last one counts.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      UserError: naming file and reason, if it cannot be read, is no regular file, is larger than
-        `MAX_JSON_BYTES`, or holds anything but one object.
+      UserError: naming file and reason, if it cannot be read, is not a regular file, is larger than
+        `MAX_JSON_BYTES`, or does not hold exactly one object.
     """
     try:
-        # O_NONBLOCK: opening a pipe must not wait for its other end.
+        # O_NONBLOCK: opening a pipe must not wait for a writer.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,10 +52,10 @@ def read_json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text that may be hostile.
+    """Parses a JSON text that may be hostile.
 
     Raises:
-      ValueError: with a short reason; its class is json's or codecs' own where these found it.
+      ValueError: with a short reason. It may be a subclass from json or codecs.
     """
     too_deep = f"nested more than {MAX_JSON_DEPTH} deep"
     try:
@@ -74,14 +74,14 @@ def parse_json(content: bytes) -> Any:
 
 @contextlib.contextmanager
 def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """Opens a neighbour of `file`, which takes its place once the block ends without an error.
+    """Opens a temporary file beside `file`, and renames it to `file` if the block succeeds.
 
-    The file so appears whole or not at all. What lies at either name is replaced: a link there is
-    never written through.
+    The file therefore appears completely or not at all. An existing file or link at either name is
+    replaced. Nothing is written through a link.
 
     Args:
-      file: its name with the ending ".writing" must be free for the neighbour.
-      durable: the content is on the disk before it takes the place.
+      file: the file to replace. The temporary file has the ending ".writing" instead of its own.
+      durable: whether the content is on the disk before the rename.
 
     Raises:
       UserError: if a directory lies at either name.
@@ -111,10 +111,10 @@ def write_json(file: pathlib.Path, content: Any, *, durable: bool = False) -> No
 
 
 def through_no_link(path: str, flags: int) -> int:
-    """The `opener` of `open` for a file that is added to.
+    """An `opener` of `open` for appending to a file.
 
     Raises:
-      UserError: if it is a symbolic link, or a pipe, of which the other end would be waited for.
+      UserError: if the path is a symbolic link, or a pipe, where opening would wait for a reader.
     """
     if os.path.islink(path):
         raise UserError(f"{path} is a symbolic link, so nothing is written there; remove it.")
@@ -124,7 +124,7 @@ def through_no_link(path: str, flags: int) -> int:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a file, a link or a directory with all it holds, if it is there."""
+    """Removes a file, a link or a directory with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Names of a package that are imported at their first use, since their modules load JAX."""
+"""Imports names of a package at their first use, because their modules load JAX."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+    """Makes the `__getattr__` of a package.
 
     Args:
-      package: its name.
-      modules: which of its modules has each name.
+      package: name of the package.
+      modules: for each public name, the module of the package that defines it.
     """
 
     def find(name: str) -> Any:

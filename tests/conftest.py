@@ -1,11 +1,11 @@
-"""Tests run on CPU with 8 devices, rank promotion is an error, array annotations are checked."""
+"""Tests run on CPU with 8 devices. Rank promotion is an error. Array annotations are checked."""
 
 import ctypes
 import gc
 import os
 import pathlib
 
-# Imports make millions of objects that live to the end. See pytest_collection_finish.
+# Imports create millions of objects that live until the end. See pytest_collection_finish.
 gc.disable()
 
 os.environ["XLA_FLAGS"] = (
@@ -16,10 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # BLAS threads beside XLA give wrong products
 
-# Read by the workers that pytest-xdist starts: with an arena for each thread, freed memory stays.
+# For the workers that pytest-xdist starts: with one arena per thread, freed memory is not returned.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 
-# Runs of these tests compile the same programs again and again, in this process and in children.
+# Tests compile the same programs many times, in this process and in child processes.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
 )
@@ -40,20 +40,21 @@ hypothesis.settings.load_profile("semrl")
 
 pytest_plugins = ("tests.fixtures",)
 
-# The fast suite compiles far more than it computes: without optimisation and with the older
-# emitters it takes half as long. The programs are the same to rounding, which these tests allow
-# for. `--compile-as-users` leaves it out; the processes that tests start never have it.
+# The fast suite spends far more time on compilation than on computation. Without optimisation and
+# with the older emitters it takes half as long. The programs' results are equal up to rounding,
+# which these tests allow. `--compile-as-users` switches this off. Processes that tests start never
+# use it.
 FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     " --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep all cores busy
 )
 
-MAX_RESIDENT_BYTES = 2**30  # of a worker at the end of a file; above, it forgets its programs
+MAX_RESIDENT_BYTES = 2**30  # of a worker at the end of a file; above it, programs are dropped
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
-# With a file to a worker, the longest go first, or the last one would run alone.
+# Each worker takes whole files. The longest files come first, so that none runs alone at the end.
 LONGEST_FILES = (
     "runs/test_train.py",
     "parity/test_full_step.py",
@@ -71,8 +72,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Read when the first program is compiled, so it is not too late."""
-    # XLA ends a process that has a flag it does not know: only for releases where they were tried.
+    """Sets XLA flags. XLA reads them when the first program is compiled, which comes later."""
+    # XLA ends a process with an unknown flag, so only releases where the flags were tested get it.
     if not config.option.compile_as_users and jax.__version_info__[:2] == (0, 10):
         os.environ["XLA_FLAGS"] += f" {FAST_COMPILATION}"
 
@@ -83,24 +84,24 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Every worker sorts alike; the order within a file stays."""
+    """Sorts files in the same way in every worker; the order within a file does not change."""
     rank = {file: index for index, file in enumerate(LONGEST_FILES)}
     tests = pathlib.Path(__file__).parent
     items.sort(key=lambda item: rank.get(item.path.relative_to(tests).as_posix(), len(rank)))
 
 
 def pytest_collection_finish():
-    """No later collection of garbage looks at what the imports made."""
+    """Excludes the objects that imports created from all later garbage collections."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Compiled programs hold gigabytes in the end, and are of little use to the next file.
+    """Drops compiled programs after a file. They take gigabytes; the next file rarely needs them.
 
-    They also map memory, of which Linux gives a process 65,530 pieces (vm.max_map_count); one more
-    ends in a segmentation fault of the compiler.
+    They also use memory maps. Linux allows 65,530 per process (vm.max_map_count). One more causes a
+    segmentation fault of the compiler.
     """
     yield
     statm = pathlib.Path("/proc/self/statm")  # Linux; its second number is the resident pages

@@ -1,4 +1,4 @@
-"""Several processes as one job: which one this is, and how they come together."""
+"""Several processes as one job: which process this is, and how the processes connect."""
 
 from semrl_jax.cluster.environment import SINGLE, Place, expand_nodes, find_place
 from semrl_jax.cluster.joining import exit_without_peers, join

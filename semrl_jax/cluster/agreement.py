@@ -1,4 +1,4 @@
-"""Work that ends in one agreed status, so that no process goes on alone into a collective."""
+"""Work that ends with one agreed status, so that no process enters a collective alone."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ T = TypeVar("T")
 
 
 class Retry(RuntimeError):
-    """The phase has to be done again by all; the message says why."""
+    """All processes must do the phase again; the message says why."""
 
 
-# What ended a process's part, worst first: a mistake is told before its consequences.
+# How a process's part ended, worst first. A mistake is reported rather than its consequences.
 KINDS = ("mistake", "failed", "preempted", "retry", "done")
 
 
 def run_phase(peers: Peers, phase: str, work: Callable[[], T]) -> T:
-    """Does this process's part and waits for the others'; all have to call it.
+    """Runs `work` in this process and waits for all others; every process must call it.
 
     Returns:
-      What `work` returned here.
+      The value that `work` returned in this process.
 
     Raises:
-      UserError, Preempted, Retry: in every process if it was raised in one.
-      Exception: the process's own; PeerFailed where another could not do its part.
+      UserError, Preempted, Retry: in every process, if it was raised in one.
+      Exception: in the process where `work` raised it. The others raise PeerFailed.
     """
     if peers.count == 1:
         return work()
@@ -51,12 +51,15 @@ def run_phase(peers: Peers, phase: str, work: Callable[[], T]) -> T:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether every process has raised this one's counterpart."""
+    """Whether every process has raised this error or its counterpart."""
     return getattr(error, "agreed", False)
 
 
 def on_first(peers: Peers, phase: str, work: Callable[[], Any]) -> Any:
-    """What process 0's `work` returns, in every process; JSON holds it. Raises as `run_phase`."""
+    """Runs `work` in process 0 and returns its value, which JSON must hold, in every process.
+
+    Raises the same errors as `run_phase`.
+    """
     if peers.count == 1:
         return work()
     found = []

@@ -1,4 +1,4 @@
-"""From processes that JAX has joined to `Peers`."""
+"""Makes `Peers` from processes that JAX has joined."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def connect(
     phase_timeout_s: float,
     progress: Callable[[str], None],
 ) -> Peers:
-    """The peers of a joined process, or of the only one.
+    """The peers of a joined process; without connections if it is the only process.
 
-    Process 0 takes a free port beside the coordinator's; secret and port reach the others over the
-    mesh. On a loopback coordinator it listens to this machine alone.
+    Process 0 takes a free port, other than the coordinator's. The others receive secret and port
+    over the mesh. With a coordinator on loopback, process 0 listens on loopback only.
 
     Raises:
       UserError: if a process cannot connect to process 0 within `connect_timeout_s`.

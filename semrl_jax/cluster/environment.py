@@ -1,4 +1,4 @@
-"""Which process of a job this is: from the settings, else from what the cluster put around it."""
+"""Which process of a job this is: from the settings, or else from variables of the cluster."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from ml_collections import ConfigDict
 
 from semrl_jax.errors import UserError
 
-TPU_PORT = 8482  # the one JAX itself takes on TPU slices
+TPU_PORT = 8482  # the port that JAX itself uses on TPU slices
 JOBSET_PORT = 8482
-SLURM_PORTS = (61440, 4096)  # first and number: above the ports Linux gives to outgoing connections
+SLURM_PORTS = (61440, 4096)  # first and number; above Linux's ports for outgoing connections
 MAX_NODES = 100_000
 ALONE = "distributed.num_processes=1 runs this process alone"
 
 
 class Place(NamedTuple):
-    """Where a process stands in its job.
+    """Index of a process in its job, and how to reach process 0.
 
     Attributes:
-      coordinator: host:port on which process 0 gathers the others; empty for a single process.
-      num_processes: of the job, at least 1.
-      process_id: of this one, in [0, num_processes).
-      source: what said so, for messages: settings, Slurm, JobSet, TPU or single process.
+      coordinator: host:port where process 0 waits for the others; empty for a single process.
+      num_processes: number of processes of the job, at least 1.
+      process_id: index of this process, in [0, num_processes).
+      source: where the values come from, for messages: settings, Slurm, JobSet, TPU or single
+        process.
     """
 
     coordinator: str
@@ -37,23 +38,23 @@ SINGLE = Place("", 1, 0, "single process")
 
 
 def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, str]) -> Place:
-    """Finds out which process of how many this is; touches neither network nor JAX.
+    """Finds the index of this process and the number of processes, without network and JAX.
 
-    A setting that was given counts before anything found. All three given, or
-    num_processes=1, and the environment is not read at all. Otherwise it is read in the order
-    Slurm, JobSet, TPU slice; where none of them has several processes, this is a single one.
+    Settings have priority over the environment. If all three are given, or num_processes=1, the
+    environment is not read. Otherwise it is read in the order Slurm, JobSet, TPU slice. If none of
+    them has several processes, this is a single process.
 
-    JAX has a search of its own (`jax.distributed.initialize()` without arguments). It is not used:
-    it takes a shell inside a Slurm allocation for a task of it, wants a Kubernetes client with the
-    right to read pods, binds a Slurm task to one GPU, and tells neither address nor size before it
-    waits for them. The variables read here are the same.
+    JAX's own detection (`jax.distributed.initialize()` without arguments) is not used. It takes a
+    shell inside a Slurm allocation for a task. It needs a Kubernetes client with the right to read
+    pods. It binds a Slurm task to one GPU. It reports neither address nor number of processes
+    before it waits for them. The variables read here are the same.
 
     Args:
       settings: coordinator, num_processes and process_id of config.distributed; others are ignored.
       environ: usually os.environ.
 
     Raises:
-      UserError: for settings or variables that contradict each other or lack an address.
+      UserError: if settings or variables contradict each other, or an address is missing.
     """
     coordinator = settings["coordinator"]
     num_processes = settings["num_processes"]
@@ -97,24 +98,25 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Splits host:port, the host an IPv6 address in brackets or without a colon.
+    """Splits host:port. A host without brackets has no colon; an IPv6 address needs brackets.
 
     Raises:
-      UserError: naming `field`, if there is no host, none that could be, no port or one outside
-        1-65535.
+      UserError: naming `field`, if the host is missing or impossible, or the port is missing or
+        outside 1-65535.
     """
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\s\[\]/]+):(\d{1,5})", address, re.ASCII)
     if match is None or not 0 < int(match[2]) < 2**16:
         raise UserError(
-            f"{field}={address!r} must be host:port with a port from 1 to 65535, as "
-            "10.0.0.1:8482 or [fd00::1]:8482."
+            f"{field}={address!r} must be host:port with a port from 1 to 65535, such "
+            "as 10.0.0.1:8482 or [fd00::1]:8482."
         )
     host = match[1].strip("[]")
     try:
-        host.encode("idna")  # as every look-up of a name does
+        host.encode("idna")  # every name look-up does the same
     except UnicodeError:
         raise UserError(
-            f"{field}={address!r}: {host!r} is no host name; between its dots are 1 to 63 letters."
+            f"{field}={address!r}: {host!r} is no host name; each part between dots must have 1 to "
+            "63 letters."
         ) from None
     return host, int(match[2])
 
@@ -123,10 +125,10 @@ def expand_nodes(node_list: str) -> list[str]:
     """Expands a Slurm node list: host[001-003,7],other is host001, host002, host003, host7, other.
 
     Raises:
-      ValueError: if it is not one, or has more than MAX_NODES nodes.
+      ValueError: if it is not a node list, or has more than MAX_NODES nodes.
     """
     nodes = []
-    # A comma inside brackets separates ranges, one outside of them node names.
+    # A comma inside brackets separates ranges. A comma outside brackets separates node names.
     for entry in re.split(r",(?![^\[]*\])", node_list):
         parts = re.split(r"\[([^\[\]]*)\]", entry)  # text, ranges, text, ranges, ..., text
         if not entry or any(set(text) & set("[], \t") for text in parts[::2]):
@@ -142,7 +144,7 @@ def expand_nodes(node_list: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expands 001-003,7: zeros in front stay."""
+    """Expands ranges such as 001-003,7 and keeps leading zeros."""
     numbers = []
     for item in ranges.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", item, re.ASCII)
@@ -150,13 +152,13 @@ def _numbers(ranges: str) -> list[str]:
             raise ValueError(f"{item!r} is neither a number nor a range")
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < MAX_NODES:
-            raise ValueError(f"{item!r} is no range of at most {MAX_NODES} nodes")
+            raise ValueError(f"{item!r} is not a range of at most {MAX_NODES} nodes")
         numbers += [f"{number:0{len(match[1])}}" for number in range(first, last + 1)]
     return numbers
 
 
 def _without_cluster(coordinator: str, num_processes: int, process_id: int) -> Place:
-    """The place that settings alone describe, one of them at least left to be found out."""
+    """The place if at least one setting is missing and no cluster was found."""
     given = {
         "coordinator": coordinator,
         "num_processes": num_processes or "",
@@ -167,17 +169,17 @@ def _without_cluster(coordinator: str, num_processes: int, process_id: int) -> P
         return SINGLE
     settings = ", ".join(f"distributed.{name}={v}" for name, v in given.items() if v != "")
     raise UserError(
-        f"{settings}, but neither Slurm, JobSet nor a TPU slice of several processes is around "
-        f"this one to find the rest in; set {' and '.join(missing)} too, or none of them."
+        f"{settings}, but neither Slurm, JobSet nor a TPU slice of several processes was found "
+        f"to take the rest from; set {' and '.join(missing)} too, or none of them."
     )
 
 
 def _slurm(environ: Mapping[str, str]) -> Place | None:
     """The place of a task that srun started.
 
-    The variables of a job are inherited by every shell inside it, and a batch script or an
-    interactive one has SLURM_PROCID=0 beside the SLURM_NTASKS of the whole job. Only srun sets
-    those of a step, and of them SLURM_STEP_NUM_TASKS alone is never the job's.
+    Every shell inside a job inherits the variables of the job. A batch script or an interactive
+    shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job. Only srun sets the variables of
+    a step. Of these, only SLURM_STEP_NUM_TASKS never has the job's value.
     """
     in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_NODELIST" in environ
     if "SLURM_PROCID" not in environ or not in_step:
@@ -198,7 +200,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
             f"{listed}={environ[listed]!r} cannot be read: {error}; set distributed.coordinator "
             "to host:port of the first node."
         ) from None
-    # Two steps of one job may run side by side: the id of the step tells their ports apart.
+    # Two steps of one job may run side by side. The id of the step gives them different ports.
     number = _number(environ, "SLURM_JOB_ID", "Slurm")
     if environ.get("SLURM_STEP_ID", "").isdecimal():
         number += int(environ["SLURM_STEP_ID"])
@@ -207,9 +209,9 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def _jobset(environ: Mapping[str, str]) -> Place | None:
-    """The place of a pod; launch/gke_jobset.yaml exports what Kubernetes itself does not."""
+    """The place of a pod. launch/gke_jobset.yaml exports the variables that Kubernetes does not."""
     if "JOBSET_NAME" not in environ or "JOB_COMPLETION_INDEX" not in environ:
-        return None  # a Job of its own may be one of many runs that share nothing
+        return None  # an ordinary Job may be one of many independent runs
     pods = _number(environ, "PODS_PER_JOB", "JobSet")
     jobs = _number(environ, "REPLICATED_JOB_REPLICAS", "JobSet")
     if pods * jobs <= 1:
@@ -217,13 +219,13 @@ def _jobset(environ: Mapping[str, str]) -> Place | None:
     pod = _number(environ, "JOB_COMPLETION_INDEX", "JobSet", below=pods)
     job = _number(environ, "JOB_INDEX", "JobSet", below=jobs)
     name = environ["JOBSET_NAME"]
-    # Pod 0 of job 0, by the name that the headless service of the JobSet gives it.
+    # The name that the JobSet's headless service gives to pod 0 of job 0.
     host = f"{name}-{_text(environ, 'REPLICATED_JOB_NAME', 'JobSet')}-0-0.{name}"
     return Place(f"{host}:{JOBSET_PORT}", pods * jobs, job * pods + pod, "JobSet")
 
 
 def _tpu(environ: Mapping[str, str]) -> Place | None:
-    """The place of a host of one TPU slice or of several."""
+    """The place of a host of one or several TPU slices."""
     hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     slices = 1
     if environ.get("MEGASCALE_NUM_SLICES"):
@@ -234,7 +236,7 @@ def _tpu(environ: Mapping[str, str]) -> Place | None:
     host, slice_id = hosts[0], 0
     if slices > 1:
         slice_id = _number(environ, "MEGASCALE_SLICE_ID", "the TPU slice", below=slices)
-        # Its port is that of the slices' own traffic.
+        # The port in this variable is for the slices' own traffic.
         host = _text(environ, "MEGASCALE_COORDINATOR_ADDRESS", "the TPU slice").split(":")[0]
     return Place(
         f"{host}:{TPU_PORT}", len(hosts) * slices, slice_id * len(hosts) + worker, "the TPU slice"
@@ -252,16 +254,16 @@ def _text(environ: Mapping[str, str], name: str, source: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str, source: str, below: int | None = None) -> int:
-    """A variable as a whole number, in [0, below)."""
+    """The value of a variable as a whole number in [0, below)."""
     value = _text(environ, name, source)
     if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
         raise UserError(
-            f"{name}={value!r} must be a whole number, as {source} sets it; unset it, or set the "
+            f"{name}={value!r} must be a whole number, as set by {source}; unset it, or set the "
             f"fields of distributed ({ALONE})."
         )
     if below is not None and int(value) >= below:
         raise UserError(
-            f"{name}={value} must be below {below}, the number {source} tells; export them as "
+            f"{name}={value} must be below {below}, the number given by {source}; export both as "
             f"docs/clusters.md says, or set the fields of distributed ({ALONE})."
         )
     return int(value)

@@ -1,4 +1,4 @@
-"""Bytes of every process to every process, over the mesh."""
+"""Gathers bytes from all processes in all processes, over the mesh."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MIN_BYTES = 2**16
 
 
 def gather_bytes(peers: Peers, phase: str, data: bytes) -> list[bytes]:
-    """What each process gave, by process; all have to call it.
+    """Returns the data of every process, by process; every process must call it.
 
-    The sizes are agreed first, so that a process that is missing is named before the collective.
+    The sizes are exchanged first, so that a missing process is named before the collective.
     """
     if peers.count == 1:
         return [data]

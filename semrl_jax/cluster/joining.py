@@ -1,4 +1,4 @@
-"""Gathers the processes of a job, then lets JAX join them into one program."""
+"""Waits until all processes of a job are there, then lets JAX join them into one program."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from semrl_jax.errors import UserError
 
 GREETING = "semrl_jax/1"
 MAX_LINE_BYTES = 4096
-GREETING_TIMEOUT_S = 2.0  # for the greeting of a caller; the others wait in the backlog
+GREETING_TIMEOUT_S = 2.0  # for the greeting of one caller; other callers wait in the backlog
 RETRY_S = 0.2
 REPORT_EVERY_S = 10.0
-NO_GRPC_PROXY, NO_PROXY = "no_grpc_proxy", "no_proxy"  # in this case, and in this order
+NO_GRPC_PROXY, NO_PROXY = "no_grpc_proxy", "no_proxy"  # lower case; gRPC reads them in this order
 
 
 def join(
@@ -34,30 +34,31 @@ def join(
     heartbeat_timeout_s: float,
     announce: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Joins this process and the others of its job; a single process joins nothing.
+    """Joins this process with the others of its job. A single process returns at once.
 
-    To be called before anything else touches a JAX backend. JAX's own way of waiting ends a process
-    by abort() and a stack trace, without a word on who is missing. So the processes first meet
-    on the coordinator's port with a few lines of text, and JAX starts once all are there.
+    Must be called before anything uses a JAX backend. If processes are missing, JAX's own wait ends
+    with abort() and a stack trace that does not name them. Therefore the processes first exchange a
+    few lines of text on the coordinator's port. JAX starts when all have arrived.
 
-    The meeting and JAX's coordination service speak without encryption or a password: the port must
-    be reachable from the cluster's own network only. A coordinator on loopback binds loopback.
+    This exchange and JAX's coordination service use neither encryption nor a password. The port
+    must be reachable only from the cluster's own network. A coordinator on loopback binds loopback.
 
     Args:
       place: from `find_place`.
-      connect_timeout_s: for all processes to arrive, counted from this one's call.
-      heartbeat_timeout_s: silence after which JAX gives a process up and aborts all others.
+      connect_timeout_s: for all processes to arrive, counted from this process's call.
+      heartbeat_timeout_s: after this silence of a process, JAX aborts all others.
       announce: takes one line about a wait, every 10 s.
 
     Raises:
-      UserError: if process 0 cannot be reached or its port cannot be had, if processes did not
-        arrive in time (they are named), or came twice, or were told another number of processes.
+      UserError: if process 0 cannot be reached, its port cannot be used, or processes did not
+        arrive in time (the message names them), arrived twice, or expect another number of
+        processes.
       RuntimeError: if this process has joined already or a JAX backend exists.
     """
     if place.num_processes == 1:
         return
     deadline = time.monotonic() + connect_timeout_s
-    import jax  # here: who only asks for the place, or talks to peers, needs none
+    import jax  # here: `find_place` and `Peers` do not need it
 
     if jax.distributed.is_initialized():
         raise RuntimeError("this process has joined its job already")
@@ -66,11 +67,11 @@ def join(
         _receive_all(place, host, port, connect_timeout_s, deadline, announce)
     else:
         _call(place, host, port, connect_timeout_s, deadline, announce)
-    # gRPC would send even this through the proxy of $http_proxy; the meeting went without one.
+    # By default gRPC would use the proxy of $http_proxy. The exchange above did not use it.
     bypassed = os.environ.get(NO_GRPC_PROXY) or os.environ.get(NO_PROXY) or ""
     os.environ[NO_GRPC_PROXY] = ",".join(filter(None, (bypassed, host)))
-    jax.config.update("jax_check_proxy_envs", False)  # a warning of just that
-    # The service takes SIGTERM for itself, and the run would never hear of it.
+    jax.config.update("jax_check_proxy_envs", False)  # switches off JAX's warning about the proxy
+    # JAX's preemption service handles SIGTERM itself; the run would not receive the signal.
     jax.config.update("jax_enable_preemption_service", False)
     left_s = max(deadline - time.monotonic(), 10.0)
     with _bounded(left_s, place):
@@ -78,18 +79,18 @@ def join(
             place.coordinator,
             place.num_processes,
             place.process_id,
-            # Neither a cluster nor a device is searched for: `place` is known, devices are all.
+            # No detection is needed: `place` is known, and all devices are used.
             cluster_detection_method="deactivate",
             coordinator_bind_address=_bind_address(host, port),
-            initialization_timeout=math.ceil(left_s) + 60,  # ours comes first
+            initialization_timeout=math.ceil(left_s) + 60,  # later than our own limit
             heartbeat_timeout_seconds=max(1, math.ceil(heartbeat_timeout_s)),
         )
 
 
 def exit_without_peers(exit_code: int) -> None:
-    """Lets this process end with `exit_code` although others of the job are gone.
+    """Makes this process exit with `exit_code` without waiting for other processes of the job.
 
-    At its exit JAX would wait for them, for five minutes.
+    Otherwise JAX would wait five minutes for them at the exit.
     """
 
     def leave() -> None:
@@ -97,7 +98,7 @@ def exit_without_peers(exit_code: int) -> None:
         sys.stderr.flush()
         os._exit(exit_code)
 
-    atexit.register(leave)  # the last to be registered is the first to be called
+    atexit.register(leave)  # atexit calls the last registered function first
 
 
 def _receive_all(
@@ -108,15 +109,15 @@ def _receive_all(
     deadline: float,
     announce: Callable[[str], None],
 ) -> None:
-    """Process 0: waits until every other process has called, then tells all to go on."""
+    """Process 0: waits until every other process has connected, then tells all to continue."""
     try:
         listener = listening_socket(host, port)
     except OSError as error:
-        # Python adds the address to the reason; that of a name that has none is text alone.
+        # Python adds the address to the reason. For an unknown host name there is no strerror.
         reason = (error.strerror or str(error)).split(" (while")[0]
         raise UserError(
             f"distributed.coordinator={place.coordinator} cannot be listened on: {reason}; end "
-            "what holds the port, or name another one for all processes."
+            "the program that uses the port, or set another port for all processes."
         ) from None
     callers: dict[int, socket.socket] = {}
     refused = ""
@@ -147,27 +148,29 @@ def _receive_all(
             if answer := _admit(place, caller, callers):
                 refused = f" A process at {address[0]} was refused: {answer}."
             else:
-                told = set()  # one that came in another's place has not heard yet
-        listener.close()  # JAX is to have the port when the others come
+                told = set()  # tell again: a process that reconnected has not been told
+        listener.close()  # before "go": JAX needs the port
         _tell(callers, "go")
 
 
 def _admit(place: Place, caller: socket.socket, callers: dict[int, socket.socket]) -> str:
-    """Takes a caller in, or turns it away; returns why, if it is a process of a job."""
+    """Accepts or refuses a caller; returns the reason if it refuses a process of a job."""
     try:
         caller.settimeout(GREETING_TIMEOUT_S)
         greeting = _read_line(caller)
         match = re.fullmatch(rf"{re.escape(GREETING)} (\d{{1,9}}) of (\d{{1,9}})", greeting)
         if match is None:
-            caller.close()  # a stranger, such as a port scan
+            caller.close()  # an unknown program, such as a port scan
             return ""
         process_id, num_processes = int(match[1]), int(match[2])
         _forget_gone(callers)
         answer = ""
         if num_processes != place.num_processes:
-            answer = f"it was told of {num_processes} processes, process 0 of {place.num_processes}"
+            answer = (
+                f"it expects {num_processes} processes, process 0 expects {place.num_processes}"
+            )
         elif not 0 < process_id < place.num_processes or process_id in callers:
-            answer = f"process {process_id} is there already"
+            answer = f"process {process_id} has already arrived"
         if answer:
             caller.sendall(f"refused {answer}\n".encode())
             caller.close()
@@ -187,7 +190,7 @@ def _call(
     deadline: float,
     announce: Callable[[str], None],
 ) -> None:
-    """Any other process: calls process 0 until it says to go on."""
+    """Every other process: connects to process 0 and waits until it says to continue."""
     problem = "it does not answer"
     missing: set[int] = set()
     next_report = time.monotonic() + REPORT_EVERY_S
@@ -209,7 +212,8 @@ def _call(
                         raise UserError(
                             f"distributed.coordinator={place.coordinator} refused process "
                             f"{place.process_id}: {rest}; give every process of the job the same "
-                            f"number and an id of its own (this one's are from {place.source})."
+                            f"number of processes and its own id (here they are from "
+                            f"{place.source})."
                         )
                     if word not in ("missing", "late") or not re.fullmatch(r"[\d,]+", rest):
                         break
@@ -228,8 +232,8 @@ def _call(
     raise UserError(
         f"distributed.coordinator={place.coordinator}: process 0 of {place.num_processes} cannot "
         f"be reached within distributed.connect_timeout_s={timeout_s:g} s ({problem}); start it "
-        f"on that host, open the port, or, if this is no part of a job, {ALONE} (the place is from "
-        f"{place.source})."
+        f"on that host, open the port, or, if this is not part of a job, {ALONE} (the place is "
+        f"from {place.source})."
     )
 
 
@@ -237,13 +241,13 @@ def _absent(place: Place, missing: set[int], timeout_s: float) -> str:
     return (
         f"{name_processes(missing)} of {place.num_processes} did not arrive at "
         f"distributed.coordinator={place.coordinator} within "
-        f"distributed.connect_timeout_s={timeout_s:g} s; start them, or, if this is no part of a "
+        f"distributed.connect_timeout_s={timeout_s:g} s; start them, or, if this is not part of a "
         f"job, {ALONE} (the place is from {place.source})."
     )
 
 
 def _ids(numbers: set[int]) -> str:
-    # As many as a line may have; of more than that, the first say enough.
+    # A line has a maximum length, so only the first ids are named.
     return ",".join(str(number) for number in sorted(numbers)[:400])
 
 
@@ -256,21 +260,21 @@ def _tell(callers: dict[int, socket.socket], line: str) -> None:
 
 
 def _forget_gone(callers: dict[int, socket.socket]) -> None:
-    """Drops those that have hung up: a process restarted while the others were awaited."""
+    """Removes callers that closed their connection, such as a process that was restarted."""
     if not callers:
         return
-    poll = select.poll()  # select has no room for file descriptors above 1023
+    poll = select.poll()  # select does not support file descriptors above 1023
     by_descriptor = {caller.fileno(): process_id for process_id, caller in callers.items()}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
-    for descriptor, _ in poll.poll(0):  # after its greeting a process says nothing more
+    for descriptor, _ in poll.poll(0):  # after its greeting a process sends nothing more
         callers.pop(by_descriptor[descriptor]).close()
 
 
 def _read_line(connection: socket.socket) -> str:
-    """One line without its end; OSError if the other side hangs up or sends no line."""
+    """Reads one line, without its end; OSError if the peer closes or sends no line."""
     line = b""
-    # Byte by byte: what follows the line is the next read's.
+    # Byte by byte, because the bytes after the line belong to the next read.
     while len(line) < MAX_LINE_BYTES:
         byte = connection.recv(1)
         if byte == b"\n":
@@ -278,11 +282,11 @@ def _read_line(connection: socket.socket) -> str:
         if not byte:
             raise ConnectionError("the connection was closed")
         line += byte
-    raise ConnectionError("what answers there is not process 0")
+    raise ConnectionError("the program that answers there is not process 0")
 
 
 def _bind_address(host: str, port: int) -> str:
-    """Where JAX's service listens, by the rule of `listening_socket`."""
+    """The address where JAX's service listens, by the same rule as `listening_socket`."""
     if not is_loopback(host):
         return f"[::]:{port}"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -290,12 +294,15 @@ def _bind_address(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _bounded(timeout_s: float, place: Place) -> Iterator[None]:
-    """Ends the process with one line if the block takes longer: a call into C++ cannot be left."""
+    """Ends the process with one line if the block takes longer.
+
+    The block is a call into C++, which cannot be interrupted.
+    """
 
     def give_up():
         print(
             f"process {place.process_id} of {place.num_processes}: another process was lost while "
-            f"all were joining at {place.coordinator}; the same job can be started again",
+            f"all were joining at {place.coordinator}; start the same job again",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,7 @@
-"""Connections between the processes of one run: who may connect, within what time, and how.
+"""Connections between the processes of one run: handshake, time limits, sending and receiving.
 
-TCP over IPv4 or IPv6, and the handshake of `multiprocessing.connection`: both ends prove that they
-know the run's secret. Loads no JAX.
+Connections use TCP over IPv4 or IPv6 and the handshake of `multiprocessing.connection`: both ends
+prove that they know the run's secret. This module does not load JAX.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from typing import Any
 from semrl_jax.errors import UserError
 
 BACKLOG = 4096
-HANDSHAKE_TIMEOUT_S = 30.0  # between two of its messages; a stranger stays silent
+HANDSHAKE_TIMEOUT_S = 30.0  # between two of its messages; unknown programs may send none
 FLUSH_TIMEOUT_S = 2.0
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class Link:
-    """A connection to another process, and what was last heard of it.
+    """A connection to another process, and the last state that was received from it.
 
-    Messages leave by a thread of their own: one that is stopped, and takes none, holds nobody up.
+    A separate thread sends the messages. A stopped process that takes none therefore does not block
+    this process.
     """
 
     def __init__(self, index: int, name: str, connection: multiprocessing.connection.Connection):
         self.index, self.name = index, name
         self.heard = self.phase_began = time.monotonic()
         self.phase = "start"
-        self.left = False  # it said that it goes
+        self.left = False  # whether it announced its orderly end
         self._connection = connection
         self._outgoing: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._write, name=f"to process {index}", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends soon, unless the other end is gone: the reader of this connection learns of it."""
+        """Queues a message. If the other end is gone, only the reader gets the error."""
         self._outgoing.put(json.dumps(message).encode())
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Messages as they come; OSError or EOFError when the connection ends."""
+        """Yields messages as they arrive; OSError or EOFError when the connection ends."""
         while True:
             yield json.loads(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
 
     def sent(self) -> threading.Event:
-        """Is set once all that was sent before has left."""
+        """Returns an event that is set once all earlier messages are sent."""
         event = threading.Event()
         self._outgoing.put(event)
         return event
@@ -68,14 +69,14 @@ class Link:
 
 
 def flush(links: Iterable[Link]) -> None:
-    """Gives what was sent the time to leave; a process that takes nothing is not waited for."""
+    """Waits until queued messages are sent, for at most FLUSH_TIMEOUT_S altogether."""
     deadline = time.monotonic() + FLUSH_TIMEOUT_S
     for event in [link.sent() for link in links]:
         event.wait(max(0.0, deadline - time.monotonic()))
 
 
 class Listener:
-    """Process 0's end; `address` is where the others connect."""
+    """Process 0's listening socket; `address` is where the others connect."""
 
     def __init__(self, host: str, key: bytes, port: int):
         self._socket = listening_socket(host, port)
@@ -83,19 +84,19 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self, arrived: Callable[[Link], None]) -> None:
-        """Takes in who knows the secret, each in a thread of its own, until `close`."""
+        """Accepts callers that know the secret, each in its own thread, until `close`."""
         with contextlib.suppress(OSError):
             while True:
                 caller, _ = self._socket.accept()
                 threading.Thread(target=self._admit, args=(caller, arrived), daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # wakes the thread that accepts
+        with contextlib.suppress(OSError):  # shutdown wakes the accepting thread
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _admit(self, caller: socket.socket, arrived: Callable[[Link], None]) -> None:
-        # A stranger, or one who gave up, is let go.
+        # Unknown callers, and callers that gave up, are ignored.
         with contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
             with _shaking_hands(caller) as connection:
                 multiprocessing.connection.deliver_challenge(connection, self._key)
@@ -105,7 +106,10 @@ class Listener:
 
 
 def listen(host: str, key: bytes, port: int = 0) -> Listener:
-    """Listens at a loopback address, or with any other host on all of them; port 0: a free one."""
+    """Listens on a loopback host only there, for any other host on all addresses.
+
+    Port 0 takes a free port.
+    """
     return Listener(host, key, port)
 
 
@@ -113,7 +117,7 @@ def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s:
     """Connects to process 0.
 
     Raises:
-      UserError: if nothing that knows the secret answers in time.
+      UserError: if no process that knows the secret answers in time.
     """
     host, port = address
     try:
@@ -123,7 +127,7 @@ def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s:
             multiprocessing.connection.deliver_challenge(connection, key)
             connection.send_bytes(json.dumps(hello).encode())
     except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "it hung up"
+        reason = getattr(error, "strerror", None) or str(error) or "it closed the connection"
         raise UserError(
             f"process {hello['hello']} ({hello['name']}) cannot connect to process 0 at {host} "
             f"port {port} within distributed.connect_timeout_s={timeout_s:g} s ({reason}); the "
@@ -133,9 +137,9 @@ def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Listens on loopback if the host is, else on all addresses.
+    """Listens on the host if it is loopback, otherwise on all addresses.
 
-    Without SO_REUSEPORT, so that a second job does not share the port.
+    SO_REUSEPORT is not set, so that a second job cannot share the port.
     """
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,7 +152,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine alone."""
+    """Whether an address reaches only this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -157,11 +161,11 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _shaking_hands(end: socket.socket) -> Iterator[multiprocessing.connection.Connection]:
-    """The socket as a connection whose messages have a time limit within the block."""
+    """The socket as a connection. Inside the block, its messages have a time limit."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection = multiprocessing.connection.Connection(os.dup(end.fileno()))
-    with end:  # its options are those of the duplicate, too
+    with end:  # socket options also apply to the duplicate
         _limit(end, HANDSHAKE_TIMEOUT_S)
         try:
             yield connection

@@ -1,8 +1,8 @@
-"""The processes of one run: what they agree on, and who of them is missing.
+"""The processes of one run: small values that they exchange, and detection of a lost process.
 
-Every process holds one connection to process 0, beside JAX's own: JAX ends a process whose peer is
-gone with pages of C++ and without a name. Messages are small JSON objects; arrays go over the mesh
-(exchange.py). Loads no JAX.
+Every process holds one connection to process 0, in addition to JAX's own. If a peer is lost, JAX
+would end the process with pages of C++ output that do not name the peer. Messages are small JSON
+objects. Arrays go over the mesh (exchange.py). This module does not load JAX.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ BEATS_PER_TIMEOUT = 4
 
 
 class PeerFailed(RuntimeError):
-    """What another process could not do; its message names the process."""
+    """Another process could not do its part; the message names it."""
 
 
 class Peers:
-    """One process's place among all, and its line to process 0.
+    """This process's index among all processes, and its connection to process 0.
 
-    A process that is lost (killed, stopped, cut off, or stuck in a phase for longer than
-    `phase_timeout_s`) ends all others with EXIT_PEER_LOST and one line on stderr that names it.
+    If a process is lost (killed, stopped, disconnected, or in one phase for longer than
+    `phase_timeout_s`), all others end with EXIT_PEER_LOST and one line on stderr that names it.
 
     Args:
       index: of this process; process 0 listens.
-      count: processes altogether; 1 connects nothing.
-      listener: process 0's, from `listen`.
+      count: number of processes; with 1 there are no connections.
+      listener: in process 0, from `listen`.
       address, key: where process 0 listens, and the secret of this run.
       connect_timeout_s: for all others to connect to process 0.
-      heartbeat_timeout_s: a process that was not heard of for so long is lost.
-      phase_timeout_s: how long all others wait for one in `gather`, and how long one may stay in a
-        phase, as where a device hangs in a program of all.
-      progress: takes one line about a wait, on process 0.
-      progress_every_s: between two of them.
+      heartbeat_timeout_s: a process that sends nothing for this long is lost.
+      phase_timeout_s: how long all others wait for one process in `gather`, and how long a process
+        may stay in one phase, for example when a device hangs in a program of all processes.
+      progress: takes one line about a wait, in process 0.
+      progress_every_s: seconds between two such lines.
 
     Attributes:
-      on_stop: called, from another thread, when another process says `stop_all`.
+      on_stop: called, from another thread, when another process calls `stop_all`.
 
     Raises:
-      UserError: if the others do not connect to process 0 in time, in those that are connected and
-        in those that are not.
+      UserError: in every process, if not all connect to process 0 in time.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class Peers:
         self._results: dict[int, list] = {}
         self._phase, self._phase_began = "start", time.monotonic()
         self._closing = threading.Event()
-        self._ending = threading.Lock()  # taken once and kept: the first reason is the one told
-        self._links: dict[int, Link] = {}  # process 0: to all others; they: to it
-        self._rounds: dict[int, _Round] = {}  # of process 0
+        self._ending = threading.Lock()  # acquired once, so that only the first reason is printed
+        self._links: dict[int, Link] = {}  # in process 0: to all others; elsewhere: to process 0
+        self._rounds: dict[int, _Round] = {}  # in process 0 only
         if count == 1:
             return
         if index == 0:
@@ -97,7 +96,7 @@ class Peers:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the others say this process is in, should it be lost in the block."""
+        """Sets the phase that the others name if this process is lost inside the block."""
         before = self._phase
         self._enter(name)
         try:
@@ -106,11 +105,11 @@ class Peers:
             self._enter(before)
 
     def gather(self, phase: str, value: Any) -> list:
-        """Every process's value, by process; all have to call it in the same order.
+        """Returns the values of all processes, by process; all must call it in the same order.
 
         Args:
-          phase: what is agreed on; the same word in every process.
-          value: anything JSON holds.
+          phase: name of the phase; the same in every process.
+          value: any value that JSON can hold.
 
         Raises:
           RuntimeError: if the processes are not in the same phase.
@@ -135,25 +134,26 @@ class Peers:
         return [entry["value"] for entry in arrived]
 
     def stop_all(self) -> None:
-        """Has `on_stop` called in every other process: this one was asked to end."""
+        """Calls `on_stop` in every other process, because this process was asked to end."""
         self._send_all({"stop": self.index})
 
     def fail(self, reason: str, exit_code: int) -> None:
-        """Ends the other processes, which cannot go on without this one; returns here.
+        """Ends the other processes, which cannot continue without this one; then returns.
 
-        Where this one failed because another was lost, that one is named instead, and this process
-        ends like the others.
+        If this process failed because another one was lost, the lost one is named instead, and this
+        process ends like the others.
         """
         if self.count == 1 or self._closing.is_set():
             return
-        # A peer's death breaks a collective here before or after its connection.
+        # If a peer was lost, the failed collective may be noticed here before its closed
+        # connection. Wait, so that the connection can be noticed too.
         time.sleep(1.0)
-        self._closing.set()  # the others go at once: now that is no loss
+        self._closing.set()  # the others end at once; from here on this is not a loss
         self._send_all({"failed": self.index, "reason": reason, "exit_code": exit_code})
         flush(self._links.values())
 
     def close(self) -> None:
-        """Leaves the others; only after a last `gather`."""
+        """Closes this process's part in order; call it only after a last `gather`."""
         self._closing.set()
         self._send_all({"bye": self.index})
         flush(self._links.values())
@@ -161,7 +161,7 @@ class Peers:
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
         self._beat()
-        flush(self._links.values())  # what this process does next may be its last
+        flush(self._links.values())  # the others must know the phase even if the process dies in it
 
     def _beat(self) -> None:
         self._send_all({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
@@ -215,7 +215,7 @@ class Peers:
                 self._lost(link, "its connection closed")
 
     def _watch(self) -> None:
-        """Sends beats, and finds whom no beat came from, or who keeps all others waiting."""
+        """Sends heartbeats; finds processes that send none or that all others wait for."""
         pause = self._heartbeat_timeout_s / BEATS_PER_TIMEOUT
         beat = time.monotonic()
         while not self._closing.wait(min(pause, 0.5)):
@@ -225,7 +225,7 @@ class Peers:
                 self._beat()
             for link in self._links.values():
                 if not link.left and now - link.heard > self._heartbeat_timeout_s:
-                    self._lost(link, f"nothing was heard of it for {now - link.heard:.0f} s")
+                    self._lost(link, f"it sent nothing for {now - link.heard:.0f} s")
             with self._changed:
                 rounds = list(self._rounds.values())
                 waiting = {index for one in rounds for index in one.arrived}
@@ -235,14 +235,14 @@ class Peers:
                 self._look_for_stuck(rounds, waiting, now)
 
     def _look_for_stuck(self, rounds: list[_Round], waiting: set[int], now: float) -> None:
-        """Ends all where others wait for too long, or one at work stays in its phase."""
+        """Ends all processes if a wait or the phase of a working process takes too long."""
         at_work = [index for index in range(self.count) if index not in waiting]
         began = [one.began for one in rounds]
         began += [self._links[index].phase_began for index in at_work if index > 0]
         began += [self._phase_began] if 0 in at_work else []
         if now - min(began, default=now) > self._phase_timeout_s:
             self._end(
-                f"{'; '.join(map(self._describe, at_work))} did not come to the end of it within "
+                f"{'; '.join(map(self._describe, at_work))} did not finish it within "
                 f"distributed.phase_timeout_s={self._phase_timeout_s:g} s"
             )
 
@@ -285,7 +285,7 @@ class Peers:
         )
 
     def _stopped(self, message: dict) -> None:
-        if self.index == 0:  # it alone knows all
+        if self.index == 0:  # only process 0 has links to all
             for link in self._links.values():
                 if link.index != message["stop"]:
                     link.send(message)
@@ -296,16 +296,16 @@ class Peers:
         self._exit(message, f"{reason.rstrip('.')}; all processes stop", message["exit_code"])
 
     def _end(self, reason: str) -> NoReturn:
-        """Whatever the main thread waits for will not come: no orderly end is possible."""
+        """Ends this process immediately: the main thread waits for something that cannot arrive."""
         self._exit(
             {"lost": reason},
-            f"{reason}; all {self.count} processes stop, the same command goes on from the last "
+            f"{reason}; all {self.count} processes stop, the same command continues from the last "
             "checkpoint",
             EXIT_PEER_LOST,
         )
 
     def _exit(self, message: dict[str, Any], line: str, exit_code: int) -> NoReturn:
-        """Ends all; those that then leave break connections here, which is no loss to tell of."""
+        """Ends all processes. Connections that then close are not reported as losses."""
         self._ending.acquire()
         for link in self._links.values():
             if link.index != message.get("failed"):
@@ -316,7 +316,7 @@ class Peers:
 
 
 class _Round:
-    """Who has come to one `gather`."""
+    """The processes that have arrived at one `gather`."""
 
     def __init__(self, phase: str):
         self.phase = phase
@@ -325,7 +325,7 @@ class _Round:
 
 
 def name_processes(ids: Iterable[int]) -> str:
-    """Names processes in few words: 'process 3', 'processes 1, 4-7'."""
+    """Names processes briefly: 'process 3', 'processes 1, 4-7'."""
     ids = sorted(ids)
     runs: list[list[int]] = []
     for number in ids:

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: written and read by Orbax, vouched for by our manifest.
+"""The files of a checkpoint: written and read by Orbax, verified with our manifest.
 
-A folder `<step>/` holds `state`, `meta` (format version, step, data position) and, once all of it
-is on disk, `manifest.<process>.json` with size and SHA-256 of every file. Orbax alone restores
-flipped bits without a word; a checkpoint without its manifest is a torn one.
+A folder `<step>/` holds `state` and `meta` (format version, step, data position). When all of it is
+on disk, `manifest.<process>.json` is added, with size and SHA-256 of every file. Orbax alone would
+restore flipped bits without an error. A checkpoint without its manifest is incomplete.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from semrl_jax.files import read_json_object, write_json
 from semrl_jax.models import Params
 from semrl_jax.training.state import DataPosition
 
-WRITES_TIMEOUT_S = 30.0  # for the other writes of a save that failed
+WRITES_TIMEOUT_S = 30.0  # for the remaining writes of a failed save
 META_FILE = pathlib.Path("meta", "metadata")
-FORMAT_VERSION = 2  # 1: manifests leave out files named manifest.*, which tensorstore has too
+FORMAT_VERSION = 2  # in 1, manifests leave out all files named manifest.*, tensorstore's too
 
 
 class UnreadableError(UserError):
-    """A checkpoint matches its manifest and cannot be read all the same."""
+    """A checkpoint matches its manifest but cannot be read."""
 
     def __init__(self, folder: pathlib.Path, error: Exception):
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         super().__init__(
             f"checkpoint {folder} matches its manifest, but cannot be read ({reason}); update "
-            "semrl_jax and its packages, or move the checkpoint away to go on from an older one."
+            "semrl_jax and its packages, or move the checkpoint away to use an older one."
         )
 
 
 def checkpoint_steps(directory: pathlib.Path) -> list[int]:
-    """Steps with an entry in a directory of checkpoints, sound or not, in order."""
+    """Sorted steps that have an entry in a directory of checkpoints, valid or not."""
     return sorted(
         int(entry.name)
         for entry in directory.iterdir()
@@ -50,10 +50,10 @@ def checkpoint_steps(directory: pathlib.Path) -> list[int]:
 
 
 def checkpoint_problem(folder: pathlib.Path) -> str:
-    """What is wrong with a checkpoint, "" if nothing; reads all of it.
+    """Reads a whole checkpoint and returns what is wrong with it; "" if it is valid.
 
     Raises:
-      UserError: if its files match their manifest, and it is of a newer format.
+      UserError: if its files match their manifest, but its format is newer than this code.
     """
     main = folder / "manifest.0.json"
     recorded = _read_object(main)
@@ -92,7 +92,7 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
         and position.keys() == set(DataPosition._fields)
         and all(map(_is_count, position.values()))
     ):
-        return f"{folder / META_FILE} lacks a field, or one is no whole number"
+        return f"{folder / META_FILE} lacks a field, or one is not a whole number"
     if str(meta["step"]) != folder.name:
         return f"it is that of step {meta['step']}, under another name"
     for process in range(1, meta.get("num_processes", 1)):
@@ -103,27 +103,27 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:
-    """`format_version`, `step` and `position` of a sound checkpoint."""
+    """`format_version`, `step` and `position` of a valid checkpoint."""
     return read_json_object(folder / META_FILE)
 
 
 def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None:
-    """Raises where a checkpoint holds other arrays than `abstract`.
+    """Raises if a checkpoint holds other arrays than `abstract`.
 
     Args:
-      folder: a sound checkpoint.
+      folder: a valid checkpoint.
       abstract: tree of arrays, or of their shapes and dtypes.
-      part: compare only arrays whose name starts so, as "params/".
+      part: compare only arrays whose name starts with this, such as "params/".
 
     Raises:
-      UnreadableError: if Orbax cannot read what it wrote about them.
+      UnreadableError: if Orbax cannot read its own metadata of the arrays.
       UserError: naming the first array that differs.
     """
     try:
         with open_checkpointer() as checkpointer:
             tree = checkpointer.metadata(folder.absolute()).item_metadata["state"].tree
             ocp.tree.to_flat_dict(tree, sep="/")
-    except Exception as error:  # whatever Orbax stumbles over is in these files
+    except Exception as error:  # any error of Orbax here is caused by these files
         raise UnreadableError(folder, error) from error
     stored, expected = (
         {
@@ -133,7 +133,7 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
         }
         for tree in (tree, abstract)
     )
-    # Parameters first: the optimiser's arrays differ because theirs do.
+    # Parameters first: if they differ, the optimiser's arrays differ as a consequence.
     for name in sorted(stored.keys() | expected.keys(), key=lambda n: (n[:7] != "params/", n)):
         there, here = stored.get(name, "missing"), expected.get(name, "missing")
         if there != here:
@@ -144,7 +144,7 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
 
 
 def save_params(folder: pathlib.Path, params: Params) -> None:
-    """Writes a sealed checkpoint of parameters alone; its step is the name of the folder."""
+    """Writes a complete checkpoint of parameters only; its step is the name of the folder."""
     with open_checkpointer() as checkpointer:
         checkpointer.save(
             folder, args=save_args({"params": params}, int(folder.name), DataPosition(0, 0))
@@ -154,11 +154,11 @@ def save_params(folder: pathlib.Path, params: Params) -> None:
 
 
 def restore_params(folder: pathlib.Path, like: Params) -> Params:
-    """The parameters of a sound checkpoint, be there a whole train state or not.
+    """The parameters of a valid checkpoint, of a whole train state or of parameters only.
 
     Args:
-      folder: its files have been compared with the manifest.
-      like: parameters of its shapes; arrays or their shapes and dtypes.
+      folder: a checkpoint whose files match the manifest.
+      like: parameters of the same shapes: arrays, or their shapes and dtypes.
 
     Raises:
       UserError: if the parameters have other names, shapes or dtypes than `like`.
@@ -168,11 +168,11 @@ def restore_params(folder: pathlib.Path, like: Params) -> Params:
 
 
 def restore_tree(folder: pathlib.Path, like: Any) -> Any:
-    """The arrays of `like` from a checkpoint that has at least those.
+    """The arrays of `like` from a checkpoint that has at least these arrays.
 
     Args:
-      folder: its files have been compared with the manifest, its structure with `like`.
-      like: tree of arrays, or of shapes and dtypes; with a sharding where it is to lie so.
+      folder: a checkpoint whose files match the manifest and whose structure matches `like`.
+      like: tree of arrays, or of shapes and dtypes; shardings in it are applied to the result.
 
     Raises:
       UnreadableError: if tensorstore cannot read them.
@@ -187,19 +187,19 @@ def restore_tree(folder: pathlib.Path, like: Any) -> Any:
         with open_checkpointer() as checkpointer:
             args = ocp.args.Composite(state=state)
             return checkpointer.restore(folder.absolute(), args=args).state
-    except ValueError as error:  # tensorstore's, of bytes that are no array
+    except ValueError as error:  # from tensorstore, for bytes that are not an array
         raise UnreadableError(folder, error) from error
 
 
 def file_checksums(folder: pathlib.Path) -> dict[str, list]:
-    """[size in bytes, hex SHA-256] of every file of a checkpoint, our manifests left out."""
+    """[size in bytes, hex SHA-256] of every file of a checkpoint except our manifests."""
     sums = {}
     for file in sorted(folder.rglob("*")):
         ours = file.parent == folder and re.fullmatch(r"manifest\.\d+\.(json|writing)", file.name)
         if file.is_dir() or ours:
             continue
         size, digest = file.stat().st_size, ""
-        if file.is_file():  # nothing is read from a pipe or a device
+        if file.is_file():  # do not read from a pipe or a device
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
         sums[str(file.relative_to(folder))] = [size, digest]
@@ -207,10 +207,10 @@ def file_checksums(folder: pathlib.Path) -> dict[str, list]:
 
 
 def write_manifest(folder: pathlib.Path) -> None:
-    """Vouches for the files of a checkpoint as they are now; durable when this returns."""
+    """Writes the manifest of a checkpoint's current files; it is on disk when this returns."""
     manifest = folder / f"manifest.{jax.process_index()}.json"
     write_json(manifest, file_checksums(folder), durable=True)
-    # The names, too: older checkpoints are removed on the strength of this one.
+    # Also sync the directories: older checkpoints are removed once this one is complete.
     for directory in (folder, folder.parent):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -220,13 +220,13 @@ def write_manifest(folder: pathlib.Path) -> None:
 
 
 def _let_failed_saves_end() -> None:
-    """Makes Orbax wait for all writes of a save of which one has failed.
+    """Makes Orbax wait for all writes of a save if one of them fails.
 
-    Orbax 0.12 closes the event loop of such a save at once. Each of its writes that ends later then
-    prints a traceback, "Event loop is closed", from a thread of tensorstore.
+    Orbax 0.12 closes the event loop of such a save at once. Each write that ends later then prints
+    a traceback, "Event loop is closed", from a thread of tensorstore.
     """
     run_in_loop = getattr(asyncio_utils, "_run_sync_via_new_loop", None)
-    if run_in_loop is None:  # another Orbax
+    if run_in_loop is None:  # another version of Orbax
         return
 
     async def to_the_end(work: Coroutine) -> Any:
@@ -246,16 +246,16 @@ _let_failed_saves_end()
 def open_checkpointer(
     barrier: Callable[..., None] | None = None,
 ) -> ocp.AsyncCheckpointer:
-    """Reads and writes folders of `state` and `meta`; a context manager.
+    """A context manager that reads and writes folders of `state` and `meta`.
 
     Args:
-      barrier: of `key` and `timeout_ms`, waits for all processes to have written; None: Orbax's,
-        which does not learn of a process that failed.
+      barrier: function of `key` and `timeout_ms` that waits until all processes have written.
+        None: Orbax's own, which does not notice a failed process.
     """
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(
-            # zstd takes 8 % off float32 parameters and doubles the time to save them; reading them
-            # back takes three times as long.
+            # zstd makes float32 parameters 8 % smaller, but saving takes twice as long and reading
+            # three times as long.
             state=ocp.PyTreeCheckpointHandler(use_compression=False),
             meta=ocp.JsonCheckpointHandler(),
         ),

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written in the background, trusted only with a matching manifest.
 
-Orbax's CheckpointManager is not used: it removes old checkpoints before the new one has its
-manifest, and reads metadata of every checkpoint, damaged ones too, before it can be asked anything.
+Orbax's CheckpointManager is not used, for two reasons. It removes old checkpoints before the new
+one has its manifest. It reads the metadata of every checkpoint when it opens, also of damaged ones.
 """
 
 from __future__ import annotations
@@ -38,28 +38,31 @@ from semrl_jax.training.state import DataPosition, TrainState
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished
 REMOVED = ".removed"
 MANIFEST_TIMEOUT_S = 600.0
-ENDED_TIMEOUT_S = 60.0  # for the others to stop writing a checkpoint that failed
+ENDED_TIMEOUT_S = 60.0  # for the other processes to stop writing a failed checkpoint
 
 
 class Checkpoints:
     """Saves and restores the train state of one run.
 
-    A save that the disk refuses, be it to one of several processes, does not end the run: it is
-    said in one line, what was written is removed, and the next save tries again. `failure` tells in
-    the end whether the last one failed.
+    A checkpoint is sealed when all processes have written their manifests.
+
+    A save that fails because of the disk, in any process, does not end the run. It is reported in
+    one line, its files are removed, and the next save tries again. At the end, `failure` tells
+    whether the last save failed.
 
     Args:
-      directory: made if missing; of this run alone.
-      keep: newest checkpoints kept; older ones are removed after a newer one is sealed.
-      every_steps: steps between two saves, see `due`; 0 leaves `extra_steps` and the last step.
-      keep_every: multiples of this step are saved and kept for ever; 0: none.
-      extra_steps: these steps are saved and kept for ever.
-      warn: called with one line for each checkpoint that cannot be trusted or written; from
-        another thread, too.
-      peers: the processes that hold the state; each writes its part, process 0 alone removes.
+      directory: made if missing; used by this run only.
+      keep: number of newest checkpoints to keep; older ones are removed after a newer one is
+        sealed.
+      every_steps: steps between two saves, see `due`; 0: only `extra_steps` and the last step.
+      keep_every: multiples of this step are saved and never removed; 0: none.
+      extra_steps: steps that are saved and never removed.
+      warn: called with one line for each checkpoint that cannot be trusted or written, also from
+        another thread.
+      peers: the processes that hold the state. Each writes its part; only process 0 removes.
 
     Attributes:
-      num_failed: saves the disk refused.
+      num_failed: number of saves that failed because of the disk.
     """
 
     def __init__(
@@ -82,13 +85,13 @@ class Checkpoints:
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
         self._checkpointer = open_checkpointer(self._barrier)
-        self._sound: set[int] = set()  # steps sealed, or restored, by this attempt
-        self._unsound: set[int] = set()  # steps found not to match their manifest
+        self._sound: set[int] = set()  # steps sealed or restored by this attempt
+        self._unsound: set[int] = set()  # steps that do not match their manifest
         self._sealing: threading.Thread | None = None
-        self._defect: Exception | None = None  # not the disk's doing; raised by wait()
+        self._defect: Exception | None = None  # not caused by the disk; raised by wait()
         self._last_step = -1  # of the last save
-        self._failure = ""  # of the last save, if the disk refused it
-        # Pages of tracebacks for what is raised, too, and here becomes one line.
+        self._failure = ""  # of the last save, if the disk caused it
+        # For errors that it also raises, Orbax logs pages of tracebacks. Here they become one line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax_failing)
         self._name = on_first(self._peers, "open_checkpoints", self._make_directory)
@@ -96,7 +99,7 @@ class Checkpoints:
         self._joint = JointSave(self._name, self._peers)
 
     def due(self, step: int, num_steps: int) -> bool:
-        """Whether the state after `step` of `num_steps` updates is to be saved."""
+        """Whether to save the state after `step` of `num_steps` updates."""
         return (
             step == num_steps
             or step in self._extra_steps
@@ -112,7 +115,7 @@ class Checkpoints:
             return
         self._num_saves += 1
         self._joint = JointSave(f"{self._name}/{self._num_saves}", self._peers)
-        # A directory that process 0 could not make would leave the others waiting for it.
+        # Agree first: if process 0 cannot make the directory, the others must not wait for it.
         refused = on_first(self._peers, "checkpoint", lambda: self._make_room(step))
         if refused:
             self._note_refusal(step, refused)
@@ -130,17 +133,17 @@ class Checkpoints:
         self._sealing.start()
 
     def restore(self, like: TrainState) -> TrainState | None:
-        """The newest checkpoint whose files match their manifest, or None.
+        """Restores the newest checkpoint whose files match their manifest; None if there is none.
 
-        Each newer one that cannot be trusted is named by `warn`, and so is a start from nothing
-        because none can.
+        `warn` gets a line for each newer checkpoint that cannot be trusted, and one if checkpoints
+        exist but none can be trusted.
 
         Args:
           like: a state with the shapes, dtypes and shardings to restore into.
 
         Raises:
-          UserError: if a sound checkpoint was written by a newer format, or holds a state of other
-            names, shapes or dtypes than `like`.
+          UserError: if a valid checkpoint has a newer format, or holds a state of other names,
+            shapes or dtypes than `like`.
         """
         self.wait()
         like = like._replace(position=None)
@@ -160,7 +163,7 @@ class Checkpoints:
                         isinstance(error, UserError) and not is_damaged
                     ):
                         raise
-                    # Format 1 leaves tensorstore's own manifests out of ours.
+                    # In format 1, our manifest does not cover tensorstore's own manifests.
                     problem = f"it cannot be read ({_first_line(error)})"
             if problem:
                 self._unsound.add(step)
@@ -176,8 +179,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns when the last save is sealed or has failed; raises a failure of other causes
-        than the disk."""
+        """Waits for the end of the last save; raises its error if the disk was not the cause."""
         if self._sealing is not None:
             self._sealing.join()
             self._sealing = None
@@ -186,7 +188,7 @@ class Checkpoints:
             raise defect
 
     def failure(self) -> str:
-        """Waits for the last save; what the disk refused it with, "" if it is sealed."""
+        """Waits for the last save; returns the reason if the disk made it fail, "" if sealed."""
         run_phase(self._peers, "checkpoint", self.wait)
         self._agree_on_failure()
         return self._failure
@@ -201,7 +203,7 @@ class Checkpoints:
         try:
             self._checkpointer.wait_until_finished()
             write_manifest(self._directory / str(step))
-            # Without the others' this checkpoint does not replace another.
+            # Without all manifests, this checkpoint must not replace an older one.
             self._joint.wait("sealed", MANIFEST_TIMEOUT_S)
             self._sound.add(step)
             self._unsound.discard(step)
@@ -209,31 +211,34 @@ class Checkpoints:
             if self._peers.index == 0:
                 self._prune()
             self._joint.arrive("ended")
-        except Exception as error:  # handed to the thread that asks, by wait()
+        except Exception as error:  # wait() raises it in the calling thread
             self._failed(step, error)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's, between the writing of all processes and the renaming by process 0."""
+        """Orbax calls this after all processes have written and before process 0 renames."""
         self._joint.wait(key, timeout_ms / 1000)
 
     def _agree_on_failure(self) -> None:
-        """What one process could not write none has written."""
+        """Makes a save fail in all processes if it failed in one."""
         found = list(filter(None, self._peers.gather("checkpoint", self._failure)))
         if found and not self._failure:
             self._failure = found[0]
             self._sound.discard(self._last_step)
 
     def _make_directory(self) -> str:
-        """Returns a name for what the processes tell each other of this attempt's saves."""
+        """Makes the directory; returns a name for the processes' messages about saves."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         return f"semrl-checkpoints-{secrets.token_hex(8)}"
 
     def _make_room(self, step: int) -> str:
-        """Removes leftovers, and this step's: left unsealed by a kill, or altered since; sealing
-        it now would vouch for its files.
+        """Removes leftovers and an existing checkpoint of this step, and tries to write.
 
-        Returns what the disk refuses this, or a small file, with; "" if nothing.
+        The existing checkpoint was not sealed because of a kill, or was altered later. A manifest
+        written now would declare its files valid.
+
+        Returns:
+          The reason if the disk does not allow this, "" if it does.
         """
         probe = self._directory / f"{step}{TMP_MARK}-probe"
         try:
@@ -249,10 +254,11 @@ class Checkpoints:
         return ""
 
     def _prune(self) -> None:
-        """Removes what need not be kept; only called when a checkpoint has just been sealed.
+        """Removes checkpoints that need not be kept; called only after a checkpoint was sealed.
 
-        An unsound one counts for nothing and goes as soon as a newer one is sound. Those before
-        the restored one were not looked at and count as sound: `keep` newer ones are.
+        An invalid checkpoint does not count as kept. It is removed once a newer one is valid.
+        Checkpoints older than the restored one were not verified and count as valid. This is safe,
+        because `keep` newer ones are valid before they are removed.
         """
         steps = [step for step in checkpoint_steps(self._directory) if step not in self._unsound]
         kept = self._extra_steps.union(
@@ -266,17 +272,17 @@ class Checkpoints:
         self._unsound = {step for step in self._unsound if step > max(self._sound)}
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint, if it is there."""
+        """Removes a checkpoint if it exists."""
         folder = self._directory / str(step)
         if os.path.lexists(folder):
-            # One rename first: a kill in the middle must not leave half a checkpoint.
+            # Rename first, so that a kill during the removal does not leave half a checkpoint.
             removed = folder.with_name(folder.name + REMOVED)
             remove(removed)
             folder.rename(removed)
             remove(removed)
 
     def _sweep(self) -> bool:
-        """Removes what a kill or a failed save left half-written; False if some of it resists."""
+        """Removes incomplete files of a kill or a failed save; False if some cannot be removed."""
         try:
             for entry in self._directory.iterdir():
                 if TMP_MARK in entry.name or entry.name.endswith(REMOVED):
@@ -287,19 +293,19 @@ class Checkpoints:
 
     def _failed(self, step: int, error: Exception) -> None:
         refusal = disk_refusal(error)
-        # Noted first: what follows may fail as well.
+        # Record the failure first, because the following calls may fail too.
         if refusal is None:
             self._defect = error
         else:
             self._note_refusal(step, refusal.strerror)
         self._joint.fail(refusal or error)
         if refusal is not None:
-            # The old one would tell the next save of errors of this one.
+            # The old checkpointer would report this save's errors at the next save.
             failed, self._checkpointer = self._checkpointer, open_checkpointer(self._barrier)
             with contextlib.suppress(Exception):
                 failed.close()
             if self._peers.index == 0:
-                # While another writes nothing is removed; what is left goes at the next save.
+                # Remove nothing while another process writes. The next save removes the rest.
                 with contextlib.suppress(TimeoutError):
                     self._joint.wait("ended", ENDED_TIMEOUT_S, whatever_failed=True)
                     self._clear(step)
@@ -319,11 +325,11 @@ class Checkpoints:
         self._warn(f"{self._failure}; the next one tries again.")
 
     def _clear(self, step: int) -> None:
-        """Removes what was written of a checkpoint, as far as the disk lets it."""
+        """Removes the files of a failed checkpoint, as far as possible."""
         with contextlib.suppress(OSError):
             self._remove(step)
-        # Other threads of Orbax may go on writing for a moment; what they leave later goes at the
-        # next save or start.
+        # Other threads of Orbax may write for a moment longer. Files that they leave later are
+        # removed at the next save or start.
         for _ in range(20):
             if self._sweep():
                 break

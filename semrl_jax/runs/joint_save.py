@@ -1,14 +1,14 @@
-"""What the processes of one save tell each other while it goes on in the background.
+"""Messages between processes during one background save of a checkpoint.
 
-It goes through the key-value store of `jax.distributed`, which Orbax uses, too: no full disk stands
-in its way, and `Peers.gather` is for main threads.
+They use the key-value store of `jax.distributed`, as Orbax does. It works with a full disk, and in
+background threads. `Peers.gather` is for main threads only.
 """
 
 from __future__ import annotations
 
 import time
 
-from jax._src import distributed  # there is no public way to the client of jax.distributed
+from jax._src import distributed  # jax.distributed has no public access to its client
 
 from semrl_jax.cluster.peers import PeerFailed, Peers
 
@@ -16,10 +16,10 @@ POLL_S = 0.1
 
 
 class JointSave:
-    """One save as its processes see it; a single process has nothing to wait for.
+    """One save by several processes. In a single process, all methods return at once.
 
     Args:
-      name: of this save, the same in every process and never used before.
+      name: name of this save; the same in every process and never used before.
       peers: the processes.
     """
 
@@ -28,7 +28,7 @@ class JointSave:
         self._client = distributed.global_state.client if peers.count > 1 else None
 
     def fail(self, error: Exception) -> None:
-        """Tells the others that this process could not do its part, so that none waits for it."""
+        """Tells the others that this process failed, so that none waits for it."""
         if self._client is not None:
             number = error.errno if isinstance(error, OSError) and error.errno else 0
             text = error.strerror if number else f"{type(error).__name__}: {error}"
@@ -39,12 +39,17 @@ class JointSave:
             self._set(point, "")
 
     def wait(self, point: str, timeout_s: float, *, whatever_failed: bool = False) -> None:
-        """Arrives at a point and waits for all others to.
+        """Arrives at a point and waits until all others have arrived.
+
+        Args:
+          point: name of the point; the same in every process.
+          timeout_s: time limit for the others.
+          whatever_failed: whether to wait on although another process has failed.
 
         Raises:
-          OSError: what the disk of another process refused it with, unless `whatever_failed`.
-          PeerFailed: likewise, if it failed for another reason.
-          TimeoutError: if one has not arrived within `timeout_s`.
+          OSError: the disk error of another process, unless `whatever_failed`.
+          PeerFailed: if another process failed for another reason, unless `whatever_failed`.
+          TimeoutError: if a process has not arrived within `timeout_s`.
         """
         if self._client is None:
             return
@@ -61,7 +66,7 @@ class JointSave:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self._peers.count)) - arrived.keys())
                 raise TimeoutError(
-                    f"processes {missing} have not come to {point!r} of a checkpoint within "
+                    f"processes {missing} have not reached {point!r} of a checkpoint within "
                     f"{timeout_s:g} s"
                 )
             time.sleep(POLL_S)
@@ -71,6 +76,6 @@ class JointSave:
         self._client.key_value_set(key, value, allow_overwrite=True)
 
     def _get(self, point: str) -> dict[int, str]:
-        """What was set, by process."""
+        """The values that were set, by process."""
         entries = self._client.key_value_dir_get(f"{self._name}/{point}/")
         return {int(key.rpartition("/")[2]): value for key, value in entries}

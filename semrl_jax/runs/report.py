@@ -1,4 +1,4 @@
-"""The picture of a run: `curves.png` and one-file `report.html`, drawn from what is on disk."""
+"""The report of a run: `curves.png` and one-file `report.html`, made from its files on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from semrl_jax.runs.records import read_rows
 
 matplotlib.use("Agg")
 
-# Title, unit, and the keys to draw: key -> label. A key with * stands for all that fit; what stands
-# for the * is added to the label.
+# Title, unit, and the keys to draw: key -> label. A key with * stands for all matching keys; the
+# text that matches * is added to the label.
 PANELS = (
     ("Accuracy", "share", {"eval/*/greedy_accuracy": "greedy", "reward/correct": "training"}),
     ("Reward", "score", {"reward/mean": "mean", "reward/group_std": "spread within groups"}),
@@ -73,14 +73,14 @@ COLOURS = (
     "#1f5fa8", "#d1662a", "#3a8f5c", "#7a4fa3", "#b8364a", "#8a6d1f", "#2a9db0", "#c2529d",
     "#5f6b76",
 )  # fmt: skip
-LINE_STYLES = ("-", "--", ":")  # one more for each round of the colours
+LINE_STYLES = ("-", "--", ":")  # the next style is used when the colours repeat
 MAX_LABEL = 28  # characters
-MAX_LABELS_INSIDE = 5  # of a panel; more of them stand below it
+MAX_LABELS_INSIDE = 5  # of a panel; a longer legend is drawn below it
 NUM_SAMPLES = 6
 
 
 def write_report(workdir: pathlib.Path) -> None:
-    """Draws `curves.png` and `report.html` from metrics.jsonl, config.json and rollouts/."""
+    """Writes `curves.png` and `report.html` from metrics.jsonl, config.json and rollouts/."""
     rows = read_rows(workdir / "metrics.jsonl")
     if not rows:
         return
@@ -96,7 +96,7 @@ def write_report(workdir: pathlib.Path) -> None:
 
 
 def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
-    """One panel per quantity over the steps; a quantity that never came is left out."""
+    """Draws one panel per quantity over the steps; a quantity that was never logged is left out."""
     present = {key for row in rows for key, value in row.items() if value is not None}
     panels = [(title, unit, _present_keys(keys, present)) for title, unit, keys in PANELS]
     panels = [panel for panel in panels if panel[2]]
@@ -126,7 +126,7 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
         elif title == "Response length":
             axes.set_ylim(bottom=0)
         elif title == "Time of a step":
-            # The first step compiles; it would press all others to the floor.
+            # The first step compiles and is slow. Its value would make all others look like zero.
             usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
             axes.set_ylim(0, 2.5 * usual)
         if len(keys) > 1 or title == "Shaping":
@@ -146,7 +146,7 @@ def _present_keys(keys: Mapping[str, str], present: Collection[str]) -> dict[str
             name = key.removeprefix(head).removesuffix(tail)
             if len(name) > MAX_LABEL:
                 name = name[: MAX_LABEL - 3] + "..."
-            # A name comes from a file of prompts; a dollar would begin mathematics.
+            # A name comes from a prompt file; an unescaped dollar sign would start mathematics.
             found[key] = f"{label} {name}".strip().replace("$", r"\$")
     return found
 
@@ -160,7 +160,7 @@ def _samples(directory: pathlib.Path) -> list[dict]:
     names = [name for name in (*names, "finish_reason") if name in table.column_names]
     metrics = [name for name in table.column_names if name.startswith("metrics/")]
     shown = [name for name in metrics if not name.endswith("_valid")]
-    # One response of each of the first groups: neighbours share their prompt.
+    # Take responses at equal distances, because neighbours share their prompt.
     stride = max(table.num_rows // NUM_SAMPLES, 1)
     return table.select([*names, *shown]).take(list(range(0, table.num_rows, stride))).to_pylist()
 

@@ -1,4 +1,4 @@
-"""The directory of one run: who owns it, what it was started with, what is in it."""
+"""The directory of one run: its lock, the record of its settings, its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
 from semrl_jax.settings.moved import with_present_names
 
-# A resumed run may change these; anything else would make it another run.
+# A resumed run may change these settings. Any other change would make it another run.
 MAY_DIFFER = (
     "training.num_steps",
     "training.grace_s",
@@ -31,13 +31,13 @@ MAY_DIFFER = (
     "rollout.connect_timeout_s",
     "rollout.call_timeout_s",
     "rollout.stall_timeout_s",
-    "data.files",  # wherever they lie: `check_inputs` holds their contents
+    "data.files",  # paths may change: `check_inputs` compares the contents
     "evaluation.",
     "checkpoints.",
     "logging.",
     "distributed.",
     "mesh.",
-    # On what a step is done, and how it is split; its numbers stay the same but for rounding.
+    # Devices, and how a step is split over them; its numbers stay the same up to rounding.
     "rollout.jax_tensor_parallelism",
     "rollout.jax_data_parallelism",
     "rewards.num_workers",
@@ -53,16 +53,16 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """An owned run directory.
+    """A run directory that this process has locked.
 
     Attributes:
       path: the directory.
-      run_id: fixed when the directory was made.
-      attempt_id: fresh for every start.
+      run_id: created with the directory, the same in all attempts.
+      attempt_id: new for every start.
       resumed: whether an earlier attempt made the directory.
       changed: settings that differ from the first attempt's, as "field: old -> new".
-      lock: closed, it lets another process have the directory.
-      made: directories that this attempt made, the run's own first.
+      lock: the lock; closing it releases the directory.
+      made: directories that this attempt made; the run's own is first.
     """
 
     path: pathlib.Path
@@ -90,13 +90,13 @@ class Workdir:
         return self.path / "rollouts"
 
     def check_inputs(self, hashes: dict[str, str]) -> None:
-        """Records what the run reads from elsewhere, or compares it with what it began with.
+        """Records hashes of the run's inputs at the first start; compares them at later starts.
 
         Args:
-          hashes: by what they are of.
+          hashes: hash by name of the input.
 
         Raises:
-          UserError: if one has changed since.
+          UserError: if an input has changed since the first start.
         """
         file = self.path / "inputs.json"
         try:
@@ -106,23 +106,23 @@ class Workdir:
             return
         except UserError as error:
             raise UserError(
-                f"{error} It has what the run began with; restore it or name a new workdir."
+                f"{error} It records the inputs of the run; restore it or name a new workdir."
             ) from None
         for name, value in hashes.items():
             if recorded.get(name, value) != value:
                 raise UserError(
                     f"the run in {self.path} began with other {name} (see {file.name}); restore "
-                    "what was there or name a new workdir."
+                    "the original or name a new workdir."
                 )
 
     def discard(self, message: str = "") -> None:
-        """Removes what this attempt has made, if a mistake stopped it before it had anything.
+        """Removes the files of this attempt if a mistake stopped it before it had results.
 
-        Nothing goes where an earlier attempt began, or where there is a warm start, a row, a
-        checkpoint, or a file of another kind.
+        Nothing is removed if an earlier attempt exists, or if there is a warm start, a row, a
+        checkpoint, or an unknown file.
 
         Args:
-          message: what the user is told; a replica's directory that it names is kept.
+          message: the message for the user; a replica's directory that it names is kept.
         """
         contents = [] if self.resumed else list(self.path.iterdir())
         if not all(map(_is_worthless, contents)):
@@ -135,7 +135,7 @@ class Workdir:
                 directory.rmdir()
 
     def close(self) -> None:
-        """Lets another process have the directory."""
+        """Releases the lock."""
         self.lock.close()
 
 
@@ -143,8 +143,8 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     """Makes or reopens a run directory and locks it for this process.
 
     Raises:
-      UserError: if it cannot be written, belongs to something else, to a run with another config,
-        or to a run that is going on.
+      UserError: if it cannot be written, does not belong to a run, belongs to a run with another
+        config, or is used by a running process.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
@@ -174,7 +174,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
 def _make_and_lock(
     path: str, directory: pathlib.Path, settings: Any
 ) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """The directories made, and the lock; raises as `open_workdir`, with nothing made."""
+    """Returns the directories made and the lock; if it raises, as `open_workdir`, none is made."""
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
@@ -196,13 +196,14 @@ def _make_and_lock(
     except OSError:
         lock.close()
         raise UserError(
-            f"workdir={path} belongs to a run that is going on; stop it or name another directory."
+            f"workdir={path} belongs to a run that is still running; stop it or name another "
+            "directory."
         ) from None
     return made, lock
 
 
 def _read_record(file: pathlib.Path) -> dict[str, Any]:
-    """`config.json` of a run; UserError if it is something else."""
+    """Reads `config.json` of a run; UserError if it is not such a record."""
     try:
         record = read_json_object(file)
     except UserError as error:
@@ -213,10 +214,10 @@ def _read_record(file: pathlib.Path) -> dict[str, Any]:
 
 
 def open_workdir_together(peers: Peers, path: str, config: ml_collections.ConfigDict) -> Workdir:
-    """The run directory in every process; process 0 alone makes it, locks it and writes to it.
+    """The run directory in every process; only process 0 makes it, locks it and writes to it.
 
     Raises:
-      UserError: as `open_workdir`, or where a process does not see what process 0 made.
+      UserError: as `open_workdir`, or if a process does not see the files that process 0 wrote.
     """
     opened: list[Workdir] = []
 
@@ -244,15 +245,16 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
 
 
 def _is_left_by_a_start(name: str) -> bool:
-    """Whether a start that came to nothing leaves this in a run directory.
+    """Whether a start that failed early leaves a file of this name in a run directory.
 
-    A kill in the first write leaves its staging file, a replica that did not start what it printed.
+    A kill during the first write leaves the temporary file. A replica that did not start leaves its
+    log.
     """
     return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
 
 
 def _is_worthless(path: pathlib.Path) -> bool:
-    """Whether what a run has made is nothing to go on from."""
+    """Whether a file of a run has no value for a later start."""
     if path.name == "checkpoints":
         return path.is_dir() and not any(path.iterdir())
     if path.name == "metrics.jsonl":
@@ -271,8 +273,8 @@ def _check_shared(workdir: Workdir) -> None:
         run_id = None
     if run_id != workdir.run_id:
         raise UserError(
-            f"workdir={workdir.path} does not show what process 0 wrote there; name a directory "
-            "that all processes share."
+            f"workdir={workdir.path} does not show the files that process 0 wrote there; name a "
+            "directory that all processes share."
         )
 
 
@@ -290,7 +292,7 @@ def versions() -> dict[str, str]:
 
 
 def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Every field under its full name, as JSON holds it."""
+    """Every field under its full name, with the value that JSON holds."""
     return _flatten(jsonable(config.to_dict()))
 
 
@@ -301,7 +303,7 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        # A setting that did not exist when the run began is at most named.
+        # A setting that did not exist at the first start is only listed.
         if field in old and not field.startswith(MAY_DIFFER):
             raise UserError(
                 f"workdir={path} holds a run with another config ({line}); restore the setting or "

@@ -1,7 +1,7 @@
 """One process of test_peers.py: python -m tests.cluster.peer_process INDEX COUNT PORT DEED.
 
-Process 0 prints its port. Every process gathers three times, the one with a deed does it before the
-second. Prints what it gathered.
+Process 0 prints its port. Every process gathers three times and prints the gathered values. A
+process with a DEED does it before the second time.
 """
 
 import os
@@ -37,7 +37,7 @@ WORK = {"mistake": mistaken, "preempted": preempted, "error": broken, "retry": a
 
 def main() -> None:
     index, count, port, deed = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    if deed == "linger":  # process 0 tells of a loss, and is still there when the others leave
+    if deed == "linger":  # process 0 reports a loss, and still runs when the others exit
         exit_at_once = os._exit
         os._exit = lambda code: (time.sleep(index == 0), exit_at_once(code))
     listener = None

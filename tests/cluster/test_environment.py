@@ -1,4 +1,4 @@
-"""Which process of how many, from recorded surroundings."""
+"""Index and number of processes, from recorded environments of clusters."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from semrl_jax.cluster.environment import MAX_NODES, split_address
 from semrl_jax.errors import UserError
 
 FOUND_OUT = {"coordinator": "", "num_processes": 0, "process_id": -1}
-# What srun gives to task 1 of `srun -n 4` on two of a job's three nodes.
+# The variables that srun sets for task 1 of `srun -n 4`, on two of a job's three nodes.
 SLURM_TASK = {
     "SLURM_JOB_ID": "70001",
     "SLURM_JOB_NODELIST": "gpu[01-03]",
@@ -73,17 +73,17 @@ def test_the_cluster_says(environ, expected):
     "environ",
     [
         {},
-        # salloc's shell on the login node, and what is typed into it
+        # salloc's shell on the login node, and commands typed into it
         without(SLURM_TASK, "SLURM_PROCID", *[n for n in SLURM_TASK if "STEP" in n]),
-        # a batch script, which is no step but has a SLURM_PROCID
+        # a batch script: not a step, but it has a SLURM_PROCID
         without(SLURM_TASK | {"SLURM_PROCID": "0"}, *[n for n in SLURM_TASK if "STEP" in n]),
-        # an interactive step: one task, beside the SLURM_NTASKS of the whole job
+        # an interactive step: one task, but with the SLURM_NTASKS of the whole job
         SLURM_TASK | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         # srun -n 1
         SLURM_TASK | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         without(SLURM_TASK, "SLURM_PROCID"),
         {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"},
-        # an indexed Job whose pods are runs of their own
+        # an indexed Job whose pods are independent runs
         {"JOB_COMPLETION_INDEX": "3"},
         JOBSET_POD | {"REPLICATED_JOB_REPLICAS": "1", "PODS_PER_JOB": "1"},
         # one host of TPUs
@@ -100,7 +100,7 @@ def test_one_task_of_slurm_on_a_tpu_slice_is_a_host_of_the_slice():
 
 
 def test_settings_come_first():
-    broken = SLURM_TASK | {"SLURM_PROCID": "x"}  # is not even read
+    broken = SLURM_TASK | {"SLURM_PROCID": "x"}  # this variable must not be read
     settings = {"coordinator": "[::1]:99", "num_processes": 3, "process_id": 2}
     assert find(broken, **settings) == Place("[::1]:99", 3, 2, "settings")
     assert find(broken, num_processes=1) == SINGLE

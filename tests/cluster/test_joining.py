@@ -1,4 +1,4 @@
-"""Processes meet before JAX starts: real processes, real ports, deadlines of seconds."""
+"""Processes connect before JAX starts: real processes, real ports, deadlines of seconds."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ from semrl_jax.cluster.peers import name_processes
 from semrl_jax.errors import UserError
 from tests.launch.conftest import ROOT, environment
 
-# Joins as the arguments say, then counts devices and asks itself to end.
+# Joins with the place given as arguments, counts devices, and sends itself SIGTERM.
 MEMBER = """
 import os, signal, sys, time
 from semrl_jax.cluster import Place, join
@@ -66,10 +66,10 @@ def test_a_single_process_joins_nothing():
 
 
 def test_all_arrive_and_still_hear_signals():
-    # A proxy that nobody answers at: gRPC would wait for it until the deadline.
+    # An address without a proxy: gRPC would wait for it until the deadline.
     proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "elsewhere"}
     address = free_address()
-    late = member(address, 2, 1, **proxy)  # before there is anybody to call
+    late = member(address, 2, 1, **proxy)  # starts before process 0
     time.sleep(0.5)
     members = [member(address, 2, 0, **proxy), late]
     for index, process in enumerate(members):
@@ -77,7 +77,7 @@ def test_all_arrive_and_still_hear_signals():
 
 
 def attempt(place, timeout_s, lines=None):
-    """The reason for which joining was refused, and the seconds it took."""
+    """The message of the error that joining raised, and the seconds it took."""
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
         join(
@@ -105,12 +105,12 @@ def test_nobody_at_the_address():
     [
         (None, "something listens there, but does not answer as process 0 does"),
         (b"HTTP/1.0 400 Bad Request\r\n\r\n", "something listens there, but does not answer as"),
-        (b"x" * 9999, "what answers there is not process 0"),
+        (b"x" * 9999, "the program that answers there is not process 0"),
         (b"go", "the connection was closed"),
     ],
 )
 def test_a_stranger_at_the_address(answer, problem):
-    """It says nothing, something else, too much, or half a line."""
+    """Another program answers: nothing, other text, too much text, or half a line."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def serve():
@@ -120,7 +120,7 @@ def test_a_stranger_at_the_address(answer, problem):
                 except OSError:
                     return
                 with caller:
-                    caller.recv(1000)  # unread, it would be answered by a reset
+                    caller.recv(1000)  # unread data would cause a reset of the connection
                     if answer is None:
                         time.sleep(1.0)
                     else:
@@ -143,7 +143,7 @@ def test_a_port_in_use_is_told_at_once():
 
 
 def call(address, greeting):
-    """A caller that is no process of ours; the socket it keeps."""
+    """Connects as another program would and returns the open socket."""
     host, port = address.split(":")
     for _ in range(600):
         try:
@@ -163,20 +163,20 @@ def test_those_who_are_missing_are_named_to_all(monkeypatch):
     def process(index, timeout_s):
         messages[index], _ = attempt(Place(address, 9, index, "JobSet"), timeout_s, lines)
 
-    # Process 3 gives up before process 0 does, process 2 hears it from process 0.
+    # Process 3 gives up before process 0 does. Process 2 learns the reason from process 0.
     threads = [
         threading.Thread(target=process, args=arguments)
         for arguments in ((0, 5.0), (2, 20.0), (3, 3.0))
     ]
     for thread in threads:
         thread.start()
-    # Process 2 is there before another one says that it is process 2.
+    # Process 2 has connected before another process claims to be process 2.
     while not any(re.match(r"waits for processes 1, [34]-8 ", line) for line in lines):
         assert threads[0].is_alive(), lines
         time.sleep(0.01)
     others = [
-        call(address, b"semrl_jax/1 7 of 8\n"),  # of another job
-        call(address, b"semrl_jax/1 2 of 9\n"),  # there already, here or there
+        call(address, b"semrl_jax/1 7 of 8\n"),  # a process of another job
+        call(address, b"semrl_jax/1 2 of 9\n"),  # has arrived already, on one side or the other
         call(address, b"GET / HTTP/1.1\r\n\r\n"),
         call(address, b"\xff\xfe\n"),
     ]
@@ -189,8 +189,8 @@ def test_those_who_are_missing_are_named_to_all(monkeypatch):
     for index, names in missing.items():
         start = f"processes {names} of 9 did not arrive at distributed.coordinator={address} within"
         assert messages[index].startswith(start), (index, messages[index])
-    assert "was refused: it was told of 8 processes, process 0 of 9" in messages[0] or (
-        "was refused: process 2 is there already" in messages[0]
+    assert "was refused: it expects 8 processes, process 0 expects 9" in messages[0] or (
+        "was refused: process 2 has already arrived" in messages[0]
     )
     assert any(re.match(r"waits for processes .* at 127", line) for line in lines), lines
 
@@ -206,10 +206,10 @@ def test_a_process_that_came_twice_is_told():
     first = call(address, b"semrl_jax/1 1 of 3\n")
     assert first.recv(100) == b"missing 2\n"
     message, _ = attempt(Place(address, 3, 1, "settings"), 20.0)
-    assert f"coordinator={address} refused process 1: process 1 is there already" in message
+    assert f"coordinator={address} refused process 1: process 1 has already arrived" in message
     message, _ = attempt(Place(address, 4, 2, "settings"), 20.0)
-    assert "it was told of 4 processes, process 0 of 3" in message
-    first.close()  # killed; started again, it is let in
+    assert "it expects 4 processes, process 0 expects 3" in message
+    first.close()  # like a killed process; a restarted one is accepted
     again = call(address, b"semrl_jax/1 1 of 3\n")
     assert b"missing 2" in again.recv(100)
     thread.join(timeout=30)
@@ -219,7 +219,7 @@ def test_a_process_that_came_twice_is_told():
 
 @pytest.mark.slow
 def test_a_process_that_dies_while_joining_ends_the_others():
-    """It was there when all met, but JAX never hears of it: 76 within the time, not an abort."""
+    """A process is lost between the exchange and JAX's start: exit code 76 in time, no abort."""
     address = free_address()
     survivor = member(address, 2, 0, timeout=5)
     with call(address, b"semrl_jax/1 1 of 2\n") as dying:

@@ -1,4 +1,4 @@
-"""Who may connect, over IPv4 and IPv6; strangers and processes that take nothing hold nobody up."""
+"""Connections over IPv4 and IPv6; unknown callers and stopped processes do not block others."""
 
 import concurrent.futures
 import multiprocessing
@@ -17,11 +17,11 @@ KEY = b"secret of the test"
 
 
 class Ended(BaseException):
-    """What os._exit is in these tests."""
+    """Raised in these tests in place of os._exit."""
 
 
 def connect(listener, count, address=None, timeout_s=10.0):
-    """Peers of one run or what they raised, each made in a thread of its own."""
+    """Makes the peers of one run, each in its own thread; returns each, or its error message."""
 
     def make(index):
         try:
@@ -39,7 +39,7 @@ def connect(listener, count, address=None, timeout_s=10.0):
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost", "node.of.a.cluster"])
 def test_both_families(host):
     listener = listen(host, KEY)
-    reached = "::1" if host == "node.of.a.cluster" else host  # it listens on all addresses
+    reached = "::1" if host == "node.of.a.cluster" else host  # there it listens on all addresses
     first, second = connect(listener, 2, (reached, listener.address[1]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda one: one.gather("where", one.index), (first, second)))
@@ -66,7 +66,7 @@ def test_who_does_not_know_the_secret_is_let_go():
 
 
 def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
-    """A full backlog drops what comes, as a firewall does."""
+    """A full backlog drops packets, as a firewall does."""
     monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
 
 
 def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
-    """Nobody is lost there: a permanent mistake is not one to start again after."""
+    """A permanent mistake is not reported as a lost process, after which one starts again."""
     codes = []
 
     def end(code):
@@ -104,12 +104,12 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
     while not codes and time.monotonic() < deadline:
         time.sleep(0.01)
     assert codes == [2]
-    first.close()  # it went on: its watch would miss process 0
+    first.close()  # os._exit did not end it, so stop its watch of process 0
     assert "process 0 failed: process 2 did not connect" in capsys.readouterr().err
 
 
 def test_a_process_that_takes_nothing_does_not_stop_the_sender():
-    """More than the buffers of a connection hold, to a process that reads none of it."""
+    """Sends more than a connection's buffers can hold to a process that does not read."""
     ours, theirs = multiprocessing.Pipe()
     link = Link(1, "stopped", ours)
     began = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_process_that_takes_nothing_does_not_stop_the_sender():
     reader = threading.Thread(target=lambda: received.extend(theirs.recv_bytes() for _ in range(3)))
     reader.start()
     reader.join(10)
-    assert len(received) == 3  # whole and in order once it reads again
+    assert len(received) == 3  # the messages arrive complete when it reads again
     link.send({"last": 1})
     flush([link])
     assert theirs.poll(0) and theirs.recv_bytes() == b'{"last": 1}'

@@ -1,4 +1,4 @@
-"""Real processes that agree, and what the others say of one that is gone."""
+"""Real processes that exchange values, and the message of the others when one is lost."""
 
 import re
 import subprocess
@@ -21,7 +21,11 @@ def start(index, port, deed):
 
 
 def run(who, deed, *, others="none", but=()):
-    """Runs all with a deed of one; (exit code, stdout, stderr) of each process not in `but`."""
+    """Runs all processes, one with a deed.
+
+    Returns:
+      (exit code, stdout, stderr) of each process that is not in `but`.
+    """
     deeds = [deed if index == who else others for index in range(COUNT)]
     first = start(0, 0, deeds[0])
     port = int(first.stdout.readline())
@@ -46,7 +50,7 @@ def test_everyone_gathers_everything_in_order():
         lines = out.splitlines()
         assert lines[0] == "[{'process': 0}, {'process': 1}, {'process': 2}]"
         pids.add(lines[-1])
-    assert len(pids) == 1  # process 0's, in all
+    assert len(pids) == 1  # all processes have the value of process 0
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -54,9 +58,9 @@ def test_everyone_gathers_everything_in_order():
     ("deed", "how", "limit_s"),
     [
         ("die", "its connection closed", 3),
-        ("stop", "nothing was heard of it for", 12),
-        ("hang", "did not come to the end of ", 14),
-        ("busy", "did not come to the end of ", 14),  # no phase of it is long
+        ("stop", "it sent nothing for", 12),
+        ("hang", "did not finish it ", 14),
+        ("busy", "did not finish it ", 14),  # each phase is short, but there is no end
     ],
 )
 def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
@@ -71,12 +75,12 @@ def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
 
 
 def test_all_end_where_all_are_stuck():
-    """As where a device hangs in a program of all: heartbeats go on, nobody waits for another."""
+    """All processes hang, as in a program of all devices: heartbeats continue, no gather waits."""
     for code, _, err in run(1, "hang", others="hang").values():
         assert code == EXIT_PEER_LOST
         (line,) = err.splitlines()
         assert line.startswith("process 0 (in 'deed'); process 1 (")
-        assert re.search(r"in 'deed' for \d+ s\) did not come to the end of it within", line)
+        assert re.search(r"in 'deed' for \d+ s\) did not finish it within", line)
         assert "distributed.phase_timeout_s=4 s" in line
 
 

@@ -1,4 +1,4 @@
-"""Whether two run directories hold the same run, bit for bit."""
+"""Compares two run directories, bit for bit."""
 
 import collections
 import json
@@ -15,7 +15,10 @@ from tests.fixtures import read_rows, stable
 
 
 def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path, num_steps: int) -> None:
-    """The last checkpoint, every logged number but times, every sampled response; nothing twice."""
+    """Compares the last checkpoint, every logged number except times, and every sampled response.
+
+    Also checks that nothing is logged twice and that no temporary file is left.
+    """
     assert_same_state(*(path / "checkpoints" / str(num_steps) for path in (workdir, expected)))
     rows, wanted = stable(read_rows(workdir)), stable(read_rows(expected))
     assert [row["step"] for row in rows] == list(range(num_steps + 1))
@@ -39,7 +42,7 @@ def assert_same_run(workdir: pathlib.Path, expected: pathlib.Path, num_steps: in
 
 
 def assert_same_state(folder: pathlib.Path, expected: pathlib.Path) -> None:
-    """Parameters, optimiser, shaping state, step and data position."""
+    """Compares parameters, optimiser, shaping state, step and data position."""
     assert checkpoint_problem(folder) == checkpoint_problem(expected) == ""
     assert read_meta(folder) == read_meta(expected)
     states = [restore_on_host(path / "state") for path in (folder, expected)]
@@ -51,7 +54,7 @@ def assert_same_state(folder: pathlib.Path, expected: pathlib.Path) -> None:
 
 
 def restore_on_host(folder: pathlib.Path) -> dict:
-    """NumPy arrays, whatever devices they were saved from."""
+    """Restores NumPy arrays, independent of the devices they were saved from."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.metadata(folder).item_metadata.tree
         whole = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
@@ -59,7 +62,7 @@ def restore_on_host(folder: pathlib.Path) -> dict:
 
 
 def assert_same_files(folder: pathlib.Path, expected: pathlib.Path) -> None:
-    """Rollouts hold no times: their Parquet files are the same to the byte."""
+    """Compares files byte by byte. Rollouts contain no times, so their Parquet files are equal."""
     names = sorted(file.name for file in expected.iterdir())
     assert names and sorted(file.name for file in folder.iterdir()) == names
     for name in names:
@@ -81,6 +84,6 @@ def logged_events(folder: pathlib.Path) -> list[tuple[str, int, float]]:
 
 
 def stable_events(events: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
-    """Events without what the clock decides."""
+    """Events without those that depend on time."""
     named = stable([{json.dumps([tag, step]): value for tag, step, value in events}])[0]
     return [(*json.loads(key), value) for key, value in named.items()]

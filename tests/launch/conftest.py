@@ -1,4 +1,4 @@
-"""Commands as a user runs them: processes with one device, no forced ones."""
+"""Runs commands as a user does: processes with one device, without forced devices."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ TOKEN = "a-token-for-tests"
 
 
 def environment() -> dict[str, str]:
-    """This one without the forced devices."""
+    """The environment of this process without the forced devices."""
     return {**os.environ, "XLA_FLAGS": "", "SEMRL_ROLLOUT_TOKEN": TOKEN}
 
 
@@ -38,7 +38,7 @@ def run(*arguments, timeout=120, **options) -> subprocess.CompletedProcess:
 
 
 def read_until(process: subprocess.Popen, text: str) -> str:
-    """Reads lines of the output up to one with `text`; fails where the process ends first."""
+    """Reads lines of the output up to one with `text`; fails if the process ends first."""
     seen = []
     for line in process.stdout:
         seen.append(line)
@@ -48,16 +48,16 @@ def read_until(process: subprocess.Popen, text: str) -> str:
 
 
 def start_replica(config=TINY, port=0) -> tuple[subprocess.Popen, str]:
-    """`launch.rollout` as a process of its own, and its address; port 0: a free one."""
+    """Starts `launch.rollout`; returns the process and its address. Port 0 takes a free port."""
     process = start("launch.rollout", f"--config={config}", f"--port={port}")
     return process, read_until(process, "listens on").split()[-1]
 
 
 @pytest.fixture
 def replica(request):
-    """`launch.rollout` on a free port, as a process of its own; the value is its address.
+    """The address of a `launch.rollout` process on a free port.
 
-    Its config is the parameter of the fixture, TINY if there is none.
+    The parameter of the fixture is its config; TINY if there is none.
     """
     process, address = start_replica(getattr(request, "param", TINY))
     yield address

@@ -1,17 +1,18 @@
-"""Runs launch.train on a disk that is full for a while, without privileges.
+"""Runs launch.train with a disk that appears full for a while. Needs no privileges.
 
     python -m tests.launch.full_disk checkpoints:2:3 --config=... --workdir=...
     python -m tests.launch.full_disk row:3 --config=... --workdir=...
 
-While checkpoints 2 to 3 are written the system refuses files larger than LIMIT (RLIMIT_FSIZE); the
-third row of metrics.jsonl goes to /dev/full, its first half to the file it belongs in.
+In the first example, the system refuses files larger than LIMIT (RLIMIT_FSIZE) while checkpoints 2
+to 3 are written. In the second, the beginning of the third row goes to metrics.jsonl and the row
+itself to /dev/full.
 """
 
 import itertools
 import resource
 import sys
 
-LIMIT = 100_000  # bytes; above what a small run logs, below the largest of its arrays
+LIMIT = 100_000  # bytes; above the logs of a small run, below its largest array
 
 
 def refuse_checkpoints(first: int, last: int) -> None:

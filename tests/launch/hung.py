@@ -1,8 +1,8 @@
-"""Runs launch.train with a main thread that hangs on the way into its second update.
+"""Runs launch.train with a main thread that hangs just before its second update.
 
     python -m tests.launch.hung --config=... --workdir=...
 
-Its other threads, and so its heartbeats, go on; the other processes wait inside the program.
+Its other threads continue, and so do its heartbeats. The other processes wait inside the program.
 """
 
 import itertools

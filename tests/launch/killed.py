@@ -1,9 +1,9 @@
-"""Runs launch.train and sends it a real SIGKILL in the middle of one of its verbs.
+"""Runs launch.train and sends it a real SIGKILL during one of its phases.
 
     python -m tests.launch.killed PHASE:CALL:DELAY_S --config=... --workdir=...
 
-DELAY_S seconds into the CALL-th call (from 1) of the PHASE's function a thread kills the process;
-the function and all around it run on until then.
+A thread kills the process DELAY_S seconds after the start of the CALL-th call (from 1) of the
+PHASE's function. Until then everything continues to run.
 """
 
 import functools
@@ -38,7 +38,7 @@ PHASES = {
 
 
 def arm(phase: str, call: int, delay_s: float) -> None:
-    """Wraps the phase's function."""
+    """Wraps the phase's function, so that its call starts the kill."""
     module, name = PHASES[phase].split(":")
     *outer, name = name.split(".")
     owner = functools.reduce(getattr, outer, importlib.import_module(module))

@@ -1,4 +1,4 @@
-"""One training run in several processes of this machine, for the tests that end one of them."""
+"""One training run in several processes on this machine, for tests that end one of them."""
 
 import socket
 
@@ -11,10 +11,10 @@ def free_port() -> int:
 
 
 def start_processes(workdir, count, *flags, own_flags=None, own_launcher=None, devices=2):
-    """`launch.train` `count` times with `devices` CPU devices each; as subprocesses with pipes.
+    """Starts `launch.train` `count` times, with `devices` CPU devices each, as subprocesses.
 
-    own_flags: process index to flags of that process alone.
-    own_launcher: process index to the module, and its first arguments, that starts training there.
+    own_flags: flags of single processes, by process index.
+    own_launcher: by process index, another module that starts training, and its first arguments.
     """
     port, launchers = free_port(), own_launcher or {}
     return [
@@ -32,7 +32,7 @@ def start_processes(workdir, count, *flags, own_flags=None, own_launcher=None, d
 
 
 def finish(processes, timeout_s=240):
-    """(exit code, stdout, stderr) of each; none is left running."""
+    """Waits for all and kills the rest; returns (exit code, stdout, stderr) of each."""
     try:
         found = [process.communicate(timeout=timeout_s) for process in processes]
     finally:

@@ -1,4 +1,4 @@
-"""Studies as commands."""
+"""launch.analyze: its studies, run as commands."""
 
 import csv
 

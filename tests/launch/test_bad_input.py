@@ -1,4 +1,4 @@
-"""A user's mistake: one line, exit code 2, nothing left behind."""
+"""A user mistake gives one line and exit code 2, and leaves no files."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ def assert_one_line(result, message):
     assert lines[0].startswith("python -m launch.") and message in lines[0]
 
 
-# Those that import JAX first take seconds each; they wait for the slower suites.
+# Commands that import JAX before the mistake take seconds each, so they are in the slower suites.
 QUICK = ("unknown field", "unknown flag", "stray word")
 
 
@@ -183,7 +183,7 @@ def test_sft_is_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_no_command_is_advised_to_install_pytorch():
-    """As transformers says at its import where PyTorch is missing, which is only pretended here."""
+    """transformers gives this advice at its import if PyTorch is missing; here it is simulated."""
     program = """
 import importlib.util, os, sys
 {first}
@@ -192,7 +192,7 @@ importlib.util.find_spec = lambda name, *package: None if name == "torch" else r
 from transformers import AutoTokenizer
 """
     variables = environment()
-    # A test that has imported a command of ours has set it in this process.
+    # A test that imported one of our commands has set this variable in this process.
     variables.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
     for first, advised in (("", True), ("import launch.train", False)):
         result = subprocess.run(

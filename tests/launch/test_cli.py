@@ -1,4 +1,4 @@
-"""What is wrong with flags and settings is said in one line, before anything slow is loaded."""
+"""Wrong flags and settings are reported in one line, before anything slow is loaded."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ QUICKSTART = "--config=configs/quickstart.py"
 
 @pytest.fixture
 def parse(monkeypatch):
-    """The config that a command gets from these arguments."""
+    """The config that a command makes from these arguments."""
 
     def checked_config(*arguments):
         values = flags.FlagValues()

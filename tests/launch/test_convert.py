@@ -1,4 +1,4 @@
-"""launch.convert: there and back bit for bit; mistakes in one line."""
+"""launch.convert: both directions, bit for bit; mistakes give one line."""
 
 import json
 import pathlib
@@ -52,7 +52,7 @@ def made(tmp_path_factory):
         checkpoints.save(
             TrainState(
                 params=params[step],
-                optimizer={"moments": random_params(3)},  # restored by nobody here
+                optimizer={"moments": random_params(3)},  # not restored in these tests
                 shaping=init_shaping_state(),
                 step=jnp.int32(step),
                 skipped_in_row=jnp.int32(0),
@@ -233,7 +233,7 @@ def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_pat
 
 @pytest.mark.slow
 def test_transformers_says_what_our_engine_says(tmp_path):
-    """A tiny run, trained, exported by the command and decoded greedily by both."""
+    """Trains a tiny run, exports it with the command, and decodes greedily with both."""
     import torch
     import transformers
 

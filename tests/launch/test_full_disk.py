@@ -1,4 +1,4 @@
-"""A full disk: lost checkpoints do not end a run, a lost row does, and neither costs anything."""
+"""A full disk: a lost checkpoint does not end a run, a lost row does. The result stays the same."""
 
 import shutil
 
@@ -10,8 +10,8 @@ from tests.launch.conftest import ROOT, read_until, run, start
 NUM_STEPS = 6
 FLAGS = (
     f"--config={ROOT / 'tests' / 'launch' / 'kills_config.py'}",
-    "--config.logging.plot_every_steps=0",  # figures are larger than the limit
-    "--config.model.intermediate_size=1024",  # so is an array: no file can hold one
+    "--config.logging.plot_every_steps=0",  # files with figures are larger than the limit
+    "--config.model.intermediate_size=1024",  # its arrays are larger than the limit too
 )
 
 
@@ -88,6 +88,6 @@ def test_a_lost_row_ends_the_run_cleanly_and_the_same_command_goes_on(uninterrup
     assert result.returncode == 1
     assert "No space left on device" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
-    assert (workdir / "metrics.jsonl").read_text().endswith('{"advantage')  # torn
+    assert (workdir / "metrics.jsonl").read_text().endswith('{"advantage')  # incomplete
     finish(workdir)
     assert_same_run(workdir, uninterrupted, NUM_STEPS)

@@ -1,4 +1,4 @@
-"""A disk that refuses a checkpoint to one process of several, or to all: the run goes on."""
+"""A disk error during a checkpoint, in one process of several or in all: the run continues."""
 
 import pytest
 
@@ -9,12 +9,12 @@ NUM_STEPS = 4
 
 
 def train_on_full_disk(workdir, refused):
-    """Two processes of one run; checkpoint 2 is refused to those named."""
+    """Two processes of one run; in the named ones, checkpoint 2 cannot be written."""
     full_disk = ("tests.launch.full_disk", "checkpoints:2:2")
     return finish(
         start_processes(
             workdir, 2, f"--config.training.num_steps={NUM_STEPS}",
-            "--config.model.intermediate_size=1024",  # no file can hold one of its arrays
+            "--config.model.intermediate_size=1024",  # its arrays are larger than the limit
             own_launcher=dict.fromkeys(refused, full_disk),
         )
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Killed at any moment, also while it comes back from a kill: the rest is the same run, exactly.
+"""A run that is killed at any moment, also while it resumes, gives exactly the same results.
 
-Each chain kills one run again and again, then lets the plain command finish it, and compares it
-with the run that nobody touched. `pytest -m soak -n 0 -s` prints a line for each kill.
+Each chain kills one run several times. Then the plain command finishes it, and it is compared with
+an uninterrupted run. `pytest -m soak -n 0 -s` prints a line for each kill.
 """
 
 import pathlib
@@ -19,10 +19,10 @@ from tests.launch.conftest import ROOT, run, start
 
 CONFIG = ROOT / "tests" / "launch" / "kills_config.py"
 NUM_STEPS = 6
-MARK = "SEMRL_TEST_KILLS"  # in the environment of a run and of all that it starts
+MARK = "SEMRL_TEST_KILLS"  # in the environment of a run and of all processes that it starts
 
-# "phase:call" and the seconds within which the kill comes, see tests/launch/killed.py. "step:N"
-# kills from outside, so long after the line of step N at most; N = 0 from the start of the process.
+# "phase:call" and the maximum delay of the kill in seconds, see tests/launch/killed.py. "step:N"
+# kills from outside, at most this delay after the line of step N; N = 0 means the process start.
 CHAINS = {
     "first_steps": ["generate:2 0.1", "update:1 0.05", "save:2 0.05"],
     "log": ["rollouts:2 0.02", "row:1 0.01", "cut_log:1 0.01", "report:1 0.5"],
@@ -41,7 +41,7 @@ def arguments(workdir, flags=()) -> list[str]:
 
 
 def environment(mark: str) -> dict[str, str]:
-    # Every program is cached: a killed run starts nine times, and compiles once.
+    # Cache every program, because a killed run starts up to nine times and should compile once.
     return {MARK: mark, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
@@ -52,7 +52,7 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     result = run("launch.train", *arguments(workdir), timeout=600, env=environment("none"))
     assert result.returncode == 0, result.stderr
     rewards = [float(v) for v in re.findall(r"reward ([+-]\d\.\d+)", result.stdout)]
-    assert len(set(rewards)) > 1  # something is learned, so something can be lost
+    assert len(set(rewards)) > 1  # the run learns, so that lost work would show
     return workdir
 
 
@@ -63,13 +63,13 @@ def processes(mark: str) -> list[str]:
         try:
             if f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes() + b"\0":
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # it ended while we looked
+        except OSError:  # the process has ended meanwhile
             continue
     return found
 
 
 def kill_once(kill: str, workdir, flags, random, mark: str) -> str:
-    """Starts the run, kills it and waits for the end of all its processes; returns its output."""
+    """Starts the run, kills it and waits until all its processes have ended; returns its output."""
     phase, within_s = kill.split()
     delay_s = random.uniform(0, float(within_s))
     seen = ""
@@ -115,7 +115,7 @@ def run_chain(uninterrupted, workdir, kills, *, seed, flags=(), warm=True) -> No
     assert result.returncode == 0, result.stderr
     resumed = re.findall(r"at step (\d+)", result.stdout) or ["nothing"]
     print(f"then resumed {resumed[0]}, finished in {time.monotonic() - started:.0f} s")
-    # What was sealed is used: a kill costs what came after it, not more.
+    # The last sealed checkpoint is used: a kill loses only the work after it.
     assert resumed[0] == max(sealed, default="nothing"), (sealed, result.stdout)
     assert_same_run(workdir, uninterrupted, NUM_STEPS)
     assert not processes(mark)
@@ -130,7 +130,7 @@ def test_a_killed_run_is_the_same_run(uninterrupted, tmp_path, name):
 
 @pytest.mark.soak
 def test_a_killed_run_with_few_checkpoints_is_the_same_run(uninterrupted, tmp_path):
-    """Whole steps are lost and done again: their rows, events and rollouts must not stay."""
+    """Whole steps are lost and repeated: the old rows, events and rollouts must not remain."""
     flags = ("--config.checkpoints.every_steps=4", "--config.checkpoints.keep=1")
     run_chain(uninterrupted, tmp_path / "run", SPARSE, seed=10, flags=flags)
 
@@ -138,7 +138,7 @@ def test_a_killed_run_with_few_checkpoints_is_the_same_run(uninterrupted, tmp_pa
 @pytest.mark.soak
 @pytest.mark.parametrize("replica", [CONFIG], indirect=True)
 def test_a_replica_that_survives_its_trainers_samples_the_same(uninterrupted, tmp_path, replica):
-    """The killed trainer's half-finished calls must not disturb the next attempt."""
+    """Unfinished calls of the killed trainer must not disturb the next attempt."""
     flags = (f"--config.rollout.addresses={replica}",)
     run_chain(uninterrupted, tmp_path / "run", EXTERNAL, seed=11, flags=flags)
 

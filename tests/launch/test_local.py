@@ -1,4 +1,4 @@
-"""Several processes on one machine: their output, their signals, their exit codes, their ends."""
+"""launch.local: output, signals, exit codes and the end of several processes on one machine."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from tests.fixtures import read_rows
 from tests.launch.conftest import ROOT, TINY, environment, run
 from tests.launch.test_bad_input import assert_one_line
 
-# A process in the place of launch.train: it does as its first argument says.
+# A process in place of launch.train; its first argument says what it does.
 CHILD = """
 import json, os, signal, subprocess, sys, time
 what, place = sys.argv[1], dict(flag.lstrip("-").split("=") for flag in sys.argv[-3:])
@@ -60,7 +60,7 @@ def finish(process):
 
 
 def pids(process, count=2):
-    """Those of the processes and of the workers they have started."""
+    """Process ids of the processes and of the workers that they started."""
     found = []
     for line in process.stdout:
         if " pids " in line:
@@ -78,7 +78,7 @@ def wait_until_gone(numbers, seconds=10.0):
 
 
 def alive(number):
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True)
     return state.stdout.strip()[:1] not in ("", "Z")
 
@@ -123,7 +123,7 @@ def test_one_that_fails_ends_all(what, expected):
     assert code == expected
     said = f"python -m launch.local: process 1 ended with exit code {expected}; ending all others"
     assert said in lines
-    assert "[0] ends" in lines or what == "crash"  # which may come before the handler is there
+    assert "[0] ends" in lines or what == "crash"  # the signal may arrive before the handler is set
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -158,13 +158,13 @@ def test_a_second_interrupt_does_not_wait():
     wait_until_gone(started)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of the parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG of Linux")
 def test_no_process_outlives_a_launcher_that_is_killed():
     process = launch("deaf")
     started = pids(process)
     process.kill()
     process.communicate(timeout=30)
-    wait_until_gone(started[::2])  # launch.train's own workers end with it by themselves
+    wait_until_gone(started[::2])  # workers of the real launch.train end with it
     for worker in started[1::2]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
@@ -213,14 +213,14 @@ def test_two_processes_train_one_run(tmp_path):
     assert process.returncode == 0, output
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [0, 1]
     assert f"[0] done: 1 steps; see {tmp_path / 'run' / 'report.html'}" in output.splitlines()
-    assert "[1] done" not in output  # process 0 tells
+    assert "[1] done" not in output  # only process 0 prints
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert config["distributed"]["num_processes"] == 2
 
 
 @pytest.mark.soak
 def test_a_process_that_is_killed_ends_the_run(tmp_path):
-    """It dies, the other says so, nothing is left; the first to end gives the exit code."""
+    """One process dies: the other reports it and ends; the first to end gives the exit code."""
     process = start_two(tmp_path / "run", "--config.training.num_steps=1000")
     for line in process.stdout:
         if "[0] step " in line:

@@ -1,4 +1,4 @@
-"""The ready launch files: their fields, their flags, and what they make of exit codes."""
+"""The launch files for clusters: their fields, their flags, and how they handle exit codes."""
 
 import os
 import pathlib
@@ -24,10 +24,10 @@ SBATCH = ROOT / "launch" / "slurm.sbatch"
 RESTARTS = (1, EXIT_PREEMPTED, EXIT_PEER_LOST, 128 + 6, 128 + 9)  # the last two: abort, killed
 
 
-# --- The JobSet. What may stand where, from the published definitions: kubernetes-sigs/jobset,
-# config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml (v1alpha2, which embeds batch/v1 JobSpec
-# and core/v1 PodTemplateSpec), as far as the file uses them. A field that is not here is unknown:
-# a typing error, or one to look up there and add.
+# --- The JobSet. This schema has the fields that the file uses, from the published definitions:
+# kubernetes-sigs/jobset, config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml (v1alpha2, which
+# embeds batch/v1 JobSpec and core/v1 PodTemplateSpec). A field that is missing here is a typing
+# error, or has to be looked up there and added.
 
 
 def of(required=(), **fields):
@@ -140,7 +140,7 @@ JOB_SET = of(
 
 
 def problems(value, schema, path="") -> list[str]:
-    """Every place at which `value` is not as `schema` says."""
+    """Every path at which `value` does not follow `schema`."""
     kind = schema["type"]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return [f"{path}: {value!r} is no {kind}"]
@@ -178,7 +178,7 @@ def container(manifest, name):
 
 
 def arguments(manifest, name):
-    """What follows `python -m` in a container's command."""
+    """The arguments after `python -m` in a container's command."""
     only = container(manifest, name)
     if only["command"] == ["bash", "-c"]:
         words = shlex.split(only["args"][0].replace("\\\n", " "), comments=True)
@@ -190,7 +190,7 @@ def arguments(manifest, name):
 
 
 def config_of(words):
-    """The config that flags of launch.train give, and what is left of them."""
+    """The config that flags of launch.train give, and the remaining flags."""
     values, words = flags.FlagValues(), ["launch.train", *words]
     holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=words)
     flags.DEFINE_string("workdir", None, "", flag_values=values)
@@ -215,7 +215,7 @@ def test_what_the_api_server_would_refuse_is_seen(manifest):
 
 
 def test_the_rules_beyond_the_schema_hold(manifest):
-    """As the CRD's and the Job's descriptions state them."""
+    """Checks the rules in the descriptions of the CRD and of the Job."""
     names = [job["name"] for job in manifest["spec"]["replicatedJobs"]]
     assert manifest["spec"]["successPolicy"]["targetReplicatedJobs"] == ["trainer"]
     for rule in manifest["spec"]["failurePolicy"]["rules"]:
@@ -224,7 +224,7 @@ def test_the_rules_beyond_the_schema_hold(manifest):
         job = replicated_job(manifest, name)["template"]["spec"]
         pod = job["template"]["spec"]
         assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
-        assert pod["restartPolicy"] == "Never"  # podFailurePolicy demands it
+        assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires it
         for rule in job["podFailurePolicy"]["rules"]:
             assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
             if codes := rule.get("onExitCodes"):
@@ -236,7 +236,7 @@ def test_the_rules_beyond_the_schema_hold(manifest):
 
 
 def outcome(manifest, name, code):
-    """What JobSet does after a process of a job has ended so, no node being lost."""
+    """The action of JobSet after a process of a job ended with this code, without a lost node."""
     job = replicated_job(manifest, name)["template"]["spec"]
     if code == 0:
         return "done"
@@ -265,7 +265,7 @@ def test_exit_codes_in_the_jobset(manifest):
 
 
 def test_a_drained_replica_is_not_done(manifest, tmp_path):
-    """Its script, with a `python` that ends as a replica does."""
+    """Runs the container's script, with a `python` that ends as a replica does."""
     script = container(manifest, "rollout")["args"][0]
     for ends, expected in ((0, 75), (1, 1), (2, 2)):
         executable(tmp_path / "python", f"exit {ends}")
@@ -283,7 +283,7 @@ def test_the_grace_period_leaves_time_to_save(manifest):
 def test_the_commands_take_their_flags(manifest, name):
     module, *words = arguments(manifest, name)
     assert module == {"trainer": "launch.train", "rollout": "launch.rollout"}[name]
-    # Parses all of them first: an unknown one, or a wrong type, ends with 2.
+    # All flags are parsed first: an unknown flag or a wrong type ends with 2.
     assert run(module, *words, "--help").returncode == 0
     assert run(module, *words, "--config.no_such=1", "--help").returncode == 2
 
@@ -296,7 +296,7 @@ def test_the_trainers_config_is_valid_and_names_the_replicas(manifest):
     expected = tuple(f"{name}-rollout-{index}-0.{name}:50051" for index in range(replicas))
     assert tuple(config.rollout.addresses) == expected
     assert container(manifest, "rollout")["ports"] == [{"containerPort": 50051}]
-    for address in expected:  # in the certificate, too
+    for address in expected:  # the certificate must name it too
         assert f"DNS:{address.split(':')[0]}" in JOBSET.read_text()
     shared = [m["mountPath"] for m in container(manifest, "trainer")["volumeMounts"]]
     for path in (workdir, config.model.path, config.rollout.tls_ca_file, *config.data.files):
@@ -304,7 +304,7 @@ def test_the_trainers_config_is_valid_and_names_the_replicas(manifest):
 
 
 def environment_of_pod(manifest, name, job, pod):
-    """The variables of a pod, its annotations being those that JobSet writes."""
+    """The environment variables of a pod that has the annotations which JobSet writes."""
     replicated = replicated_job(manifest, name)
     prefix = "jobset.sigs.k8s.io/"
     annotations = {
@@ -341,9 +341,9 @@ def test_every_pod_finds_its_place(manifest, slices):
     assert find_place(config.distributed, environment_of_pod(manifest, "rollout", 0, 0)) == SINGLE
 
 
-# --- Slurm: the script runs, with srun and scontrol that record what they are asked.
+# --- Slurm: the script runs with fake srun and scontrol, which record their arguments.
 
-# Starts two tasks as srun does, on the nodes of the job; the highest exit code is its own.
+# Starts two tasks as srun does, on the nodes of the job. Exits with the highest exit code.
 SRUN = """
 printf '%s\\n' "$@" > "$RECORDS/srun"
 while [[ $1 == --* ]]; do shift; done
@@ -356,7 +356,7 @@ for task in 0 1; do
 done
 exit $highest
 """
-# In the place of python: tells which process it would be, with what.
+# In place of python: prints which process it would be, and its arguments.
 TASK = f"""exec {shlex.quote(sys.executable)} -c '
 import os, sys
 from semrl_jax.cluster import find_place
@@ -375,7 +375,7 @@ def executable(path, script):
 
 
 def sbatch(tmp_path, ends, words=(), **variables):
-    """Runs the script as its batch step would be run; its result and what was recorded."""
+    """Runs the script as the batch step would; returns its result and the recorded arguments."""
     executable(tmp_path / "srun", SRUN)
     executable(tmp_path / "scontrol", 'printf "%s\\n" "$@" > "$RECORDS/scontrol"')
     executable(tmp_path / "python", TASK)
@@ -384,7 +384,7 @@ def sbatch(tmp_path, ends, words=(), **variables):
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "RECORDS": str(records),
         "ENDS": ends, "PYTHONPATH": str(ROOT),
-        # As in a batch step: the whole job's variables, and a SLURM_PROCID.
+        # As in a batch step: the variables of the whole job, and a SLURM_PROCID.
         "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0",
         "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]",
     } | variables  # fmt: skip
@@ -447,7 +447,8 @@ def test_the_batch_script_is_sound():
     assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     lines = SBATCH.read_text().splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
-    # sbatch reads options up to the first line that is no comment, and none with one behind it.
+    # sbatch reads options only before the first non-comment line. An option must not be followed
+    # by a comment.
     assert all(line.startswith("#") for line in lines[: options[-1]] if line)
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[i]) for i in options)
     assert "#SBATCH --requeue" in lines and "#SBATCH --ntasks-per-node=1" in lines

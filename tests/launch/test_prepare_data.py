@@ -1,4 +1,4 @@
-"""launch.prepare_data: files converted for real, a hub on this machine, and no network."""
+"""launch.prepare_data: conversion of files, a local hub server, and no network."""
 
 import hashlib
 import http.server
@@ -154,7 +154,7 @@ def test_without_network_the_file_to_fetch_is_named(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A hub with the files of the dictionary it yields, from path to bytes; and its environment."""
+    """A hub server. Yields a dict from path to bytes, which it serves, and its environment."""
     files = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Several processes train one policy: the same numbers, one end, one resumption."""
+"""Several processes train one policy: same numbers, common end, common resumption."""
 
 import pathlib
 import re
@@ -38,13 +38,13 @@ def warmed(uninterrupted, tmp_path):
 
 
 def assert_close_rows(workdir, expected, first=0):
-    """All but times and what counts replicas, to rounding that a few steps have passed on."""
+    """Compares rows except times and counts of replicas, with the rounding of a few steps."""
     rows, wanted = stable(read_rows(workdir)), stable(read_rows(expected))
     assert [row["step"] for row in rows] == [row["step"] for row in wanted]
     for row, want in zip(rows[first:], wanted[first:]):
         assert row.keys() == want.keys()
         for key in want:
-            # A replica a process: more bytes of weights. Rounding of 1e-7 itself is not compared.
+            # One replica per process: more bytes of weights. Differences of 1e-7 are not compared.
             if key.startswith("rollout/") or key == "policy/shard_imbalance":
                 continue
             np.testing.assert_allclose(row[key], want[key], rtol=2e-3, atol=2e-5, err_msg=key)
@@ -72,7 +72,7 @@ def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)],
 )
 def test_states_of_the_policy_are_measured_where_they_lie(tmp_path, sequence):
-    """With a sequence of rows over both processes, the lower one measures all."""
+    """If rows are split over both processes (mesh axis `sequence`), process 0 measures all."""
     flags = (
         "--config.hidden_states.source=policy", "--config.hidden_states.compare_every=1",
         "--config.hidden_states.dtype=float32",
@@ -90,7 +90,7 @@ def test_states_of_the_policy_are_measured_where_they_lie(tmp_path, sequence):
 
 
 def lose_one(processes, who, number):
-    """Sends a signal that one of two does not survive; the other says so and ends."""
+    """Kills one of two processes with a signal; the other reports it and ends."""
     processes[who].send_signal(number)
     asked = time.monotonic()
     other = processes[1 - who]
@@ -101,21 +101,21 @@ def lose_one(processes, who, number):
     assert other.returncode == EXIT_PEER_LOST, err
     line = err.strip().splitlines()[-1]
     assert f"process {who} (" in line and "is lost" in line and "last checkpoint" in line
-    # A connection closes at once; silence is told after heartbeat_timeout_s=10.
+    # A closed connection is noticed at once, silence after heartbeat_timeout_s=10.
     assert took < (10 if number == signal.SIGKILL else 25)
 
 
 def resume(workdir, steps):
-    """The same command in both processes, to the end."""
+    """Runs the same command in both processes to the end."""
     found = finish(start_processes(workdir, 2))
     for code, _, err in found:
         assert code == 0, err
-    assert re.search(rf"resumed .* at step {steps}\b", found[0][1])  # process 0 tells
+    assert re.search(rf"resumed .* at step {steps}\b", found[0][1])  # only process 0 prints
 
 
 @pytest.mark.slow
 def test_a_signal_ends_all_at_the_same_step_and_a_kill_ends_all(uninterrupted, warmed):
-    """One run: SIGTERM to one of two, then SIGKILL to one of two; the same command goes on."""
+    """SIGTERM to one of two processes, later SIGKILL to one; the same command continues the run."""
     processes = start_processes(warmed, 2)
     read_until(processes[0], "step    2/6")
     processes[1].send_signal(signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, nu
 
 @pytest.mark.soak
 def test_who_hangs_before_a_program_of_all_ends_all(warmed):
-    """The others wait inside the program, where no agreement is missing; all have a deadline."""
+    """The others wait inside a program, not in a gather; the deadline covers this too."""
     processes = start_processes(
         warmed, 2, "--config.distributed.phase_timeout_s=45", "--config.rollout.call_timeout_s=40",
         own_launcher={1: ("tests.launch.hung",)},
@@ -157,7 +157,7 @@ def test_who_hangs_before_a_program_of_all_ends_all(warmed):
 
 @pytest.mark.slow
 def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterrupted, warmed):
-    """Its owner cannot send them alone: every process gathers them with it."""
+    """The owner cannot send the weights alone: every process takes part in gathering them."""
     replicas, addresses = map(list, zip(start_replica(), start_replica()))
     try:
         processes = start_processes(warmed, 2, f"--config.rollout.addresses={tuple(addresses)}")
@@ -195,14 +195,14 @@ def test_it_resumes_with_another_number_of_processes_and_another_mesh(
     changed = "setting changed since the run began: distributed.num_processes" in out
     assert changed == (after == 1)  # the run began with two
     rows, wanted = read_rows(warmed), read_rows(uninterrupted)
-    for row, want in zip(rows[:-1], wanted[:-1], strict=True):  # the last is an evaluation
+    for row, want in zip(rows[:-1], wanted[:-1], strict=True):  # the last row is an evaluation
         for key in ("reward/mean", "response/length/mean"):  # the same prompts and responses
             assert row[key] == pytest.approx(want[key]), (row["step"], key)
     last, expected = (
         restore_on_host(path / "checkpoints" / "6" / "state")["params"]
         for path in (warmed, uninterrupted)
     )
-    # What three more steps changed, beside the run of four devices throughout.
+    # The change over three more steps, compared with the run on four devices.
     moved, apart = (
         np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, pair))))
         for pair in ((last, first), (last, expected))
@@ -212,7 +212,7 @@ def test_it_resumes_with_another_number_of_processes_and_another_mesh(
 
 @pytest.mark.soak
 def test_the_environment_of_slurm_is_enough(uninterrupted, warmed):
-    """Tasks of one step on this machine, as srun starts them."""
+    """Starts the tasks of one step on this machine, as srun does."""
     job = int(time.time()) % 100_000  # its port; SLURM_PORTS
     variables = {
         "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",

@@ -1,4 +1,4 @@
-"""A small model made from a user's own text, as a command."""
+"""launch.random_model: a small model made from a user's own text."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
     assert config.vocab_size == len(tokenizer) <= 270
     params = models.load_params(output, config)
     expected = models.Policy(config).init(jax.random.key(0))
-    # To rounding: the two processes compile with other options.
+    # Equal up to rounding, because the two processes compile with different options.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     jax.tree.map(close, params, jax.device_get(expected))
     again = run("launch.random_model", f"--text={text}", f"--output={output}")

@@ -1,4 +1,4 @@
-"""The settings of a run, read back from its record."""
+"""configs/recorded.py: the settings of a run, read from its record."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Ended by a signal, sampled elsewhere: the same run."""
+"""A run that is ended by a signal, or sampled by another process, gives the same results."""
 
 import pathlib
 import shutil
@@ -71,7 +71,7 @@ def test_sigterm_ends_a_wait_for_a_replica(tmp_path):
 
 
 def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
-    """Nothing but the end of the grace ends it; nothing has been checkpointed yet."""
+    """Only the end of the grace period ends the run; there is no checkpoint yet."""
     process = start(
         "tests.launch.hung",
         f"--config={TINY}",

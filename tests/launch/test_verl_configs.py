@@ -1,8 +1,8 @@
-"""The configs of the published runs, beside every setting of the launcher.
+"""Compares the configs of the published runs with every setting of the launcher.
 
-`tests/golden/verl_launcher.json` records them. Each is compared with a field of ours or has its
-reason in `NONE`; each field of ours is compared or has its reason in `OURS_ALONE`. So neither a
-setting of the launcher nor a new field of configs/default.py is forgotten.
+`tests/golden/verl_launcher.json` records the launcher's settings. Each is compared with one of our
+fields or has a reason in `NONE`. Each of our fields is compared or has a reason in `OURS_ALONE`.
+Therefore no setting of the launcher and no new field of configs/default.py is forgotten.
 
 `python -m pytest -s tests/launch/test_verl_configs.py -k difference` prints the comparison.
 """
@@ -36,7 +36,7 @@ def same(value):
 
 
 def only(value, ours):
-    """Ours for the one value that is known; another one in the record would be a KeyError."""
+    """Translates the one known value of the launcher; any other value raises KeyError."""
     return {value: ours}.__getitem__
 
 
@@ -44,7 +44,7 @@ def prompt_file(path):
     return (path.replace("DATA/", "data/").replace("/t", "_t"),)
 
 
-# The launcher's setting -> field of ours, and what the value reads there.
+# The launcher's setting -> our field, and the translation of the value.
 COUNTERPARTS = {
     "actor_rollout_ref.actor.clip_ratio": ("algorithms.loss.clip_epsilon", same),
     "actor_rollout_ref.actor.entropy_coeff": ("algorithms.loss.entropy_coefficient", same),
@@ -57,7 +57,7 @@ COUNTERPARTS = {
         "training.learning_rate_warmup_steps",
         only(0, 0),
     ),
-    # Responses on each of its 4 devices; ours counts those of the whole mesh.
+    # The launcher counts responses per device (4 devices), our field those of the whole mesh.
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
         "training.micro_batch_size",
         lambda size: 4 * size,
@@ -110,7 +110,7 @@ COUNTERPARTS = {
     "trainer.val_sample_size": ("evaluation.num_problems", only(-1, 10_000)),  # all there are
     "REWORD_FUNCTION_TYPE": ("rewards.mode", same),
 }
-# The same of what is written in its code; the file goes before the colon.
+# The same for values in the launcher's code. The record has the file name before the colon.
 COUNTERPARTS_IN_CODE = {
     "compute": ("model.compute_dtype", same),
     "reference": ("model.reference_dtype", same),
@@ -118,7 +118,7 @@ COUNTERPARTS_IN_CODE = {
     "weight_decay": ("training.weight_decay", same),
     "loss is a token mean over a micro-batch, micro-batches a mean": (
         "algorithms.aggregation",
-        only(True, "response_mean"),  # what micro-batches of one response come to
+        only(True, "response_mean"),  # the effect of micro-batches of one response
     ),
     "add_special_tokens": ("data.add_special_tokens", same),
     "epsilon of the advantage": ("algorithms.advantage.epsilon", same),
@@ -131,7 +131,7 @@ COUNTERPARTS_IN_CODE = {
     "score of a wrong response without a box": ("rewards.unboxed_penalty", same),
     "stop_token_ids": ("rollout.stop_token_ids", tuple),
 }
-# The launcher's settings, or sections ending in a dot, without a field of ours.
+# The launcher's settings, or sections ending in a dot, for which we have no field.
 NONE = {
     "actor_rollout_ref.actor.fsdp_config.grad_offload": "placement",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "placement",
@@ -207,7 +207,7 @@ NONE = {
     "trainer.val_before_train": "always, with evaluation.every_steps above 0",
     "trainer.val_only": "off",
 }
-# Fields of ours, or beginnings of them, that no setting of the launcher corresponds to.
+# Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
     "distributed.": "connection of processes",
@@ -242,7 +242,7 @@ OURS_ALONE = {
     "checkpoints.keep": "beside those that keep_every keeps",
     "logging.": "files in the run directory",
 }  # fmt: skip
-# Where ours differ on purpose: a comment in configs/verl says why.
+# Our fields that differ on purpose; a comment in configs/verl gives the reason.
 DEPARTURES = {
     "algorithms.aggregation": "token_mean",
     "metrics.method": "gram",
@@ -264,8 +264,10 @@ def load(name):
 
 
 def launcher_settings(run):
-    """What the launcher gives a run, under its own names; those of its code by the part after the
-    file."""
+    """The launcher's settings of a run under its own names, and the values in its code.
+
+    A value in code has the part of its name after the file.
+    """
     code = {name.partition(": ")[2]: value for name, value in RECORD["code"].items()}
     code["stop_token_ids"] = code["stop_token_ids"][FAMILIES[run]]
     settings = RECORD["settings"] | RECORD["environment"] | RECORD["runs"][run]
@@ -273,7 +275,7 @@ def launcher_settings(run):
 
 
 def counterparts(run):
-    """(field of ours, the launcher's value in our terms, the launcher's name) of all that have."""
+    """Yields (our field, the launcher's value in our terms, the launcher's name)."""
     for settings, known in zip(launcher_settings(run), (COUNTERPARTS, COUNTERPARTS_IN_CODE)):
         for name, (fields, translate) in known.items():
             value = translate(settings[name])
@@ -282,7 +284,7 @@ def counterparts(run):
 
 
 def listed(name, reasons):
-    """Whether a name, or a beginning of it that ends in '.' or '_', is among the reasons."""
+    """Whether `reasons` has the name, or a beginning of it that ends in '.' or '_'."""
     return any(name == key or (key[-1] in "._" and name.startswith(key)) for key in reasons)
 
 

@@ -1,4 +1,4 @@
-"""The small run of tests/training as an experiment file, for one device and longer."""
+"""The small run of tests/training as an experiment file: for one device, and with more steps."""
 
 from tests.tiny import tiny_config
 

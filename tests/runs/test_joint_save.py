@@ -67,7 +67,7 @@ def test_a_defect_of_one_is_none_of_the_disks(processes):
 
 
 def test_one_that_does_not_come_is_named(processes):
-    with pytest.raises(TimeoutError, match=r"processes \[1\] have not come to 'written'"):
+    with pytest.raises(TimeoutError, match=r"processes \[1\] have not reached 'written'"):
         processes[0].wait("written", 0.05)
 
 

@@ -328,7 +328,7 @@ def test_summary_line_leaves_out_what_is_missing():
 def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
     first = open_workdir(str(tmp_path / "run"), config)
     assert not first.resumed
-    with pytest.raises(UserError, match="belongs to a run that is going on"):
+    with pytest.raises(UserError, match="belongs to a run that is still running"):
         open_workdir(str(tmp_path / "run"), config)
     first.close()
     config.training.num_steps = 7
