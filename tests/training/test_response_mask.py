@@ -8,7 +8,7 @@ import pytest
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.rollout.engines import decoding
-from semrl_jax.training import train
+from semrl_jax.runs import train
 from semrl_jax.training.measuring import token_indicators
 from semrl_jax.training.update import TokenPass, batch_logprobs
 from tests.fixtures import read_rows
