@@ -155,23 +155,30 @@ class Rollout:
     Attributes:
       sample_id, group_id, sample_index: as in the request.
       prompt_ids: int32 token ids.
-      response_ids: int32 token ids, the end or stop token included.
+      response_ids: int32 token ids, the end or stop token included. What the policy sampled, and
+        between it context, such as an environment's text; `response_mask` tells them apart.
       rollout_logprobs: float32 nats, under the distribution sampled from (after temperature, top-k
-        and top-p).
-      rollout_raw_logprobs: float32 nats, of the unmodified logits; None where the engine has none.
+        and top-p); 0 at context.
+      rollout_raw_logprobs: float32 nats, of the unmodified logits; 0 at context; None where the
+        engine has none.
       finish_reason: "eos", "stop", "length" or "aborted".
-      versions: spans of weight versions over the response tokens; one span unless the weights
-        changed in the middle.
+      versions: spans of weight versions over the response tokens, context included; one span
+        unless the weights changed in the middle.
       replica_id: which replica sampled it.
       hidden_states: [T, L, D] bfloat16 or float32; row t is the state whose logits produced
-        response token t. None if not asked for.
+        response token t, and may hold anything where that token is context. None if not asked for.
       prompt_states: [P, L, D] of the same dtype; row p is the state at prompt token p, so that the
         last one gave response token 0. None if not asked for; no rows in a response that was
         aborted before its first token.
       layers: the layer index of each of the L planes.
       metrics: metric name to scalar, where the replica computed them.
-      mean_state: float32 mean of the rows of layer -1, where the replica measured them.
+      mean_state: float32 mean of the rows of layer -1 that were measured, where the replica
+        measured them.
       generate_s: seconds from the call's admission to this response's end, on the replica.
+      response_mask: True on tokens that the policy sampled, False on context; True throughout if
+        not given. The policy attends to context, but context has no log-probability, no row in a
+        metric, no advantage and no loss, and no length or mean over tokens counts it. At least
+        one token is True, unless the response was aborted.
     """
 
     sample_id: str
@@ -190,6 +197,21 @@ class Rollout:
     generate_s: float = 0.0
     mean_state: Float[np.ndarray, " D"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
+    response_mask: Bool[np.ndarray, " T"] | None = None  # never None in an instance
+
+    def __post_init__(self):
+        if self.response_mask is None:
+            object.__setattr__(self, "response_mask", np.ones(len(self.response_ids), bool))
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Response tokens that the policy sampled: the length of the response in all statistics."""
+        return int(self.response_mask.sum())
+
+    def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
+        """Hidden states of a layer, without the rows of context; a view where there is none."""
+        states = self.hidden_states[:, self.layers.index(layer)]
+        return states if self.response_mask.all() else states[self.response_mask]
 
 
 class TokenArray(NamedTuple):
@@ -202,7 +224,7 @@ class TokenArray(NamedTuple):
       dtype: its NumPy dtype, little-endian.
       wire: the bytes field of the message `Response`; "" if the codec has a rule of its own.
       is_recorded: whether the Parquet files of a run have a column of this name.
-      is_optional: whether it may be None; the message then leaves it out.
+      is_optional: whether messages and files may do without it; see `is_left_out`.
     """
 
     name: str
@@ -210,6 +232,12 @@ class TokenArray(NamedTuple):
     wire: str = ""
     is_recorded: bool = True
     is_optional: bool = False
+
+    def is_left_out(self, values: np.ndarray | None) -> bool:
+        """Whether a message does without these values: None, or a mask that is True throughout."""
+        return self.is_optional and (
+            values is None or (values.dtype == np.bool_ and bool(values.all()))
+        )
 
 
 TOKEN_ARRAYS = (
@@ -219,6 +247,7 @@ TOKEN_ARRAYS = (
     TokenArray(
         "rollout_raw_logprobs", "<f4", wire="raw_logprobs", is_recorded=False, is_optional=True
     ),
+    TokenArray("response_mask", "|b1", wire="response_mask", is_optional=True),
 )
 
 
@@ -276,8 +305,9 @@ class RolloutBatch(NamedTuple):
       token_ids: int32; the pad id where padded.
       positions: int32; from 0 at the first prompt token, 0 where padded.
       segment_ids: int32; 1 on tokens, 0 on padding.
-      response_mask: bool; from the first response token to the last, end token included.
-      rollout_logprobs: float32 nats as the engine reported; 0 where padded.
+      response_mask: bool; True on response tokens that the policy sampled, the end token included;
+        False on padding, and on context between them, which `segment_ids` counts as tokens.
+      rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
     """
 
     token_ids: Int[Array, "B S"]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from semrl_jax import models
 from semrl_jax.errors import UserError
@@ -23,6 +23,7 @@ from semrl_jax.training.checkpoint_files import (
 
 MICRO_BATCH = 16
 COLUMNS = ("prompt_ids", "response_ids")
+MASK = "response_mask"  # a file without this column has no context in its responses
 
 
 def run_states(
@@ -35,8 +36,8 @@ def run_states(
         its checkpoint, or for step 0 the warm start or the model the run began with.
 
     Returns:
-      Step -> final states of its responses, float32 whatever the wire had, row t the one whose
-      logits produced response token t; and the run's metrics.stride.
+      Step -> final states of its responses, float32 whatever the wire had, one row for each token
+      that the policy sampled: the state whose logits produced it; and the run's metrics.stride.
 
     Raises:
       UserError: if there is no run, or no step with responses and weights.
@@ -69,9 +70,10 @@ def run_states(
     policy = models.Policy(models.load_config(start))
     states = {}
     for step in steps:
-        prompts, responses = _read_responses(rollouts[step])
+        prompts, responses, masks = _read_responses(rollouts[step])
         params = _load(workdir / "checkpoints" / str(step), start, step, policy)
-        states[step] = response_states(policy, params, prompts, responses)
+        found = response_states(policy, params, prompts, responses)
+        states[step] = [rows[mask] for rows, mask in zip(found, masks)]
     return states, stride
 
 
@@ -101,10 +103,13 @@ def response_states(
     return states
 
 
-def _read_responses(file: pathlib.Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids of one step."""
+def _read_responses(
+    file: pathlib.Path,
+) -> tuple[list[np.ndarray], list[np.ndarray], list[Bool[np.ndarray, " _"]]]:
+    """Token ids of one step, and which response tokens the policy sampled."""
     try:
-        table = pq.read_table(file, columns=list(COLUMNS))
+        masked = MASK in pq.read_schema(file).names
+        table = pq.read_table(file, columns=[*COLUMNS, *([MASK] if masked else [])])
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
     missing = set(COLUMNS) - set(table.column_names)
@@ -113,7 +118,9 @@ def _read_responses(file: pathlib.Path) -> tuple[list[np.ndarray], list[np.ndarr
     prompts, responses = (
         [np.asarray(ids, np.int32) for ids in table[name].to_pylist()] for name in COLUMNS
     )
-    return prompts, responses
+    if not masked:
+        return prompts, responses, [np.ones(len(ids), bool) for ids in responses]
+    return prompts, responses, [np.asarray(mask, bool) for mask in table[MASK].to_pylist()]
 
 
 def _load(

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ def pad_rows(
 ) -> PaddedTokens:
     """Lays out training rows; S = prompt_length + response_length.
 
-    The response of every row starts in column `prompt_length`, so `segment_ids[:, prompt_length:]`
-    is the response mask. Positions run on from the prompt into the response.
+    The response of every row starts in column `prompt_length`. Positions run on from the prompt
+    into the response.
 
     Raises:
       ValueError: if the numbers of prompts and responses differ, or one is too long.
@@ -91,14 +91,14 @@ def pad_rows(
 
 
 def pad_response_values(
-    values: Sequence[Float[np.ndarray, " _"]], length: int
-) -> Float[np.ndarray, "B T"]:
-    """Pads float32 values of response tokens, such as log-probabilities, with 0 on the right.
+    values: Sequence[Shaped[np.ndarray, " _"]], length: int, dtype: type = np.float32
+) -> Shaped[np.ndarray, "B T"]:
+    """Pads values of response tokens, such as log-probabilities, with 0 on the right.
 
     Raises:
       ValueError: if there are more than `length` values for a response.
     """
-    padded = np.zeros((len(values), length), np.float32)
+    padded = np.zeros((len(values), length), dtype)
     for row, row_values in zip(padded, values, strict=True):
         _check_fits(len(row_values), length)
         row[: len(row_values)] = row_values

@@ -37,7 +37,7 @@ def greedy_scalars(
         return of_all
     finished = [rollout.finish_reason in ("eos", "stop") for rollout in rollouts]
     correct = np.array([verdict.correct for verdict in verdicts])
-    lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
+    lengths = np.array([rollout.num_policy_tokens for rollout in rollouts])
     by_correctness = {
         f"{prefix}mean_length_{kind}": float(lengths[mask].mean())
         for kind, mask in (("correct", correct), ("incorrect", ~correct))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -29,7 +29,7 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2  # 1.1: a replica may measure; 1.2: states of prompts
+PROTOCOL_MINOR = 3  # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks
 
 CHUNK_BYTES = 1 << 20  # of array data in one message; the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -262,7 +262,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     response.sample_index = rollout.sample_index
     response.token_ids.extend(rollout.response_ids.tolist())
     for array in BYTES_ARRAYS:
-        if (values := getattr(rollout, array.name)) is not None:
+        if not array.is_left_out(values := getattr(rollout, array.name)):
             setattr(response, array.wire, values.astype(array.dtype, copy=False).tobytes())
     response.finish_reason = rollout.finish_reason
     for span in rollout.versions:
@@ -368,6 +368,7 @@ class RolloutDecoder:
             array.name: _decode_token_array(name, array, message, num_tokens)
             for array in BYTES_ARRAYS
         }
+        _check_mask(name, arrays, message.finish_reason)
         self._check_versions(name, message.versions, num_tokens)
         counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
         if message.finish_reason == "aborted" and num_tokens == 0:
@@ -637,10 +638,27 @@ def _decode_token_array(
         raise ValueError(
             f"{name} has {len(data)} bytes for {num_tokens} tokens of {dtype.itemsize}."
         )
+    if dtype == np.bool_ and max(data, default=0) > 1:
+        raise ValueError(f"{name} has a byte {max(data)}; it must be 0 or 1.")
     values = np.frombuffer(data, dtype)
     if not np.isfinite(values).all():
         raise ValueError(f"{name} has values that are not finite.")
     return values
+
+
+def _check_mask(
+    name: str, arrays: Mapping[str, Shaped[np.ndarray, " T"] | None], finish_reason: str
+) -> None:
+    """Context has no log-probability, and a response is more than context."""
+    mask = arrays["response_mask"]
+    if mask is None:
+        return
+    if not mask.any() and finish_reason != "aborted":
+        raise ValueError(f"{name}: response_mask is 0 throughout; the policy sampled nothing.")
+    for field in ("rollout_logprobs", "rollout_raw_logprobs"):
+        values = arrays[field]
+        if values is not None and values[~mask].any():
+            raise ValueError(f"{name}: {field} must be 0 where response_mask is 0.")
 
 
 def _check_vocabulary(name: str, ids: Int[np.ndarray, " T"], vocab_size: int) -> None:

@@ -261,8 +261,8 @@ async def measure_each(
                 rollout, arriving = arriving.result(), None
                 ended = rollout is None
                 if rollout is not None:
-                    plane = rollout.hidden_states[:, rollout.layers.index(-1)]
-                    pending[asyncio.wrap_future(measurer.submit(plane))] = rollout
+                    measured = measurer.submit(rollout.policy_states(-1))
+                    pending[asyncio.wrap_future(measured)] = rollout
                     num_held += _num_bytes(rollout)
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)

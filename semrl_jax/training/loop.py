@@ -323,7 +323,7 @@ def record_step(
     if every and (step % every == 0 or step + 1 == num_steps):
         with clock("write_rollouts"):
             write_rollouts(run.workdir.rollouts, step, scored, run.full_text)
-    num_tokens = sum(len(item.rollout.response_ids) for item in scored)
+    num_tokens = sum(item.rollout.num_policy_tokens for item in scored)
     trained_s = sum(clock.seconds(phase) for phase in ("old_logprobs", "ref_logprobs", "update"))
     scalars |= {
         "rollout/tokens_per_s": num_tokens / clock.seconds("sample"),

@@ -1,11 +1,14 @@
-"""Where the sequences of a batch lie on the devices: in rows, and the rows in micro-batches.
+"""How the sequences of a batch are laid out on the devices: in rows, and rows in micro-batches.
 
 The rest of the system sees responses as [B, T]. A pass over them sees M micro-batches of R rows of
-S columns, of which each data shard has R / shards. A row holds one sequence (a prompt and its
-response, from column 0), or with `pack_sequences` as many as fit, told apart by segment ids and
-with positions that start again. Of a row's columns, U at most produce response tokens: the states
-there are gathered into slots, and only slots get logits. Values of response tokens travel between
-[B, T] and [M, R, U] on the host, by index. What no sequence fills is padding: segment 0, weight 0.
+S columns; each data shard has R / shards of the rows. A row holds one sequence (a prompt and its
+response, from column 0), or with `pack_sequences` as many as fit. Segment ids tell the sequences of
+a row apart, and positions start from 0 in each.
+
+Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
+into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
+attended to, but has no slot. Values of response tokens are moved between [B, T] and [M, R, U] on
+the host, by index. Columns and slots that no sequence fills are padding: segment 0, weight 0.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ class Layout:
     Attributes:
       rows: NumPy arrays.
       num_micro: micro-batches that hold anything; those behind them are never computed.
-      slots: index into the M * R * U slots of each response token; -1 where padded.
+      slots: index into the M * R * U slots of each response token; -1 for padding and context.
       shard_tokens: tokens of each data shard, prompts included.
     """
 
@@ -109,14 +112,14 @@ class Layout:
     shard_tokens: Int[np.ndarray, " shards"]
 
     def to_slots(self, values: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "M R U"]:
-        """Values of response tokens in their slots; 0 in slots without one."""
+        """Values of the policy's tokens in their slots; 0 in slots without one."""
         found = np.zeros(self.rows.sources.shape, values.dtype)
         held = self.slots >= 0
         found.reshape(-1)[self.slots[held]] = values[held]
         return found
 
     def from_slots(self, values: Float[np.ndarray, "M R U"]) -> Float[np.ndarray, "B T"]:
-        """Undoes `to_slots`; 0 where padded."""
+        """Undoes `to_slots`; 0 for padding and context."""
         return np.where(self.slots >= 0, values.reshape(-1)[self.slots], np.zeros((), values.dtype))
 
     def responses(
@@ -124,17 +127,18 @@ class Layout:
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
         """Values of the slots of each response that lies in one of these data shards, by response.
 
-        They are views: a response's slots follow each other. Every response has a token.
+        They are views: a response's slots follow each other. Every response has a slot.
         """
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
         found = {}
         for index, slots in enumerate(self.slots):
-            row, first = divmod(int(slots[0]), num_slots)
+            own = slots[slots >= 0]
+            row, first = divmod(int(own[0]), num_slots)
             micro, row = divmod(row, num_rows)
             shard, row = divmod(row, rows_of_shard)
             if shard in shards:
-                found[index] = shards[shard][micro, row, first : first + np.sum(slots >= 0)]
+                found[index] = shards[shard][micro, row, first : first + len(own)]
         return found
 
     def scalars(self) -> dict[str, float]:
@@ -187,9 +191,9 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
 
     shape = (num_places, num_rows, num_columns)
     to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`
-    slots = (row_of * num_slots + first_slots)[:, None] + np.arange(batch.response_mask.shape[1])
-    slots = np.where(batch.response_mask, slots, -1)  # [B, T]
     held = batch.response_mask
+    slots = (row_of * num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
+    slots = np.where(held, slots, -1)  # [B, T]
     # The state before a token produced it.
     sources = starts[:, None] + batch.positions[:, prompt_columns:] - 1  # [B, T]
 

@@ -41,7 +41,9 @@ def pad_batch(
         token_ids=rows.token_ids,
         positions=rows.positions,
         segment_ids=rows.segment_ids,
-        response_mask=rows.segment_ids[:, prompt_length:] == 1,
+        response_mask=data.pad_response_values(
+            [rollout.response_mask for rollout in rollouts], response_length, bool
+        ),
         rollout_logprobs=data.pad_response_values(
             [rollout.rollout_logprobs for rollout in rollouts], response_length
         ),

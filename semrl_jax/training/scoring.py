@@ -65,8 +65,7 @@ def score_and_measure(
         verdict = verifier.submit(response, reference)
         metrics = None
         if measurer is not None:
-            plane = rollout.hidden_states[:, rollout.layers.index(layer)]
-            metrics = measurer.submit(plane)
+            metrics = measurer.submit(rollout.policy_states(layer))
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
         started.append((rollout, response, reference, verdict, metrics))

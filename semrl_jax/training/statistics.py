@@ -27,7 +27,7 @@ def batch_scalars(
       of every mean and are counted in `metrics/<name>/valid_fraction`.
     """
     correct = np.array([item.verdict.correct for item in scored])
-    lengths = np.array([len(item.rollout.response_ids) for item in scored], float)
+    lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
     scalars = {
         "reward/mean": rewards.mean(),
         "reward/max": rewards.max(),
@@ -95,7 +95,7 @@ def logprob_mismatch(
 
     Args:
       rollouts: B responses.
-      old_logprobs: of the training model; whatever they hold behind a response.
+      old_logprobs: of the training model; padding and context may hold anything.
       temperature, top_p, top_k: what was sampled with.
     """
     is_cut = top_p < 1 or top_k > 0
@@ -104,7 +104,9 @@ def logprob_mismatch(
     theirs = [r.rollout_raw_logprobs if is_cut else r.rollout_logprobs for r in rollouts]
     if any(logprobs is None for logprobs in theirs):
         return {}
-    ours = [row[: len(logprobs)] for row, logprobs in zip(old_logprobs, theirs)]
+    masks = [rollout.response_mask for rollout in rollouts]
+    ours = [row[: len(mask)][mask] for row, mask in zip(old_logprobs, masks)]
+    theirs = [logprobs[mask] for logprobs, mask in zip(theirs, masks)]
     difference = np.abs(np.concatenate(ours) - np.concatenate(theirs))
     return {
         "rollout/logprob_mismatch/mean": float(difference.mean()),
@@ -126,10 +128,11 @@ def state_differences(
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
-        if scored[index].rollout.hidden_states is None:
+        rollout = scored[index].rollout
+        if rollout.hidden_states is None:
             continue
         ours = row.astype(np.float32)
-        theirs = scored[index].rollout.hidden_states[:, 0].astype(np.float32)
+        theirs = rollout.hidden_states[rollout.response_mask, 0].astype(np.float32)
         length = np.linalg.norm(ours, axis=1)
         relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
     values = np.concatenate(relative)

@@ -120,14 +120,12 @@ def write_rollouts(
         "verifier_error": _strings(verdict.error or None for verdict in verdicts),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
     }
-    columns |= {
-        array.name: [getattr(rollout, array.name) for rollout in rollouts]
-        for array in TOKEN_ARRAYS
-        if array.is_recorded
-    }
-    columns |= {
-        f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics
-    }
+    for array in TOKEN_ARRAYS:
+        values = [getattr(rollout, array.name) for rollout in rollouts]
+        if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
+            columns[array.name] = values
+    for name in metrics:
+        columns[f"metrics/{name}"] = [rollout.metrics[name] for rollout in rollouts]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)

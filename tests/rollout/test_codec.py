@@ -97,9 +97,10 @@ def assert_same(actual, expected):
     reason=st.sampled_from(FINISH_REASONS),
     metrics=st.dictionaries(names, float32s, max_size=3),
     kinds=st.sampled_from([("decode",), ("prefill",), ("decode", "prefill")]),
+    context=st.booleans(),
 )
 def test_rollout_round_trip(
-    num_tokens, num_layers, width, dtype, seed, raw, sample_id, reason, metrics, kinds
+    num_tokens, num_layers, width, dtype, seed, raw, sample_id, reason, metrics, kinds, context
 ):
     rng = np.random.default_rng(seed)
 
@@ -113,7 +114,9 @@ def test_rollout_round_trip(
     request = SampleRequest(sample_id, seed, 3, np.array([4, 5], np.int32), 2**64 - 1)
     sampling = SamplingParams(max_tokens=40)
     call = GenerateCall((request,), sampling, HiddenStateParams(layers, dtype, kinds), VERSION)
-    logprobs = -rng.random(num_tokens, np.float32)
+    mask = rng.random(num_tokens) < (0.5 if context else 1)
+    mask[rng.integers(num_tokens)] = True
+    logprobs = np.where(mask, -rng.random(num_tokens, np.float32), np.float32(0))
     rollout = make_rollout(
         num_tokens,
         sample_id=sample_id,
@@ -123,6 +126,7 @@ def test_rollout_round_trip(
         response_ids=rng.integers(0, 101, num_tokens).astype(np.int32),
         rollout_logprobs=logprobs,
         rollout_raw_logprobs=logprobs * 2 if raw else None,
+        response_mask=mask,
         finish_reason=reason,
         metrics=metrics,
         layers=layers,
@@ -258,6 +262,10 @@ STATES = np.zeros((3, 1, 4), ml_dtypes.bfloat16)
         (set_field("raw_logprobs", b"\0" * 8), "raw_logprobs has 8 bytes"),
         (set_field("logprobs", np.float32([0, np.nan, 0]).tobytes()), "not finite"),
         (set_field("raw_logprobs", np.float32([0, 0, -np.inf]).tobytes()), "not finite"),
+        (set_field("response_mask", b"\1\1"), "2 bytes for 3 tokens of 1"),
+        (set_field("response_mask", b"\1\2\1"), "response_mask has a byte 2; it must be 0 or 1"),
+        (set_field("response_mask", b"\0\0\0"), "the policy sampled nothing"),
+        (set_field("response_mask", b"\1\0\1"), "rollout_logprobs must be 0 where response_mask"),
         (set_field("versions", []), "cover 0 of 3"),
         (lambda m: setattr(m.response.versions[0], "end", 2), "cover 2 of 3"),
         (lambda m: setattr(m.response.versions[0], "start", 1), r"\[1, 3\)"),

@@ -138,6 +138,34 @@ def test_options_reach_the_measuring(world, sampling, monkeypatch):
     }  # fmt: skip
 
 
+def test_the_tokens_of_the_policy_are_measured(sampling):
+    version = WeightVersion("run", "attempt", 0, "0" * 64)
+    masks = {}
+
+    async def engine():
+        for request in make_requests(4, 3):
+            states = HiddenStateParams((-1,), "float32")
+            rollout = fake_rollout(
+                request, sampling, states, version, vocab_size=101, hidden_size=8
+            )
+            mask = np.arange(len(rollout.response_ids)) % 3 != 1
+            masks[request.sample_id] = mask
+            yield dataclasses.replace(rollout, response_mask=mask)
+
+    async def run():
+        each = measuring.measure_each(
+            engine(), dataclasses.replace(PARAMS, dtype="float32"), max_tokens=16, keep_states=True
+        )
+        return [rollout async for rollout in each]
+
+    rollouts = asyncio.run(run())
+    assert len(rollouts) == len(masks)
+    for rollout in rollouts:
+        rows = rollout.hidden_states[masks[rollout.sample_id], 0]
+        assert rollout.metrics == pytest.approx(expected_metrics(rows), rel=1e-5, abs=1e-5)
+        np.testing.assert_allclose(rollout.mean_state, rows.mean(axis=0), rtol=1e-6)
+
+
 def test_calls_without_metrics_are_as_before(world, sampling):
     client = world.client(world.replica())
     version, requests = sync(client), make_requests()

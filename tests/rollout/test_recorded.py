@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.2 are read for ever after.
+"""Messages recorded when the protocol was at version 1.0 to 1.3 are read for ever after.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -85,6 +85,7 @@ LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
     response_ids=np.arange(300, dtype=np.int32),
     rollout_logprobs=np.full(300, -0.125, np.float32),
     rollout_raw_logprobs=None,
+    response_mask=np.ones(300, bool),
     finish_reason="length",
     versions=(VersionSpan(VERSION, 0, 300),),
     hidden_states=np.zeros((300, 2, 1024), ml_dtypes.bfloat16),
@@ -101,6 +102,15 @@ MEASURED = dataclasses.replace(
 ALL_STATES = HiddenStateParams((-1, 24), "bfloat16", ("prefill", "decode"))  # 1.2
 WHOLE = dataclasses.replace(
     SMALL, prompt_states=np.arange(18).reshape(3, 2, 3).astype(ml_dtypes.bfloat16)
+)
+WITH_CONTEXT = dataclasses.replace(  # 1.3
+    SMALL,
+    response_ids=np.array([9, 8, 7, 151_643], np.int32),
+    rollout_logprobs=np.array([-0.5, 0, 0, -1.25], np.float32),
+    rollout_raw_logprobs=np.array([-0.75, 0, 0, -2.0], np.float32),
+    response_mask=np.array([True, False, False, True]),
+    versions=(VersionSpan(VERSION, 0, 4),),
+    hidden_states=np.arange(24).reshape(4, 2, 3).astype(ml_dtypes.bfloat16),
 )
 FINAL_ONLY = dataclasses.replace(
     DESCRIPTION,
@@ -163,6 +173,12 @@ def messages_of_1_2():
         ),
         "generate_response_all_states": whole,
     }
+
+
+def messages_of_1_3():
+    """What version 1.2 did not have."""
+    (with_context,) = codec.encode_rollout(WITH_CONTEXT)
+    return {"generate_response_with_context": with_context}
 
 
 def recorded(name, kind, version="1.0"):
@@ -229,6 +245,13 @@ def test_responses_with_states_of_their_prompts():
     assert_same(decoder.feed(reply), WHOLE)
 
 
+def test_responses_with_context():
+    call = GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)
+    decoder = RolloutDecoder(call, vocab_size=DESCRIPTION.vocab_size)
+    reply = recorded("generate_response_with_context", pb.GenerateResponse, "1.3")
+    assert_same(decoder.feed(reply), WITH_CONTEXT)
+
+
 def test_weight_update():
     begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
@@ -256,7 +279,12 @@ def test_replies_carry_the_version(name):
 
 
 def test_what_is_written_today_equals_the_record():  # as messages: fields may change their order
-    written = {"1.0": messages(), "1.1": messages_of_1_1(), "1.2": messages_of_1_2()}
+    written = {
+        "1.0": messages(),
+        "1.1": messages_of_1_1(),
+        "1.2": messages_of_1_2(),
+        "1.3": messages_of_1_3(),
+    }
     for version, known in written.items():
         for name, message in known.items():
             assert recorded(name, type(message), version) == message, name
@@ -265,5 +293,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    for name, message in (messages() | messages_of_1_1() | messages_of_1_2()).items():
+    for name, message in (
+        messages() | messages_of_1_1() | messages_of_1_2() | messages_of_1_3()
+    ).items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

@@ -31,6 +31,7 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         finish_reason=fields.get("finish_reason", "eos"),
         versions=(),
         metrics=metrics or {},
+        response_mask=fields.get("response_mask"),
     )
     verdict = Verdict(
         score=score,

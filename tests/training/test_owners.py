@@ -53,6 +53,7 @@ def test_shares_are_consecutive_and_even(count):
 def scored(rng, index, measured, raw):
     length = int(rng.integers(0, 5))
     version = WeightVersion("run", "attempt", 3, "ab" * 32)
+    mask = rng.random(length) < 0.5 if index % 2 else None
     rollout = Rollout(
         sample_id=f"train/3/{index}/0", group_id=index, sample_index=0,
         prompt_ids=rng.integers(0, 99, 1 + index).astype(np.int32),
@@ -61,7 +62,7 @@ def scored(rng, index, measured, raw):
         rollout_raw_logprobs=rng.normal(size=length).astype(np.float32) if raw else None,
         finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
         metrics={"effective_rank": 1 / 3, "effective_rank_valid": True, "odd": float("nan")},
-        generate_s=0.1,
+        generate_s=0.1, response_mask=mask,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s")
     state = rng.normal(size=4).astype(np.float32) if measured else None

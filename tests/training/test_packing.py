@@ -17,13 +17,13 @@ def mesh_of(num_shards, sequence=1):
     return models.make_mesh(shape, jax.devices()[: num_shards * sequence])
 
 
-def batch_of(lengths):
+def batch_of(lengths, masks=None):
     """Prompts and responses of these (prompt, response) lengths; every token id is its own."""
     rollouts, token = [], 1
-    for prompt, response in lengths:
+    for (prompt, response), mask in zip(lengths, masks or [None] * len(lengths)):
         ids = np.arange(token, token + prompt + response, dtype=np.int32)
         token += prompt + response
-        scored = make_scored(response_ids=ids[prompt:])
+        scored = make_scored(response_ids=ids[prompt:], response_mask=mask)
         rollouts.append(
             scored.rollout.__class__(**vars(scored.rollout) | {"prompt_ids": ids[:prompt]})
         )
@@ -63,6 +63,27 @@ def test_packed_rows_by_hand():
     )
 
 
+def test_context_has_columns_and_no_slots():
+    """The sequences of `test_packed_rows_by_hand`, with context inside, last and first."""
+    masks = [np.array(mask, bool) for mask in ([1, 0], [1, 0, 1], [0, 1])]
+    lengths = [(1, 2), (2, 3), (2, 2)]
+    plan = RowPlan(mesh_of(1), micro_batch_tokens=8, pack_sequences=True, balance_lengths=False)
+    layout, without = (lay_out(batch_of(lengths, m), plan) for m in (masks, None))
+    for name in ("token_ids", "positions", "segment_ids"):
+        np.testing.assert_array_equal(getattr(layout.rows, name), getattr(without.rows, name))
+    rows = jax.tree.map(lambda leaf: leaf[:, 0], layout.rows)
+    np.testing.assert_array_equal(rows.response_ids[:, :4], [[2, 6, 8, 0], [12, 0, 0, 0]])
+    # Token 8 follows token 7, which is context, in column 6.
+    np.testing.assert_array_equal(rows.sources[:, :4], [[0, 4, 6, 0], [2, 0, 0, 0]])
+    values = np.arange(1, 1 + rows.sources.size, dtype=np.float32)
+    values = values.reshape(layout.rows.sources.shape)
+    width = rows.sources.shape[1]
+    np.testing.assert_array_equal(
+        layout.from_slots(values), [[1, 0, 0], [2, 0, 3], [0, 1 + width, 0]]
+    )
+    assert layout.scalars() == without.scalars()
+
+
 def test_single_rows_by_hand():
     """3 sequences on 2 shards, 2 rows a micro-batch: one row stays empty."""
     batch = batch_of([(1, 2), (2, 3), (2, 2)])
@@ -91,15 +112,21 @@ PLANS = st.fixed_dictionaries(
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=40),
     options=PLANS,
+    density=st.sampled_from([0.3, 0.8, 1.0]),  # of the policy's tokens in a response
 )
-def test_every_token_is_computed_once_and_comes_back(lengths, options):
+def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
     sequence = options.pop("sequence")
     options["pack_sequences"] &= options["micro_batch_tokens"] > 0
     plan = RowPlan(mesh_of(shards, sequence), micro_batch_size=rows_per_shard * shards, **options)
-    batch = batch_of(lengths)
+    random = np.random.default_rng(len(lengths))
+    masks = [random.random(response) < density for _, response in lengths]
+    for own in masks:
+        own[random.integers(len(own))] = True
+    batch = batch_of(lengths, masks)
     layout = lay_out(batch, plan)
     rows, mask = layout.rows, batch.response_mask
+    np.testing.assert_array_equal(mask.sum(axis=1), list(map(np.sum, masks)))
     # What the sequence axis does not divide would be whole on all of its devices.
     assert rows.token_ids.shape[2] % sequence == rows.sources.shape[2] % sequence == 0
     assert rows.token_ids.shape[0] >= layout.num_micro
@@ -122,6 +149,7 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options):
     # The state that a slot takes is that of the token before, in the same segment.
     at_sources = np.take_along_axis(rows.token_ids, rows.sources, axis=2)
     with_token = rows.response_ids > 0
+    assert with_token.sum() == mask.sum()
     np.testing.assert_array_equal(at_sources[with_token], rows.response_ids[with_token] - 1)
     # There and back.
     np.testing.assert_array_equal(

@@ -17,7 +17,12 @@ from semrl_jax.errors import UserError
 from semrl_jax.training.console import summary_line
 from semrl_jax.training.report import draw_curves, write_report
 from semrl_jax.training.rollout_batch import bucket, pad_batch
-from semrl_jax.training.statistics import batch_scalars, logprob_mismatch, metric_arrays
+from semrl_jax.training.statistics import (
+    batch_scalars,
+    logprob_mismatch,
+    metric_arrays,
+    state_differences,
+)
 from semrl_jax.training.workdir import open_workdir
 from semrl_jax.training.writer import MetricWriter, read_rows, remove_rollouts, write_rollouts
 from semrl_jax.types import FINISH_REASONS
@@ -96,6 +101,20 @@ def test_recorded_responses_show_what_was_sampled_and_scored(tmp_path):
     assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
 
 
+def test_recorded_responses_with_context_say_where_it_is(tmp_path):
+    masks = [np.array([True, False, True]), None]
+    ids = np.array([5, 6, 1], np.int32)
+    scored = [make_scored(i, response_ids=ids, response_mask=m) for i, m in enumerate(masks)]
+    write_rollouts(tmp_path, 0, scored, str)
+    table = pq.read_table(tmp_path / "step_000000.parquet")
+    assert table.column("response_mask").to_pylist() == [[True, False, True], [True] * 3]
+    write_rollouts(tmp_path, 1, scored[1:], str)
+    names = pq.read_table(tmp_path / "step_000001.parquet").schema.names
+    assert names == [name for name in table.schema.names if name != "response_mask"]
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "log_keys.md").read_text()
+    assert "`response_mask`" in page.partition("## Recorded responses")[2]
+
+
 @pytest.mark.parametrize(
     "damage",
     [b"[" * 100_000, b"[]", b"3", b'{"reward": 1}', b'{"step": "3"}', b'{"step": 3, "\xff'],
@@ -168,6 +187,29 @@ def test_statistics_by_hand():
     np.testing.assert_array_equal(arrays["effective_rank_valid"], [True, True, False, True])
 
 
+def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
+    masks = [np.array([True, False, True, True]), np.array([False, True])]
+    ids = [np.ones(len(mask), np.int32) for mask in masks]
+    scored = [
+        make_scored(i, response_ids=row, response_mask=mask)
+        for i, (row, mask) in enumerate(zip(ids, masks))
+    ]
+    scalars = batch_scalars(scored, np.zeros((1, 2), np.float32))
+    assert (scalars["response/length/max"], scalars["response/length/min"]) == (3, 1)
+    # Response token t has -(t + 1) from the engine; context and padding hold garbage here.
+    old = np.array([[-1.5, 99, -3, -4], [99, -2, 99, 99]], np.float32)
+    rollouts = [item.rollout for item in scored]
+    found = logprob_mismatch(rollouts, old, temperature=1.0, top_p=1.0, top_k=0)
+    assert found["rollout/logprob_mismatch/max"] == 0.5
+    assert found["rollout/logprob_mismatch/mean"] == 0.125
+    # The engine sent a row of states for each response token; the policy has its own alone.
+    states = np.repeat(np.array([1, np.nan, 1, 2], np.float32), 2).reshape(4, 1, 2)
+    rollout = dataclasses.replace(rollouts[0], hidden_states=states)
+    with_states = [dataclasses.replace(scored[0], rollout=rollout), scored[1]]
+    ours = {0: np.ones((3, 2), np.float32), 1: np.ones((1, 2), np.float32)}
+    assert state_differences(with_states, ours) == {"count": 3.0, "sum": 1.0, "max": 1.0}
+
+
 def test_fractions_of_all_ends_sum_to_one():
     reasons = [*FINISH_REASONS, "eos"]
     scored = [make_scored(i, finish_reason=reason) for i, reason in enumerate(reasons)]
@@ -229,6 +271,12 @@ def test_ragged_rollouts_are_padded_by_hand():
     np.testing.assert_array_equal(batch.response_mask, batch.segment_ids[:, 3:] == 1)
     np.testing.assert_array_equal(batch.response_ids, [[5, 1, 9, 9], [6, 7, 8, 9]])
     np.testing.assert_array_equal(batch.rollout_logprobs, [[-1, -2, 0, 0], [-1, -2, -3, 0]])
+    mask = np.array([False, True, True])
+    context = make_scored(2, response_ids=np.array([6, 7, 8], np.int32), response_mask=mask)
+    (row,) = pad_batch(
+        [context.rollout], pad_token_id=9, max_prompt_tokens=2, max_response_tokens=4
+    ).response_mask
+    np.testing.assert_array_equal(row, [False, True, True, False])
     assert [bucket(n, 100) for n in (1, 16, 17, 64, 65, 100)] == [16, 16, 32, 64, 100, 100]
 
 

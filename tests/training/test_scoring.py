@@ -128,6 +128,29 @@ def test_the_asked_layer_is_measured_whatever_its_place():
             )
 
 
+def test_the_tokens_of_the_policy_are_measured():
+    random = np.random.default_rng(1)
+    with_context, without = [], []
+    for rollout in make_rollouts(4):
+        mask = random.random(len(rollout.response_ids)) < 0.6
+        mask[0] = True
+        states = np.where(mask[:, None, None], rollout.hidden_states, np.float32(np.nan))
+        with_context.append(dataclasses.replace(rollout, hidden_states=states, response_mask=mask))
+        without.append(
+            dataclasses.replace(
+                rollout,
+                response_ids=rollout.response_ids[mask],
+                rollout_logprobs=rollout.rollout_logprobs[mask],
+                hidden_states=states[mask],
+                response_mask=None,
+            )
+        )
+    for item, expected in zip(score(with_context), score(without), strict=True):
+        assert item.rollout.metrics == expected.rollout.metrics  # bit for bit
+        np.testing.assert_array_equal(item.mean_state, expected.mean_state)
+        assert np.isfinite(item.mean_state).all()  # no row of context
+
+
 def test_without_a_measurer_there_are_no_metrics():
     with VerifierPool(num_workers=1) as verifier:
         scored = score_and_measure(

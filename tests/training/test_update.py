@@ -75,11 +75,18 @@ def plan_of(options, num_shards=1):
     return RowPlan(mesh_of(num_shards), **options)
 
 
-def make_batch(lengths=LENGTHS, seed=0):
-    """Rows of the same width whatever the lengths; padding holds garbage."""
+def make_batch(lengths=LENGTHS, seed=0, context=False):
+    """Rows of the same width whatever the lengths; padding holds garbage.
+
+    With `context` about half of the response tokens are not the policy's.
+    """
     batch = batch_of([*lengths, LIMITS])
     batch = jax.tree.map(lambda leaf: leaf[:-1], batch)
     random = np.random.default_rng(seed)
+    if context:
+        mask = batch.response_mask & (random.random(batch.response_mask.shape) < 0.5)
+        mask[np.arange(len(mask)), random.integers(batch.response_mask.sum(axis=1))] = True
+        batch = batch._replace(response_mask=mask)
     return batch._replace(token_ids=random.integers(0, VOCAB, batch.token_ids.shape, np.int32))
 
 
@@ -120,7 +127,8 @@ def oracle(policy, params, batch, values):
         logprobs, entropies = policy.token_logprobs(
             params, states, ids[:, -num_tokens:], temperature=0.8
         )
-        return logprobs, entropies, states
+        own = np.flatnonzero(batch.response_mask[row])
+        return logprobs[:, own], entropies[:, own], states[:, own]
 
     def loss_of(params, weights):
         total, tokens = 0.0, []
@@ -129,7 +137,7 @@ def oracle(policy, params, batch, values):
             old, ref, advantages = (jnp.asarray(value[row, own])[None] for value in values)
             total += policy_loss(
                 *tokens[-1][:2], old_logprobs=old, ref_logprobs=ref, advantages=advantages,
-                weights=weights[row, : own.sum()][None], **dict(LOSS),
+                weights=weights[row, own][None], **dict(LOSS),
             )[0]  # fmt: skip
         return total, tokens
 
@@ -149,10 +157,10 @@ def assert_near(actual, expected, tolerance=2e-5):
 
 
 @functools.cache
-def expected(window):
+def expected(window, context):
     """Everything the oracle says of `make_batch`; `window` limits the first of two layers."""
     policy, params = setup(window)
-    batch = make_batch()
+    batch = make_batch(context=context)
     values = make_values(batch)
     return policy, params, batch, values, *oracle(policy, params, batch, values)
 
@@ -165,15 +173,15 @@ MARKS = {
     (4, "two rows"): pytest.mark.slow,
 }
 LAYOUTS = [
-    pytest.param(window, name, marks=MARKS.get((window, name), pytest.mark.soak))
+    pytest.param(window, name, False, marks=MARKS.get((window, name), pytest.mark.soak))
     for window in (None, 4)
     for name in PLANS
-]
+] + [(4, "three rows", True), (4, "packed", True)]
 
 
-@pytest.mark.parametrize(("window", "name"), LAYOUTS)
-def test_no_layout_changes_the_log_probabilities(window, name):
-    policy, params, batch, _, tokens, _ = expected(window)
+@pytest.mark.parametrize(("window", "name", "context"), LAYOUTS)
+def test_no_layout_changes_the_log_probabilities(window, name, context):
+    policy, params, batch, _, tokens, _ = expected(window, context)
     found = batch_logprobs(
         params, batch, policy=policy, temperature=0.8, plan=plan_of(PLANS[name]),
         with_states=True, with_entropies=True,
@@ -186,9 +194,9 @@ def test_no_layout_changes_the_log_probabilities(window, name):
     assert not found.logprobs[~batch.response_mask].any()
 
 
-@pytest.mark.parametrize(("window", "name"), LAYOUTS)
-def test_no_layout_changes_the_gradient(window, name):
-    policy, params, batch, values, _, gradients = expected(window)
+@pytest.mark.parametrize(("window", "name", "context"), LAYOUTS)
+def test_no_layout_changes_the_gradient(window, name, context):
+    policy, params, batch, values, _, gradients = expected(window, context)
     for aggregation, (loss, gradient) in gradients.items():
         after, _, scalars = update(policy, params, batch, values, plan_of(PLANS[name]), aggregation)
         np.testing.assert_allclose(scalars["policy/loss"], loss, rtol=1e-4, atol=1e-6)

@@ -259,6 +259,7 @@ def _aborted(rollout: Rollout) -> Rollout:
         response_ids=rollout.response_ids[:0],
         rollout_logprobs=rollout.rollout_logprobs[:0],
         rollout_raw_logprobs=None,
+        response_mask=rollout.response_mask[:0],
         finish_reason="aborted",
         versions=(),
         hidden_states=None if states is None else states[:0],
