@@ -25,6 +25,7 @@ from semrl_jax.algorithms.ppo import (
     value_loss,
     whiten,
 )
+from semrl_jax.algorithms.sequences import sum_over_sequences
 from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "kl_estimate",
     "penalised_rewards",
     "policy_loss",
+    "sum_over_sequences",
     "token_entropy",
     "token_weights",
     "update_kl_coefficient",

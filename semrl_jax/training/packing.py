@@ -33,7 +33,7 @@ from semrl_jax.types import RolloutBatch
 
 
 class TokenRows(NamedTuple):
-    """What a forward pass reads; int32, a pytree.
+    """What a forward pass and a loss read; int32, a pytree.
 
     Attributes:
       token_ids: 0 where padded.
@@ -41,6 +41,8 @@ class TokenRows(NamedTuple):
       segment_ids: 1, 2, ... for the sequences of a row; 0 where padded.
       response_ids: the response token of each slot; 0 in slots without one.
       sources: the column of the state whose logits produced it; 0 in slots without one.
+      sequence_ids: the segment id of the sequence that each slot belongs to; 0 in slots without a
+        token. A loss over whole sequences needs it, see `algorithms.sum_over_sequences`.
     """
 
     token_ids: Int[Array, "M R S"]
@@ -48,6 +50,7 @@ class TokenRows(NamedTuple):
     segment_ids: Int[Array, "M R S"]
     response_ids: Int[Array, "M R U"]
     sources: Int[Array, "M R U"]
+    sequence_ids: Int[Array, "M R U"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +212,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
         segment_ids=filled(shape, to[tokens], np.repeat(segments, lengths)),
         response_ids=filled(slots_shape, slots[held], batch.token_ids[:, prompt_columns:][held]),
         sources=filled(slots_shape, slots[held], sources[held]),
+        sequence_ids=filled(slots_shape, slots[held], np.repeat(segments, response_lengths)),
     )
     shard_of = row_of % num_rows // rows_per_shard
     return Layout(

@@ -55,6 +55,9 @@ def test_packed_rows_by_hand():
         rows.response_ids[:, :6], [[2, 3, 6, 7, 8, 0], [11, 12, 0, 0, 0, 0]]
     )
     np.testing.assert_array_equal(rows.sources[:, :5], [[0, 1, 4, 5, 6], [1, 2, 0, 0, 0]])
+    np.testing.assert_array_equal(
+        rows.sequence_ids[:, :6], [[1, 1, 2, 2, 2, 0], [1, 1, 0, 0, 0, 0]]
+    )
     assert layout.scalars() == {"policy/padding_fraction": 0.25, "policy/shard_imbalance": 1.0}
     values = np.arange(rows.sources.size, dtype=np.float32).reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
@@ -75,6 +78,7 @@ def test_context_has_columns_and_no_slots():
     np.testing.assert_array_equal(rows.response_ids[:, :4], [[2, 6, 8, 0], [12, 0, 0, 0]])
     # Token 8 follows token 7, which is context, in column 6.
     np.testing.assert_array_equal(rows.sources[:, :4], [[0, 4, 6, 0], [2, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.sequence_ids[:, :4], [[1, 2, 2, 0], [1, 0, 0, 0]])
     values = np.arange(1, 1 + rows.sources.size, dtype=np.float32)
     values = values.reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
@@ -151,6 +155,8 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     with_token = rows.response_ids > 0
     assert with_token.sum() == mask.sum()
     np.testing.assert_array_equal(at_sources[with_token], rows.response_ids[with_token] - 1)
+    at_sources = np.take_along_axis(rows.segment_ids, rows.sources, axis=2)
+    np.testing.assert_array_equal(rows.sequence_ids, np.where(with_token, at_sources, 0))
     # There and back.
     np.testing.assert_array_equal(
         layout.from_slots(rows.response_ids.astype(np.float32))[mask], batch.response_ids[mask]
