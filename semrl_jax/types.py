@@ -1,4 +1,4 @@
-"""The records the rooms exchange. NumPy only: the rollout client loads neither JAX nor torch."""
+"""Records that several rooms use. NumPy only: the rollout client loads neither JAX nor torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class WeightVersion:
 
     Attributes:
       run_id: the run that trained the weights; a replica belongs to one run.
-      attempt_id: fresh for every start of the trainer, so that a resumed run's step 12 is never
-        taken for the step 12 of the attempt that died.
+      attempt_id: new at every start of the trainer. Step 12 of a resumed run is never mistaken for
+        step 12 of an earlier attempt.
       step: the training step that will sample with these weights, from 0.
       digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors.
     """
@@ -54,7 +54,7 @@ class WeightVersion:
 
 
 def manifest_digest(specs: Sequence[TensorSpec], checksums: Sequence[bytes]) -> str:
-    """Hex SHA-256 of the manifest: a line of name, shape, dtype and SHA-256 a tensor, in order."""
+    """Hex SHA-256 of the manifest: one line per tensor with name, shape, dtype and SHA-256."""
     digest = hashlib.sha256()
     for spec, checksum in zip(specs, checksums, strict=True):
         line = json.dumps([spec.name, list(spec.shape), spec.dtype, checksum.hex()])
@@ -117,7 +117,7 @@ class MetricParams:
       names: of the replica's `metric_kinds`.
       stride, window, method, window_growth: as `metrics.hidden_state_metrics` takes them.
       dtype: "bfloat16" or "float32", of the states it measures.
-      num_threads: responses side by side, as far as the replica has processors.
+      num_threads: responses measured at the same time; at most the replica's processors.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class SampleRequest:
     """One response to sample.
 
     Attributes:
-      sample_id: deterministic and unique in the call, so that a retry never counts twice.
+      sample_id: deterministic and unique in the call, so that no response of a retry counts twice.
       group_id: the prompt draw; the same for the G samples of one draw.
       sample_index: 0..G-1 within the group.
       prompt_ids: int32 token ids.
@@ -253,10 +253,10 @@ TOKEN_ARRAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaDescription:
-    """What a replica says of itself before anything else.
+    """What a replica can do and what it serves; the reply to the first call.
 
     Attributes:
-      protocol_major, protocol_minor: of the wire; another major is refused.
+      protocol_major, protocol_minor: of the wire; the trainer refuses another major.
       replica_id: unique name of the process.
       engine, engine_version: "jax", "vllm" or "fake".
       model_hash: hex SHA-256 of the architecture; the trainer compares it with its own.
@@ -269,7 +269,7 @@ class ReplicaDescription:
       max_prompts: sequences a call may carry.
       max_prompt_tokens, max_response_tokens: per sequence.
       version: the weights it serves, None before the first update.
-      layers_reason: why there are no other layers, and the way out; "" where all can be sent.
+      layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
     """
 
     protocol_major: int

@@ -1,9 +1,9 @@
-"""Token ids of unequal length as rectangles.
+"""Pads token ids of unequal length to rectangular arrays.
 
-A row of a training batch is [prompt, padded on its left | response, padded on its right], so its
-valid tokens are one run and the response of every row begins in the same column. `segment_ids` is 1
-on valid tokens and 0 on padding; `positions` counts from 0 at the first valid token and is 0 on
-padding. All are int32.
+A row of a training batch is [prompt, padded on the left | response, padded on the right]. Its valid
+tokens are therefore contiguous, and the responses of all rows begin in the same column.
+`segment_ids` is 1 on valid tokens and 0 on padding. `positions` counts from 0 at the first valid
+token and is 0 on padding. All arrays are int32.
 """
 
 from __future__ import annotations

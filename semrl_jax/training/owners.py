@@ -1,8 +1,8 @@
-"""Which process samples what, and scored responses on their way to all others.
+"""Which process samples which responses, and how scored responses reach all other processes.
 
 A data shard (an index over `replica` and `fsdp`) is owned by the lowest process that holds it.
-Owners call replicas, verify and measure; the others wait. What an owner has then goes to every
-process but for the hidden states, so that all hold the same batch.
+Owners call replicas, verify and measure; the other processes wait. Each owner then sends its scored
+responses, without hidden states, to every process, so that all processes hold the same batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def owning_processes(processes: Int[np.ndarray, "R F S T"]) -> tuple[int, ...]:
-    """The owners of the data shards, each once, in order."""
+    """The owners of the data shards, without repeats, in ascending order."""
     return tuple(sorted(set(shard_owners(processes).tolist())))
 
 
 def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequence[T]:
-    """The consecutive part of the items that a process has; nothing where it owns no shard."""
+    """The consecutive part of the items that belongs to a process; empty if it owns no shard."""
     if process not in owners:
         return items[:0]
     place = owners.index(process)

@@ -59,13 +59,13 @@ class RowPlan:
 
     Attributes:
       mesh: rows are split over its data axes.
-      micro_batch_size: rows of a micro-batch at most, a multiple of the data shards; not read with
-        `micro_batch_tokens`.
-      micro_batch_tokens: columns of a micro-batch on one data shard at most, padding included, a
-        multiple of the sequence axis; 0: rows are counted.
+      micro_batch_size: most rows of a micro-batch, a multiple of the number of data shards. Not
+        used if `micro_batch_tokens` is set.
+      micro_batch_tokens: most columns of a micro-batch per data shard, padding included; a multiple
+        of the sequence axis. 0: `micro_batch_size` is the limit.
       pack_sequences: several sequences share a row of `micro_batch_tokens` columns.
-      balance_lengths: sequences are dealt so that shards and micro-batches have about the same
-        number of tokens; otherwise in their order.
+      balance_lengths: assign sequences so that shards and micro-batches have about the same number
+        of tokens; otherwise sequences stay in their order.
     """
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class RowPlan:
         return math.prod(self.mesh.shape[axis] for axis in DATA_AXES)
 
     def split_evenly(self, size: int) -> int:
-        """The next multiple of the sequence axis; it holds what it does not divide whole."""
+        """The next multiple of the sequence axis, which would hold other sizes unsharded."""
         return size + -size % self.mesh.shape["sequence"]
 
     def put(self, tree: Any) -> Any:
@@ -93,18 +93,19 @@ class RowPlan:
 
 
 def row_plan(mesh: Mesh, training: ml_collections.ConfigDict) -> RowPlan:
-    """The plan of a run, out of its `config.training`."""
+    """The plan of a run, from its `config.training`."""
     fields = (field.name for field in dataclasses.fields(RowPlan) if field.name != "mesh")
     return RowPlan(mesh, **{name: training[name] for name in fields})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """A batch in rows, and the way between its responses and their slots.
+    """A batch in rows, and the mapping between its responses and their slots.
 
     Attributes:
       rows: NumPy arrays.
-      num_micro: micro-batches that hold anything; those behind them are never computed.
+      num_micro: number of micro-batches that hold sequences. They come first; the passes skip the
+        empty ones after them.
       slots: index into the M * R * U slots of each response token; -1 for padding and context.
       shard_tokens: tokens of each data shard, prompts included.
     """
@@ -128,9 +129,10 @@ class Layout:
     def responses(
         self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
     ) -> dict[int, Float[np.ndarray, "_ D"]]:
-        """Values of the slots of each response that lies in one of these data shards, by response.
+        """Values of each response that lies in one of these data shards, by its index.
 
-        They are views: a response's slots follow each other. Every response has a slot.
+        The results are views, because the slots of a response are contiguous. Every response must
+        have a slot.
         """
         _, num_rows, num_slots = self.rows.sources.shape
         rows_of_shard = num_rows // len(self.shard_tokens)
@@ -145,7 +147,7 @@ class Layout:
         return found
 
     def scalars(self) -> dict[str, float]:
-        """Share of padding among the tokens computed; the fullest shard's tokens over the mean."""
+        """Share of padding among computed tokens; most tokens of a shard over the mean."""
         computed = self.num_micro * math.prod(self.rows.token_ids.shape[1:])
         return {
             "policy/padding_fraction": float(1 - self.shard_tokens.sum() / computed),
@@ -156,8 +158,8 @@ class Layout:
 def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 
-    Shapes follow from the number of responses, and where rows or micro-batches depend on the
-    lengths they come from a few sizes, so that few programs are compiled.
+    Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
+    one of a few values, so that few programs are compiled.
 
     Raises:
       ValueError: for a sequence of more than `micro_batch_tokens`.
@@ -223,14 +225,18 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
 def single_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int, int]:
-    """A row for each sequence; the number of micro-batches; rows of one on a shard."""
+    """The row of each sequence, one sequence per row.
+
+    Returns:
+      The rows, the number of micro-batches, and the rows per shard and micro-batch.
+    """
     shards = plan.num_shards
     if plan.micro_batch_tokens:
         limit = plan.micro_batch_tokens // num_columns
     else:
         limit = plan.micro_batch_size // shards
     num_micro = -(-len(lengths) // (limit * shards))
-    # As many as they need be, so that few rows are empty.
+    # No more than needed, so that few rows are empty.
     rows_per_shard = -(-len(lengths) // (num_micro * shards))
     if not plan.balance_lengths:
         return np.arange(len(lengths)), num_micro, rows_per_shard
@@ -247,11 +253,15 @@ def single_rows(
 def packed_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int]:
-    """The row that each sequence shares with others, one row a shard; number of micro-batches."""
+    """The row of each sequence, several sequences per row and one row per shard.
+
+    Returns:
+      The rows, and the number of micro-batches.
+    """
     row_of = best_fit(lengths, num_columns)
     num_micro = -(-(max(row_of) + 1) // plan.num_shards)
     if plan.balance_lengths:
-        # Evenly full rows where the same number of them holds that; it often does.
+        # Prefer evenly full rows if the same number of rows holds them; it often does.
         even = deal(lengths, num_micro * plan.num_shards, max_tokens=num_columns)
         row_of = row_of if even is None else even
     return np.array(row_of), num_micro
@@ -264,10 +274,10 @@ def deal(
     max_tokens: float | int = math.inf,
     max_sequences: float | int = math.inf,
 ) -> list[int] | None:
-    """Longest first, each into the bin with the fewest tokens; ties by index.
+    """Assigns sequences, longest first, to the bin with the fewest tokens; ties by index.
 
     Returns:
-      The bin of each sequence; None if that leaves one that fits nowhere.
+      The bin of each sequence; None if a sequence then fits into no bin.
     """
     bins = [(0, index) for index in range(num_bins)]  # a heap
     counts = [0] * num_bins
@@ -286,9 +296,9 @@ def deal(
 
 
 def best_fit(lengths: Int[np.ndarray, " B"], max_tokens: int) -> list[int]:
-    """Longest first, each into the fullest bin that holds it, or a new one; the bin of each.
+    """Assigns sequences, longest first, to the fullest bin with room, or to a new one.
 
-    At most 11/9 of the fewest possible bins, and less than one more.
+    It uses at most 11/9 of the fewest possible bins, plus less than one bin.
 
     Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973 (best fit decreasing).
     """
@@ -309,11 +319,11 @@ def best_fit(lengths: Int[np.ndarray, " B"], max_tokens: int) -> list[int]:
 
 
 def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
-    """Indices by falling length; ties by index."""
+    """Indices by descending length; ties by index."""
     return np.argsort(-lengths, kind="stable").tolist()
 
 
 def few_sizes(count: int) -> int:
-    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    """Rounds up to 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: by at most a quarter."""
     step = max(2 ** math.ceil(math.log2(count)) // 8, 1)
     return -(-count // step) * step

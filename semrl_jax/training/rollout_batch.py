@@ -1,4 +1,4 @@
-"""From ragged rollouts to the padded arrays of one step."""
+"""Pads the rollouts of one step to rectangular arrays."""
 
 from __future__ import annotations
 

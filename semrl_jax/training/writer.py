@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, TensorBoard events, sampled responses."""
+"""Writes what a run records: metrics.jsonl, TensorBoard events, sampled responses."""
 
 from __future__ import annotations
 
