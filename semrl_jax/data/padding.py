@@ -1,8 +1,8 @@
 """Token ids of unequal length as rectangles.
 
-A row of a training batch is [prompt, padded on its left | response, padded on its right], so its
-valid tokens are one run and the response of every row begins in the same column. `segment_ids` is 1
-on valid tokens and 0 on padding; `positions` counts from 0 at the first valid token and is 0 on
+A row of a training batch is [prompt, padded on the left | response, padded on the right]. Its valid
+tokens are contiguous, and the response of every row begins in the same column. `segment_ids` is 1
+on valid tokens and 0 on padding. `positions` counts from 0 at the first valid token and is 0 on
 padding. All are int32.
 """
 
@@ -57,7 +57,7 @@ def pad_rows(
     """Lays out training rows; S = prompt_length + response_length.
 
     The response of every row starts in column `prompt_length`, so `segment_ids[:, prompt_length:]`
-    is the response mask. Positions run on from the prompt into the response.
+    is the response mask. Positions continue from the prompt into the response.
 
     Raises:
       ValueError: if the numbers of prompts and responses differ, or one is too long.

@@ -1,7 +1,7 @@
 """Mathematical equality of answers, by math-verify.
 
-math-verify is told to set no time limits: its own end without a trace, as a wrong answer. The limit
-that holds is the pool's, which also ends what no signal interrupts.
+The time limits of math-verify are off: with them, a timeout would silently become a wrong answer.
+The pool's limit holds instead. It also ends computations that no signal interrupts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def verify_math(
     unboxed_penalty: float = -1.0,
     max_answer_chars: int = 4096,
 ) -> Verdict:
-    """Scores a response against the reference answer. May run long: hostile text needs the pool.
+    """Scores a response against the reference answer. Hostile text may run long: use the pool.
 
     Args:
       response: response text without the prompt.
       reference: the right answer, LaTeX without a box.
       mode, unboxed_penalty: see `verdict_score`.
-      max_answer_chars: a longer answer is wrong, error "too_long", and is never parsed.
+      max_answer_chars: a longer answer is not parsed and is wrong, with error "too_long".
 
     Returns:
-      A verdict; `extracted` is None where the response names no answer.
+      A verdict; `extracted` is None if the response has no answer.
     """
     boxed = has_complete_box(response)
     answer = extract_answer(response)
@@ -54,8 +54,8 @@ def verify_math(
 def answers_match(answer: str, reference: str) -> bool:
     """Whether a normalised answer equals the reference answer.
 
-    Equal text is equal. All else goes to math-verify as \\boxed{answer} against \\boxed{reference}.
-    Not symmetric: math-verify takes `x=3` for `3` either way, but the reference alone keeps `%`.
+    Equal texts are equal. math-verify compares all others, as \\boxed{answer} and
+    \\boxed{reference}. This is not symmetric: only the reference keeps `%`.
     """
     if answer and answer == normalize_answer(reference):
         return True
@@ -67,8 +67,8 @@ def answers_match(answer: str, reference: str) -> bool:
 
 @functools.cache
 def _math_verify():
-    """math-verify, imported when first needed: with sympy it takes up to a second."""
+    """math-verify, imported at the first use: with sympy this takes up to a second."""
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
     return math_verify.parse, math_verify.verify

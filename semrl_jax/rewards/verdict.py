@@ -1,4 +1,4 @@
-"""What a verifier says of one response, and how correctness becomes a score."""
+"""The result of a verifier for one response, and the score for correctness and format."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from semrl_jax.rewards.extraction import has_complete_box
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A verifier's word on one response.
+    """The result of a verifier for one response.
 
     Attributes:
       score: the reward, finite.
-      correct: whether the answer is right; kept apart from the score, which also pays for format.
-      boxed: whether the response holds a complete box (see `has_complete_box`).
-      extracted: the answer taken from the response; None where there is none or the job failed.
-      error: "" or what went wrong, its kind first: "timeout", "crash", "too_long",
-        "exception: ..." (the verifier raised), "invalid: ..." (it returned nonsense).
+      correct: whether the answer is right; the score also depends on the format.
+      boxed: whether the response has a complete box (see `has_complete_box`).
+      extracted: the answer found in the response; None if there is none or the verifier failed.
+      error: "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
+        "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
     """
 
     score: float
@@ -28,20 +28,20 @@ class Verdict:
 
     @property
     def error_kind(self) -> str:
-        """The part of `error` before the colon, "" if the verifier did its work."""
+        """The part of `error` before the colon; "" if the verifier did not fail."""
         return self.error.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifierSettings:
-    """What a verifier worker is told when it starts; `VerifierPool` checks it.
+    """What a verifier worker gets when it starts; `VerifierPool` checks it.
 
     Attributes:
-      mode: "independent" pays for correctness and for the box, "mix" for correctness only.
+      mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
       function: "package.module:name" of a user's verifier; "" is math-verify.
-      failure_score: score of a response whose verifier `function` failed; math-verify's failures
-        score as wrong by `mode`.
+      failure_score: score of a response for which `function` failed. If math-verify fails, the
+        response is wrong and `mode` gives the score.
       max_answer_chars: a longer extracted answer is wrong without being parsed.
       memory_limit_gib: address space of a worker; 0 is no limit.
     """
@@ -74,7 +74,7 @@ def verdict_score(
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
-    """Makes the verdict on a response whose verifier gave none: wrong, and the error named."""
+    """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
     if settings.function:
         score = settings.failure_score
