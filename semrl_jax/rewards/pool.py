@@ -59,8 +59,8 @@ class VerifierPool:
       mode: "independent" or "mix", see `verdict_score`.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
       function: "package.module:name" of a user's verifier, which workers call as
-        name(response, reference) and which returns a score, a mapping or a `Verdict`; "" is
-        math-verify.
+        name(response, reference) and which returns a score, a mapping or a `Verdict`; or the name
+        of a module of `rewards.verifiers`; "" is "math".
       failure_score: score of a response for which `function` raised, hung, crashed or returned no
         verdict.
       memory_limit_gib: address space of one worker; 0 is no limit.
@@ -127,7 +127,7 @@ class VerifierPool:
             thread.start()
 
     def __enter__(self) -> VerifierPool:
-        if self._settings.function:
+        if self._settings.is_users:
             try:
                 self.wait_ready()
             except BaseException:
@@ -183,7 +183,7 @@ class VerifierPool:
         if verdict.error:
             verifier = f"rewards.function={self._settings.function!r}"
             raise UserError(
-                f"{verifier if self._settings.function else 'the math verifier'} failed on the "
+                f"{verifier if self._settings.is_users else 'the built-in verifier'} failed on the "
                 f"reference answer {reference!r:.80}: {verdict.error}; it must return a finite "
                 f"score, a mapping with 'score', or a Verdict within {self._timeout_s} s."
             )

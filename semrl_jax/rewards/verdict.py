@@ -39,9 +39,10 @@ class VerifierSettings:
     Attributes:
       mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier; "" is math-verify.
-      failure_score: score of a response for which `function` failed. If math-verify fails, the
-        response is wrong and `mode` gives the score.
+      function: "package.module:name" of a user's verifier, or a module of `verifiers`; "" is
+        "math".
+      failure_score: score of a response for which a user's verifier failed. If one of this package
+        fails, the response is wrong and `mode` gives the score.
       max_answer_chars: a longer extracted answer is wrong without being parsed.
       memory_limit_gib: address space of a worker; 0 is no limit.
     """
@@ -53,10 +54,13 @@ class VerifierSettings:
     max_answer_chars: int = 4096
     memory_limit_gib: float = 2.0
 
+    @property
+    def is_users(self) -> bool:
+        """Whether `function` is a user's."""
+        return ":" in self.function
 
-def verdict_score(
-    correct: bool, boxed: bool, *, mode: str = "independent", unboxed_penalty: float = -1.0
-) -> float:
+
+def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> float:
     """Scores a response from its correctness and its format.
 
     | mode | correct, boxed | correct, unboxed | wrong, boxed | wrong, unboxed |
@@ -66,20 +70,16 @@ def verdict_score(
 
     Source: the two reachable modes of the reference implementation (hf618/VERL, 3de68f1).
     """
-    if mode == "mix":
+    if settings.mode == "mix":
         return 1.0 if correct else 0.0
     if correct:
         return 1.0 if boxed else 0.5
-    return -0.5 if boxed else unboxed_penalty
+    return -0.5 if boxed else settings.unboxed_penalty
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
     """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
-    if settings.function:
-        score = settings.failure_score
-    else:
-        score = verdict_score(
-            False, boxed, mode=settings.mode, unboxed_penalty=settings.unboxed_penalty
-        )
+    wrong = verdict_score(False, boxed, settings)
+    score = settings.failure_score if settings.is_users else wrong
     return Verdict(score, False, boxed, None, error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -22,10 +23,11 @@ from collections.abc import Callable
 from typing import Any
 
 from semrl_jax.errors import UserError
+from semrl_jax.extensions import load_module
 from semrl_jax.rewards.function import NonsenseError, as_verdict, error_text, load_function
 from semrl_jax.rewards.guard import fork_under_guard
-from semrl_jax.rewards.math import answers_match, verify_math
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
+from semrl_jax.settings.rewards import VERIFIERS
 
 MAX_ERROR_CHARS = 200
 
@@ -75,22 +77,15 @@ def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
     Raises:
       UserError: if the user's function cannot be imported or called with two arguments.
     """
-    if not settings.function:
-        answers_match("\\frac{1}{2}", "0.3")  # imports sympy and builds the parser
-
-        def verify(response: str, reference: str) -> Verdict:
-            return verify_math(
-                response,
-                reference,
-                mode=settings.mode,
-                unboxed_penalty=settings.unboxed_penalty,
-                max_answer_chars=settings.max_answer_chars,
-            )
-    else:
+    if settings.is_users:
         function = load_function(settings.function)
 
         def verify(response: str, reference: str) -> Verdict:
             return as_verdict(function(response, reference), response)
+    else:
+        module = load_module("rewards.function", settings.function or "math", VERIFIERS)
+        module.prepare()
+        verify = functools.partial(module.verify, settings=settings)
 
     def guarded(response: str, reference: str) -> Verdict:
         try:

@@ -14,7 +14,8 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.metrics import hidden_state_metrics
-from semrl_jax.rewards import VerifierPool, verify_math
+from semrl_jax.rewards import VerifierPool, VerifierSettings
+from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measuring import Measured, Measurer
 from semrl_jax.training.run import Run
 from semrl_jax.training.scoring import score_and_measure
@@ -302,7 +303,7 @@ class HereVerifier(VerifierPool):
     def submit(self, response, reference):
         self.seen.append(response)
         verdict = concurrent.futures.Future()
-        verdict.set_result(verify_math(response, reference))
+        verdict.set_result(math.verify(response, reference, VerifierSettings()))
         return verdict
 
 

@@ -15,24 +15,17 @@ from semrl_jax.rewards.extraction import (
     has_complete_box,
     normalize_answer,
 )
-from semrl_jax.rewards.verdict import Verdict, verdict_score
+from semrl_jax.rewards.verdict import Verdict, VerifierSettings, verdict_score
 
 
-def verify_math(
-    response: str,
-    reference: str,
-    *,
-    mode: str = "independent",
-    unboxed_penalty: float = -1.0,
-    max_answer_chars: int = 4096,
-) -> Verdict:
+def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
     """Scores a response against the reference answer. Hostile text may run long: use the pool.
 
     Args:
       response: response text without the prompt.
       reference: the right answer, LaTeX without a box.
-      mode, unboxed_penalty: see `verdict_score`.
-      max_answer_chars: a longer answer is not parsed and is wrong, with error "too_long".
+      settings: `mode` and `unboxed_penalty` decide on the score, see `verdict_score`. An answer of
+        more than `max_answer_chars` is not parsed and is wrong, with error "too_long".
 
     Returns:
       A verdict; `extracted` is None if the response has no answer.
@@ -42,12 +35,16 @@ def verify_math(
     error = ""
     if answer is None or not answer:
         correct = False
-    elif max(len(answer), len(reference)) > max_answer_chars:
+    elif max(len(answer), len(reference)) > settings.max_answer_chars:
         correct, error, answer = False, "too_long", None
     else:
         correct = answers_match(answer, reference)
-    score = verdict_score(correct, boxed, mode=mode, unboxed_penalty=unboxed_penalty)
-    return Verdict(score, correct, boxed, answer, error)
+    return Verdict(verdict_score(correct, boxed, settings), correct, boxed, answer, error)
+
+
+def prepare() -> None:
+    """Imports sympy and builds the parser, which takes up to a second."""
+    answers_match("\\frac{1}{2}", "0.3")
 
 
 @functools.lru_cache(maxsize=8192)
