@@ -18,7 +18,16 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.metrics import (
+    METRICS,
+    Measurement,
+    MetricKey,
+    dataset_metrics,
+    hidden_state_metrics,
+    mean_hidden_state,
+)
+from semrl_jax.metrics.metric import load_metric
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
@@ -31,9 +40,9 @@ FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replic
 
 
 class Measured(NamedTuple):
-    """Metrics of one response by name, and the float32 mean of its hidden states."""
+    """Metrics of one response, floats and bools, and the float32 mean of its hidden states."""
 
-    metrics: dict[str, float]
+    metrics: dict[MetricKey, Measurement]
     mean_state: Float[np.ndarray, " D"]
 
 
@@ -86,6 +95,8 @@ class Measurer:
         )
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
+        for name in options.get("names", METRICS):
+            load_metric(name)  # refuses a user's module here, and not after the first response
         self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
         self._measure_dataset = _compiled(
             dataset_metrics, **_of_dataset(options), stride=dataset_stride
@@ -142,8 +153,8 @@ class Measurer:
     ) -> concurrent.futures.Future[dict[str, float]]:
         """Starts measuring the mean states of measured responses, in their order, as one set.
 
-        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
-        that are valid; it is empty without a `dataset_stride`, and of no states.
+        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, as far
+        as they are valid. It is empty without a `dataset_stride`, and for no states.
         """
         with self._lock:
             self._check_open()
@@ -201,21 +212,14 @@ class Measurer:
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return [
-            Measured({name: float(value[i]) for name, value in metrics.items()}, means[i])
-            for i in range(len(group))
-        ]
+        return [Measured(_of_response(metrics, i), means[i]) for i in range(len(group))]
 
     def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
             return {}
         with jax.default_device(self._host):
             found = jax.device_get(self._measure_dataset(np.stack(means)))
-        return {
-            name: float(value)
-            for name, value in found.items()
-            if not name.endswith("_valid") and found[f"{name}_valid"]
-        }
+        return {key.dataset_label: float(value) for key, (value, valid) in found.items() if valid}
 
 
 async def measure_each(
@@ -314,9 +318,17 @@ def _compiled(function: Callable, **options: Hashable) -> Callable:
 
 def _measure(
     hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
-) -> tuple[dict[str, Array], Float[Array, "G D"]]:
+) -> tuple[dict[MetricKey, Measurement], Float[Array, "G D"]]:
     metrics = hidden_state_metrics(hidden_states, mask, **options)
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
+
+
+def _of_response(metrics: Metrics, index: int) -> dict[MetricKey, Measurement]:
+    """The metrics of one response out of those of a batch, as Python numbers."""
+    return {
+        key: Measurement(float(found.value[index]), bool(found.valid[index]))
+        for key, found in metrics.items()
+    }
 
 
 def _of_dataset(options: Mapping) -> dict:

@@ -13,16 +13,14 @@ from semrl_jax.choices import (
     DTYPES,
     IMPORTANCE_LEVELS,
     KL_ESTIMATORS,
-    METHODS,
-    METRICS,
     REMAT_POLICIES,
     TOKEN_INDICATORS,
-    WINDOWS,
-    count_windows,
 )
 from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import METHODS, METRICS, WINDOWS, MetricKey, count_windows
+from semrl_jax.metrics.names import ORDERS, check_metrics, metric_name
 from semrl_jax.shaping import ShapingOptions
 from semrl_jax.training.prompts import evaluation_files
 
@@ -109,11 +107,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
             f"metrics.window_growth={config.metrics.window_growth} must be at least 1; "
             "1 measures every prefix."
         )
-    for name in config.metrics.names:
-        if name not in METRICS:
-            raise UserError(
-                f"metrics.names has {name!r}; it may have {METRICS}, one for each flag."
-            )
+    check_metrics("metrics.names", config.metrics.names)
     if not 0 < config.algorithms.loss.clip_epsilon < 1:
         raise UserError(
             f"algorithms.loss.clip_epsilon={config.algorithms.loss.clip_epsilon} must be in (0, 1)."
@@ -283,40 +277,41 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
         options = ShapingOptions(**shaping)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if shaping.target == "none":
-        return
-    of_states = {
-        name + order: name for name in METRICS for order in ("", "_velocity", "_acceleration")
-    }
+    measured = [metric_name(name) for name in metrics.names]
     for indicator in options.tracked:
         if indicator in TOKEN_INDICATORS:
             continue
-        if indicator not in of_states:
+        name = MetricKey.parse(indicator).name
+        if name not in (*measured, *METRICS):
             raise UserError(
-                f"shaping uses {indicator!r}, which the trainer does not measure; of the tokens it "
-                f"measures {', '.join(TOKEN_INDICATORS)}."
+                f"shaping uses {indicator!r}, which is unknown; it may use metrics of "
+                f"metrics.names, such as {METRICS}, with _velocity and _acceleration after the "
+                f"name, and of the tokens {', '.join(TOKEN_INDICATORS)}."
             )
+        if shaping.target == "none":
+            continue
         if config.hidden_states.source == "none":
             raise UserError(
                 f"hidden_states.source='none' measures no hidden states, but the shaping uses "
                 f"{indicator!r}; set another source, shaping.target='none', or indicators of the "
                 f"tokens: {', '.join(TOKEN_INDICATORS)}."
             )
-        if of_states[indicator] not in metrics.names:
+        if name not in measured:
             raise UserError(
                 f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
                 "measure; add its metric there."
             )
-    _check_windows(config, options.used)
+    if shaping.target != "none":
+        _check_windows(config, options.used)
 
 
 def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> None:
     """Whether the longest response has the orders that the shaping uses."""
     metrics, limit = config.metrics, config.rollout.max_response_tokens
-    for order, least in (("_acceleration", 3), ("_velocity", 2)):
-        of_order = [name for name in used if name.endswith(order)]
-        found = count_windows(limit, metrics.stride, metrics.window)
-        if not of_order or found >= least:
+    found = count_windows(limit, metrics.stride, metrics.window)
+    for name in sorted(used, key=lambda name: -ORDERS[MetricKey.parse(name).order]):
+        least = ORDERS[MetricKey.parse(name).order]
+        if found >= least:
             continue
         fitting = [
             stride
@@ -327,7 +322,7 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
         raise UserError(
             f"metrics.stride={metrics.stride} leaves {found} prefixes in "
             f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, so no "
-            f"response would have the {of_order[0]!r} that the shaping uses, which takes {least}; "
+            f"response would have the {name!r} that the shaping uses, which takes {least}; "
             f"{way_out}."
         )
 
@@ -365,6 +360,13 @@ def _check_placement(config: ml_collections.ConfigDict) -> None:
             f"metrics.device_batch={device_batch} is of the trainer's accelerator, but "
             "metrics.placement='rollout' measures on the replica's host; set it to 0."
         )
+    for name in config.metrics.names:
+        if name not in METRICS:
+            raise UserError(
+                f"metrics.names has {name!r}, but with metrics.placement='rollout' the replica "
+                "measures, which has the metrics of this package only; set the placement to "
+                "'trainer'."
+            )
 
 
 def _check_not_built(config: ml_collections.ConfigDict) -> None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from semrl_jax.metrics.records import decode, encode
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.training.scoring import ScoredRollout
@@ -79,6 +80,7 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
                 VersionSpan(WeightVersion(*version), start, end)
                 for version, start, end in record["versions"]
             ),
+            metrics=decode(record["metrics"]),
             **record["rollout"],
         )
         scored.append(
@@ -95,7 +97,7 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
 
 # Fields of a rollout that JSON holds as they are; floats survive it to the last bit.
 _PLAIN = (
-    "sample_id", "group_id", "sample_index", "finish_reason", "replica_id", "metrics", "generate_s",
+    "sample_id", "group_id", "sample_index", "finish_reason", "replica_id", "generate_s",
 )  # fmt: skip
 
 
@@ -103,6 +105,7 @@ def _record(item: ScoredRollout) -> dict:
     rollout = item.rollout
     return {
         "rollout": {name: getattr(rollout, name) for name in _PLAIN},
+        "metrics": encode(rollout.metrics),
         "lengths": [len(rollout.prompt_ids), len(rollout.response_ids)],
         "raw": rollout.rollout_raw_logprobs is not None,
         "versions": [

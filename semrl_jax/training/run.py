@@ -37,7 +37,6 @@ from semrl_jax.training.batch import pad_batch
 from semrl_jax.training.checkpoints import Checkpoints
 from semrl_jax.training.clock import Clock
 from semrl_jax.training.console import Bar, Reporter
-from semrl_jax.training.measuring import token_indicators
 from semrl_jax.training.owners import pack_scored, share_of, unpack_scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.policy_setup import starting_params
@@ -58,6 +57,7 @@ from semrl_jax.training.statistics import (
     state_mismatch,
 )
 from semrl_jax.training.syncing import send_together
+from semrl_jax.training.token_indicators import token_indicators
 from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.training.workdir import Workdir
 from semrl_jax.training.writer import write_rollouts

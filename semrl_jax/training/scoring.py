@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from jaxtyping import Float
 
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rollout.measuring import Measured, Measurer
 from semrl_jax.types import Rollout
@@ -29,7 +30,7 @@ class ScoredRollout:
             self.with_metrics(measured.metrics), mean_state=measured.mean_state
         )
 
-    def with_metrics(self, metrics: Mapping[str, float]) -> ScoredRollout:
+    def with_metrics(self, metrics: Metrics) -> ScoredRollout:
         """The same with more metrics in the rollout."""
         metrics = {**self.rollout.metrics, **metrics}
         return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, metrics=metrics))

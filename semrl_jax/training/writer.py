@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semrl_jax.files import parse_json, remove, replacing, through_no_link
+from semrl_jax.metrics.records import encode
 from semrl_jax.training.scoring import ScoredRollout
 
 
@@ -104,7 +105,7 @@ def write_rollouts(
     directory.mkdir(exist_ok=True)
     rollouts = [item.rollout for item in scored]
     verdicts = [item.verdict for item in scored]
-    metrics = rollouts[0].metrics if rollouts else ()
+    metrics = [encode(rollout.metrics) for rollout in rollouts]
     columns = {
         "step": [step] * len(scored),
         **({} if benchmarks is None else {"benchmark": _strings(benchmarks)}),
@@ -121,7 +122,7 @@ def write_rollouts(
         "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
         "response_ids": [rollout.response_ids for rollout in rollouts],
         "rollout_logprobs": [rollout.rollout_logprobs for rollout in rollouts],
-    } | {f"metrics/{name}": [rollout.metrics[name] for rollout in rollouts] for name in metrics}
+    } | {f"metrics/{name}": [row[name] for row in metrics] for name in (metrics or [()])[0]}
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)

@@ -15,6 +15,7 @@ import optax
 
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
+from semrl_jax.metrics import flatten
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measuring import Measurer
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
@@ -187,7 +188,7 @@ def prepare(
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
     shaped, report = shaped_advantages(rewards, metrics, batch.response_mask, state, config)
-    found = metrics | {
+    found = flatten(metrics) | {
         "old_logprobs": old_logprobs[mask],
         "ref_logprobs": ref_logprobs[mask],
         "states": np.concatenate(states),

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.rollout import codec
 from semrl_jax.rollout.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.proto import rollout_pb2 as pb
@@ -75,7 +76,7 @@ SMALL = Rollout(
     versions=(VersionSpan(VERSION, 0, 2),),
     hidden_states=np.arange(-6, 6).reshape(2, 2, 3).astype(ml_dtypes.bfloat16),
     layers=(-1, 24),
-    metrics={"effective_rank": 1.5},
+    metrics={MetricKey("effective_rank"): Measurement(1.5, True)},
     generate_s=0.25,
 )
 LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
@@ -95,7 +96,7 @@ MEASURED = dataclasses.replace(
     SMALL,
     hidden_states=None,
     layers=(),
-    metrics={"effective_rank": 1.5, "effective_rank_valid": 1.0},
+    metrics={MetricKey("effective_rank"): Measurement(1.5, True)},
     mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
 )
 ALL_STATES = HiddenStateParams((-1, 24), "bfloat16", ("prefill", "decode"))  # 1.2

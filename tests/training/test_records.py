@@ -14,6 +14,7 @@ import pytest
 from semrl_jax.algorithms import group_relative_advantages
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.training.batch import bucket, pad_batch
 from semrl_jax.training.console import summary_line
 from semrl_jax.training.report import draw_curves, write_report
@@ -135,10 +136,8 @@ def test_nothing_of_a_run_is_written_through_a_link(config, tmp_path):
 
 def test_statistics_by_hand():
     metrics = [
-        {"effective_rank": 4.0, "effective_rank_valid": 1.0},
-        {"effective_rank": 2.0, "effective_rank_valid": 1.0},
-        {"effective_rank": 0.0, "effective_rank_valid": 0.0},
-        {"effective_rank": 8.0, "effective_rank_valid": 1.0},
+        {MetricKey("effective_rank"): Measurement(value, value > 0)}
+        for value in (4.0, 2.0, 0.0, 8.0)
     ]
     scored = [
         make_scored(0, score=1.0, metrics=metrics[0]),
@@ -163,9 +162,9 @@ def test_statistics_by_hand():
     assert scalars["prompt/length/max"] == scalars["prompt/length/min"] == 2
     assert scalars["metrics/effective_rank/incorrect"] == 2
     assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
-    arrays = metric_arrays(scored)
-    assert arrays["effective_rank"].dtype == np.float32
-    np.testing.assert_array_equal(arrays["effective_rank_valid"], [True, True, False, True])
+    values, valid = metric_arrays(scored)[MetricKey("effective_rank")]
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(valid, [True, True, False, True])
 
 
 def test_fractions_of_all_ends_sum_to_one():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.metrics import hidden_state_metrics
+from semrl_jax.metrics import MetricKey, hidden_state_metrics
 from semrl_jax.rewards import VerifierPool, verify_math
 from semrl_jax.rollout.measuring import Measured, Measurer
 from semrl_jax.training.run import Run
@@ -22,6 +22,7 @@ from semrl_jax.training.signals import StopRequest
 from semrl_jax.types import WeightVersion
 from tests.training.conftest import make_scored
 
+RANK = MetricKey("effective_rank")
 OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
 
 
@@ -124,7 +125,7 @@ def test_the_asked_layer_is_measured_whatever_its_place():
             )
             # Padding to a bucket changes the order of float32 sums.
             np.testing.assert_allclose(
-                item.rollout.metrics["effective_rank"], expected["effective_rank"][0], rtol=1e-4
+                item.rollout.metrics[RANK].value, expected[RANK].value[0], rtol=1e-4
             )
 
 
@@ -204,7 +205,7 @@ def test_a_full_group_starts_and_a_large_response_is_a_group():
         measurer.flush()
         assert pending[16].result(timeout=60).metrics == first.metrics
         wide = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
-        assert measurer.submit(wide).result(timeout=60).metrics["effective_rank"] > 50
+        assert measurer.submit(wide).result(timeout=60).metrics[RANK].value > 50
 
 
 def test_what_goes_wrong_reaches_everyone_who_waits():
@@ -282,9 +283,9 @@ def test_the_device_measures_the_same_side_by_side():
             measurer.flush()
             found.append([future.result(timeout=60) for future in pending])
     for host, device in zip(*found):
-        for name, value in host.metrics.items():
+        for key, value in host.metrics.items():
             # Batched products round otherwise.
-            np.testing.assert_allclose(device.metrics[name], value, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(device.metrics[key], value, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
