@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +43,8 @@ def package(tmp_path, monkeypatch):
     load_metric.cache_clear()
     yield tmp_path / "users"
     load_metric.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "users"]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("window", ["exact", pytest.param("later", marks=pytest.mark.slow)])

@@ -57,7 +57,7 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
-        ("shaping.guidance", "avg_response_entropy", "which the trainer does not measure"),
+        ("shaping.guidance", "avg_response_entropy", "'avg_response_entropy', which is unknown"),
         ("rollout.addresses", ("127.0.0.1",), "has '127.0.0.1'; an address is host:port"),
         ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
