@@ -20,7 +20,7 @@ from semrl_jax.data import ROW_FORMATS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import METHODS, METRICS, WINDOWS, MetricKey, count_windows
-from semrl_jax.metrics.names import ORDERS, check_metrics, metric_name
+from semrl_jax.metrics.names import FINAL_LAYER, ORDERS, check_metrics, metric_name
 from semrl_jax.shaping import ShapingOptions
 from semrl_jax.training.prompts import evaluation_files
 
@@ -132,6 +132,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     lists = {
         "rollout.addresses": str,
         "rollout.stop_token_ids": int,
+        "metrics.layers": int,
         "data.files": str,
         "data.question_fields": str,
         "evaluation.files": str,
@@ -268,6 +269,7 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
     shaping, metrics = config.shaping, config.metrics
     _check_importance(config)
     _check_placement(config)
+    _check_layers(config)
     if config.evaluation.metrics and config.hidden_states.source == "none":
         raise UserError(
             "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
@@ -281,7 +283,7 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
     for indicator in options.tracked:
         if indicator in TOKEN_INDICATORS:
             continue
-        name = MetricKey.parse(indicator).name
+        name, _, layer = MetricKey.parse(indicator)
         if name not in (*measured, *METRICS):
             raise UserError(
                 f"shaping uses {indicator!r}, which is unknown; it may use metrics of "
@@ -295,6 +297,11 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
                 f"hidden_states.source='none' measures no hidden states, but the shaping uses "
                 f"{indicator!r}; set another source, shaping.target='none', or indicators of the "
                 f"tokens: {', '.join(TOKEN_INDICATORS)}."
+            )
+        if layer not in metrics.layers:
+            raise UserError(
+                f"shaping uses {indicator!r}, but metrics.layers={tuple(metrics.layers)} does not "
+                "have its layer; add it there."
             )
         if name not in measured:
             raise UserError(
@@ -366,6 +373,23 @@ def _check_placement(config: ml_collections.ConfigDict) -> None:
                 f"metrics.names has {name!r}, but with metrics.placement='rollout' the replica "
                 "measures, which has the metrics of this package only; set the placement to "
                 "'trainer'."
+            )
+
+
+def _check_layers(config: ml_collections.ConfigDict) -> None:
+    layers = tuple(config.metrics.layers)
+    if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
+        raise UserError(
+            f"metrics.layers={layers} must have -1, the final layer, and may have indices of other "
+            "layers from 0 on, each once."
+        )
+    others = [layer for layer in layers if layer != FINAL_LAYER]
+    for field, needed in (("hidden_states.source", "rollout"), ("metrics.placement", "trainer")):
+        value = _get(config, field)
+        if others and value != needed:
+            raise UserError(
+                f"metrics.layers has {others[0]}, but {field}={value!r} has the final layer only; "
+                f"set it to {needed!r}, or metrics.layers=(-1,)."
             )
 
 

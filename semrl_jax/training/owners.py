@@ -42,7 +42,7 @@ def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequenc
 def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
     """What `unpack_scored` reads; hidden states are left out."""
     rollouts = [item.rollout for item in scored]
-    means = [item.mean_state for item in scored if item.mean_state is not None]
+    means = [item.mean_states for item in scored if item.mean_states is not None]
     arrays = {
         "prompt_ids": _joined([r.prompt_ids for r in rollouts], np.int32),
         "response_ids": _joined([r.response_ids for r in rollouts], np.int32),
@@ -51,7 +51,7 @@ def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
             [r.rollout_raw_logprobs for r in rollouts if r.rollout_raw_logprobs is not None],
             np.float32,
         ),
-        "mean_states": np.stack(means) if means else np.zeros((0, 0), np.float32),
+        "mean_states": np.stack(means) if means else np.zeros((0, 0, 0), np.float32),
         "records": np.frombuffer(json.dumps(list(map(_record, scored))).encode(), np.uint8),
     }
     file = io.BytesIO()
@@ -114,7 +114,7 @@ def _record(item: ScoredRollout) -> dict:
         "response": item.response,
         "reference": item.reference,
         "verdict": dataclasses.asdict(item.verdict),
-        "measured": item.mean_state is not None,
+        "measured": item.mean_states is not None,
     }
 
 

@@ -194,7 +194,7 @@ class Run:
             if self.config.evaluation.metrics and of_it:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
-                over_all = self.measurer.submit_batch([s.mean_state for s in of_it]).result()
+                over_all = self.measurer.submit_batch([s.mean_states for s in of_it]).result()
                 scalars |= {f"{prefix}/{name}": value for name, value in over_all.items()}
         return scalars
 
@@ -310,7 +310,7 @@ class Run:
             nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
             nothing.set_result({})
             return nothing
-        return self.measurer.submit_batch([item.mean_state for item in scored])
+        return self.measurer.submit_batch([item.mean_states for item in scored])
 
     def update(
         self,
@@ -531,12 +531,11 @@ class Run:
         )
         there = measured and self.config.metrics.placement == "rollout"
         here = measured and not there
+        layers = self.measurer.layers if here else (-1,) if keep_states else ()
         rollouts = self.client.generate(
             requests,
             sampling,
-            HiddenStateParams(
-                (-1,) if here or keep_states else (), self.config.hidden_states.dtype
-            ),
+            HiddenStateParams(layers, self.config.hidden_states.dtype),
             version=version,
             metrics=self.metric_params if there else None,
             resync=resync,

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
 from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.training.scoring import ScoredRollout
 from semrl_jax.types import FINISH_REASONS, Rollout
 
@@ -125,7 +126,9 @@ def state_differences(
         if scored[index].rollout.hidden_states is None:
             continue
         ours = row.astype(np.float32)
-        theirs = scored[index].rollout.hidden_states[:, 0].astype(np.float32)
+        rollout = scored[index].rollout
+        final = rollout.hidden_states[:, rollout.layers.index(FINAL_LAYER)]
+        theirs = final.astype(np.float32)
         length = np.linalg.norm(ours, axis=1)
         relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
     values = np.concatenate(relative)

@@ -71,7 +71,7 @@ def scored(rng, index, measured, raw):
         generate_s=0.1,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s")
-    state = rng.normal(size=4).astype(np.float32) if measured else None
+    state = rng.normal(size=(2, 4)).astype(np.float32) if measured else None
     return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, state)
 
 

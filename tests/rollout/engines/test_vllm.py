@@ -296,7 +296,7 @@ def test_metrics_are_those_of_the_states(client, model):
             assert expected.metrics[MetricKey("effective_rank", "acceleration")].valid
             found = encode(rollout.metrics)
             assert found == pytest.approx(encode(expected.metrics), rel=1e-5, abs=1e-5)
-            np.testing.assert_allclose(rollout.mean_state, expected.mean_state, rtol=1e-5)
+            np.testing.assert_allclose(rollout.mean_state, expected.mean_states[0], rtol=1e-5)
     before = client.counters["state_bytes"]
     for rollout in client.generate(requests, SAMPLING, version=version, metrics=params):
         assert rollout.hidden_states is None
