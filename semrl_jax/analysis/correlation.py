@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from semrl_jax.metrics import WINDOWS, hidden_state_metrics
+from semrl_jax.metrics import WINDOWS, MetricKey, hidden_state_metrics
+from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rounding import next_power_of_two
 
 matplotlib.use("Agg")
@@ -89,7 +90,7 @@ def correlate(
       source: goes into the results.
 
     Returns:
-      One `Correlation` a window and stride, windows outermost.
+      One `Correlation` per window and stride, windows outermost.
 
     Raises:
       ValueError: for a wrong shape, dtype, stride, window or method.
@@ -108,7 +109,7 @@ def correlate(
 
 
 def correlation_table(correlations: Sequence[Correlation]) -> Table:
-    """A line a correlation: responses with an ERA, means, and the four coefficients with ER.
+    """One line per correlation: responses with an ERA, means, and the four coefficients with ER.
 
     |T marks those at equal length, see `Correlation.with_velocity`.
     """
@@ -136,7 +137,7 @@ def write_correlations(file: pathlib.Path, correlations: Sequence[Correlation]) 
 
 
 def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
-    """Scatters ERV and ERA over ER; a column a window, a colour a source or stride.
+    """Scatters ERV and ERA over ER; one column per window, one colour per source or stride.
 
     Where ER spans more than a decade its axis is logarithmic and the others nearly so: ERV in
     proportion to ER is a line of slope one then.
@@ -216,6 +217,6 @@ def _measure(
     measured = hidden_state_metrics(
         padded, mask, stride=stride, window=window, names=("effective_rank",), method=method
     )
-    measured = {name: value[0] for name, value in jax.device_get(measured).items()}
-    names = ("effective_rank", "effective_rank_velocity", "effective_rank_acceleration")
-    return tuple(float(measured[n]) for n in names), bool(measured[f"{names[-1]}_valid"])
+    measured = jax.device_get(measured)
+    orders = [measured[MetricKey("effective_rank", order)] for order in ORDERS]
+    return tuple(float(value[0]) for value, _ in orders), bool(orders[-1].valid[0])

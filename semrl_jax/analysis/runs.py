@@ -84,7 +84,7 @@ def response_states(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of each response, from one right-padded forward pass a micro-batch."""
+    """Final states of each response, from one right-padded forward pass per micro-batch."""
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
     forward = jax.jit(policy.final_states)

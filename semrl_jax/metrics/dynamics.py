@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.choices import METHODS
 from semrl_jax.metrics.inputs import AnyArray, Rows, check_choice, compact
+from semrl_jax.metrics.kinds.effective_rank import effective_rank_of
+from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.rank import effective_rank_of
 from semrl_jax.metrics.windows import PrefixDynamics, Windows, split_windows, summarise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.choices import METRICS
-
 AnyArray = jax.Array | np.ndarray
-
-SPECTRAL_METRICS = METRICS[:4]
 
 
 class Rows(NamedTuple):
@@ -77,16 +73,6 @@ def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{field}={value!r} is unknown; it must be one of {', '.join(choices)}.")
-
-
-def check_names(field: str, names: Any, choices: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names as a tuple; ValueError unless each is one of `choices`."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(f"{field}={names!r} must be a tuple of names, such as {METRICS[:1]}.")
-    names = tuple(names)
-    for name in names:
-        check_choice(field, name, choices)
-    return names
 
 
 def check_stride(stride: Any) -> int:

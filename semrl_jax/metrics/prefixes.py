@@ -9,19 +9,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import Rows, anchor
+from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
+from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.spectrum import PrefixSpectra, with_float64
 from semrl_jax.metrics.windows import Windows, chunks, interpolated
 
 # More windows are padded to so many sizes, which bounds the compile time; float64 runs rarely.
 MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
-# (sigma [S], scale, num_rows, width) -> scalar, in the dtype of the arithmetic
+EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
+
+# `Metric.of_spectrum`
 SpectralMetric = Callable[..., Float[Array, ""]]
 
 
-def spectral_value(rows: Rows, metric: SpectralMetric, *, method: str) -> Float[Array, ""]:
-    """A function of the spectrum of all valid rows; 0.0 where they are not finite."""
+def whole_response(
+    metric: SpectralMetric,
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    method: str,
+) -> Float[Array, ""]:
+    """A function of the spectrum of all valid rows; 0.0 if one of them is not finite."""
+    check_choice("method", method, METHODS)
+    rows = compact(hidden_states, response_mask)
     windows = Windows(rows, (), (), jnp.int32(0), False)
     values, _ = spectral_series(rows, windows, (metric,), (), method=method)
     return values[0]

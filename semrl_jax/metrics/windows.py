@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.choices import RELEASE_TOKENS, WINDOWS
 from semrl_jax.metrics.inputs import Rows, check_choice, check_growth, check_stride
+from semrl_jax.metrics.names import RELEASE_TOKENS, WINDOWS
 
 FIRST_WINDOWS = 4  # always measured; four points carry the interpolation between those that are
 
@@ -57,11 +57,6 @@ class Windows(NamedTuple):
     measured: tuple[int, ...]
     num_windows: Int[Array, ""]
     whole_last: bool
-
-    @property
-    def all_measured(self) -> bool:
-        """Whether nothing is interpolated."""
-        return len(self.measured) == len(self.sizes)
 
 
 def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> Windows:

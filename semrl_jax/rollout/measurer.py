@@ -18,7 +18,17 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.metrics import (
+    METRICS,
+    Measurement,
+    MetricKey,
+    dataset_metrics,
+    hidden_state_metrics,
+    mean_hidden_state,
+)
+from semrl_jax.metrics.metric import load_metric
+from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
@@ -31,10 +41,23 @@ FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replic
 
 
 class Measured(NamedTuple):
-    """Metrics of one response by name, and the float32 mean of its hidden states."""
+    """Metrics of one response, floats and bools, and the float32 means of its hidden states.
 
-    metrics: dict[str, float]
-    mean_state: Float[np.ndarray, " D"]
+    One row of means per layer. `Measurer` measures one layer at a time, as if it were the final.
+    """
+
+    metrics: dict[MetricKey, Measurement]
+    mean_states: Float[np.ndarray, "L D"]
+
+
+def join_layers(measured: Mapping[int, Measured]) -> Measured:
+    """One response measured in several layers: what `Measurer` found of each, by layer."""
+    metrics = {
+        key._replace(layer=layer): found
+        for layer, of_layer in measured.items()
+        for key, found in of_layer.metrics.items()
+    }
+    return Measured(metrics, np.concatenate([part.mean_states for part in measured.values()]))
 
 
 class _Kind(NamedTuple):
@@ -66,6 +89,7 @@ class Measurer:
         it.
       num_threads: calls side by side.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
+      layers: of the rows of the mean states of a batch; `submit` takes one layer at a time.
       device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
         the first local device.
       options: stride, window, method, names and window_growth of `hidden_state_metrics`.
@@ -77,15 +101,19 @@ class Measurer:
         max_tokens: int,
         num_threads: int,
         dataset_stride: int = 0,
+        layers: tuple[int, ...] = (FINAL_LAYER,),
         device_batch: int = 0,
         **options,
     ):
+        self.layers = layers
         self._max_tokens = max_tokens
         self._pool = concurrent.futures.ThreadPoolExecutor(
             num_threads, thread_name_prefix="metrics"
         )
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
+        for name in options.get("names", METRICS):
+            load_metric(name)  # refuses a user's module here, and not after the first response
         self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
         self._measure_dataset = _compiled(
             dataset_metrics, **_of_dataset(options), stride=dataset_stride
@@ -138,12 +166,12 @@ class Measurer:
                 self._start(kind)
 
     def submit_batch(
-        self, means: Sequence[Float[np.ndarray, " D"]]
+        self, means: Sequence[Float[np.ndarray, "L D"]]
     ) -> concurrent.futures.Future[dict[str, float]]:
         """Starts measuring the mean states of measured responses, in their order, as one set.
 
-        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
-        that are valid; it is empty without a `dataset_stride`, and of no states.
+        The result has the valid metrics by `MetricKey.dataset_label`. It is empty without a
+        `dataset_stride`, and for no states.
         """
         with self._lock:
             self._check_open()
@@ -201,21 +229,19 @@ class Measurer:
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return [
-            Measured({name: float(value[i]) for name, value in metrics.items()}, means[i])
-            for i in range(len(group))
-        ]
+        return [Measured(_of_response(metrics, i), means[i][None]) for i in range(len(group))]
 
-    def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
+    def _measure_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
             return {}
-        with jax.default_device(self._host):
-            found = jax.device_get(self._measure_dataset(np.stack(means)))
-        return {
-            name: float(value)
-            for name, value in found.items()
-            if not name.endswith("_valid") and found[f"{name}_valid"]
-        }
+        result = {}
+        for layer, rows in zip(self.layers, np.stack(means, axis=1), strict=True):
+            with jax.default_device(self._host):
+                found = jax.device_get(self._measure_dataset(rows))
+            for key, (value, valid) in found.items():
+                if valid:
+                    result[key._replace(layer=layer).dataset_label] = float(value)
+        return result
 
 
 async def measure_each(
@@ -267,7 +293,7 @@ async def measure_each(
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
                 num_held -= _num_bytes(rollout)
-                metrics, mean_state = future.result()
+                metrics, (mean_state,) = future.result()
                 rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
                 yield rollout if keep_states else _without_states(rollout)
     finally:
@@ -314,9 +340,17 @@ def _compiled(function: Callable, **options: Hashable) -> Callable:
 
 def _measure(
     hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
-) -> tuple[dict[str, Array], Float[Array, "G D"]]:
+) -> tuple[dict[MetricKey, Measurement], Float[Array, "G D"]]:
     metrics = hidden_state_metrics(hidden_states, mask, **options)
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
+
+
+def _of_response(metrics: Metrics, index: int) -> dict[MetricKey, Measurement]:
+    """The metrics of one response out of those of a batch, as Python numbers."""
+    return {
+        key: Measurement(float(found.value[index]), bool(found.valid[index]))
+        for key, found in metrics.items()
+    }
 
 
 def _of_dataset(options: Mapping) -> dict:

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import FINISH_REASONS, Rollout
 
@@ -58,25 +60,20 @@ def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> 
     """`<prefix>/<metric>/...` of measured responses, and the share of valid ones."""
     correct = np.array([item.verdict.correct for item in scored])
     scalars = {}
-    for name in scored[0].rollout.metrics:
-        if name.endswith("_valid"):
-            continue
-        values = np.array([item.rollout.metrics[name] for item in scored])
-        valid = np.array([item.rollout.metrics[f"{name}_valid"] for item in scored], bool)
-        scalars |= _by_correctness(f"{prefix}/{name}", values, correct, valid)
-        scalars[f"{prefix}/{name}/valid_fraction"] = valid.mean()
+    for key in scored[0].rollout.metrics:
+        values, valid = map(np.array, zip(*(item.rollout.metrics[key] for item in scored)))
+        scalars |= _by_correctness(f"{prefix}/{key.label}", values, correct, valid)
+        scalars[f"{prefix}/{key.label}/valid_fraction"] = valid.mean()
     return {name: float(value) for name, value in scalars.items()}
 
 
-def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
-    """The metrics of all responses as [B] arrays: float32 values, bool validity."""
-    return {
-        name: np.array(
-            [item.rollout.metrics[name] for item in scored],
-            bool if name.endswith("_valid") else np.float32,
-        )
-        for name in scored[0].rollout.metrics
-    }
+def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[MetricKey, Measurement]:
+    """The metrics of all responses as [B] arrays: float32 values, bool validities."""
+    arrays = {}
+    for key in scored[0].rollout.metrics:
+        values, valid = zip(*(item.rollout.metrics[key] for item in scored))
+        arrays[key] = Measurement(np.array(values, np.float32), np.array(valid, bool))
+    return arrays
 
 
 def logprob_mismatch(
@@ -132,7 +129,7 @@ def state_differences(
         if rollout.hidden_states is None:
             continue
         ours = row.astype(np.float32)
-        theirs = rollout.hidden_states[rollout.response_mask, 0].astype(np.float32)
+        theirs = rollout.policy_states(FINAL_LAYER).astype(np.float32)
         length = np.linalg.norm(ours, axis=1)
         relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
     values = np.concatenate(relative)

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.metrics.records import MetricKey, Metrics
 from semrl_jax.shaping.indicators import (
-    Metrics,
+    has_indicators,
     masked_correlation,
     masked_mean,
     read_indicator,
@@ -69,8 +70,8 @@ def shape_advantages(
     Args:
       advantages: computed in float32; masked-out tokens may hold anything. One that is not finite
         stays as it is, and gets no bonus.
-      metrics: `<indicator>` values of the B responses and `<indicator>_valid` beside them; what is
-        not valid may hold anything.
+      metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
+        what is not valid may hold anything.
       response_mask: True on tokens that count.
       state: baselines before this batch.
       **options: fields of `ShapingOptions`. target: "advantage" and "both" add the bonus here;
@@ -95,7 +96,7 @@ def shape_advantages(
     _check_arrays(advantages, response_mask)
     mask = jnp.asarray(response_mask)
     advantages = jnp.where(mask, jnp.asarray(advantages).astype(jnp.float32), 0.0)
-    if checked.target == "none" and any(name not in metrics for name in checked.tracked):
+    if checked.target == "none" and not has_indicators(metrics, checked.tracked):
         report = {"shaping/active": jnp.float32(0)} | _correlations(metrics, checked.invalid)
         return jax.lax.stop_gradient((advantages, report))
     signal = _signal(metrics, state, checked)
@@ -231,11 +232,11 @@ def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 def _correlations(metrics: Metrics, invalid: str) -> dict[str, Float[Array, ""]]:
     """Correlation of effective rank with its two orders, where the metrics hold them."""
     report = {}
-    for name in ("effective_rank_velocity", "effective_rank_acceleration"):
-        if "effective_rank" in metrics and name in metrics:
-            rank, rank_valid = read_indicator(metrics, "effective_rank", invalid)
-            order, order_valid = read_indicator(metrics, name, invalid)
-            report[f"metrics/correlation/{name}"] = masked_correlation(
-                rank, order, rank_valid & order_valid
-            )
+    metric = "effective_rank"
+    for order in ("velocity", "acceleration"):
+        name = MetricKey(metric, order).label
+        if has_indicators(metrics, (metric, name)):
+            x, x_valid = read_indicator(metrics, metric, invalid)
+            y, y_valid = read_indicator(metrics, name, invalid)
+            report[f"metrics/correlation/{name}"] = masked_correlation(x, y, x_valid & y_valid)
     return report

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
+from semrl_jax.metrics.records import MetricKey, Metrics
 from semrl_jax.shaping.options import ShapingOptions
-
-Metrics = Mapping[str, Shaped[Array | np.ndarray, " B"]]
 
 
 class Indicators(NamedTuple):
@@ -43,45 +42,50 @@ def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
     return Indicators(values, present, jnp.all(present[np.array(used)], axis=0))
 
 
+def has_indicators(metrics: Metrics, names: Iterable[str]) -> bool:
+    """Whether all these indicators were measured."""
+    return all(MetricKey.parse(name) in metrics for name in names)
+
+
 def read_indicator(
     metrics: Metrics, name: str, invalid: str
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Values without NaN, and which responses have one.
 
-    A missing `<name>_valid` means valid wherever finite. With invalid='zeros' an order counts as
-    0.0 where it is not valid but its metric is; what is not finite, as a value or as the hidden
-    states behind it, never counts.
+    With invalid='zeros', velocity and acceleration count as 0.0 where they are not valid but the
+    value of the metric is. A value that is not finite never counts, nor does a response whose
+    hidden states are not finite.
     """
-    if name not in metrics:
+    key = MetricKey.parse(name)
+    if key not in metrics:
+        held = ", ".join(sorted(key.label for key in metrics)) or "nothing"
         raise ValueError(
-            f"metrics has no {name!r}, which the shaping needs; it holds "
-            f"{', '.join(sorted(metrics)) or 'nothing'}. Compute it, or change shaping.indicators "
-            "or shaping.guidance."
+            f"metrics has no {name!r}, which the shaping needs; it holds {held}. Compute it, or "
+            "change shaping.indicators or shaping.guidance."
         )
-    shape = np.shape(metrics[name])
+    shape = np.shape(metrics[key].value)
     if len(shape) != 1:
         raise ValueError(
-            f"metrics[{name!r}] has shape {shape}; it must be [B], one value per response."
+            f"metrics[{name!r}] has values of shape {shape}; it must be [B], one value per "
+            "response."
         )
-    values = jax.lax.stop_gradient(jnp.asarray(metrics[name]).astype(jnp.float32))
+    values = jax.lax.stop_gradient(jnp.asarray(metrics[key].value).astype(jnp.float32))
     finite = jnp.isfinite(values)
-    present = finite & _valid(metrics, name, shape)
+    present = finite & _valid(metrics, key, shape)
     values = jnp.where(present, values, 0.0)
-    metric = name.removesuffix("_velocity").removesuffix("_acceleration")
-    if invalid == "zeros" and metric != name:
-        present = finite & _valid(metrics, metric, shape)
+    if invalid == "zeros" and key.order != "value":
+        of_metric = key._replace(order="value")
+        present = finite & _valid(metrics, of_metric, shape) if of_metric in metrics else finite
     return values, present
 
 
-def _valid(metrics: Metrics, name: str, shape: tuple[int, ...]) -> Bool[Array, " B"]:
-    """`<name>_valid`, True where there is none."""
-    if (key := f"{name}_valid") not in metrics:
-        return jnp.ones(shape, bool)
-    flags = jnp.asarray(metrics[key])
+def _valid(metrics: Metrics, key: MetricKey, shape: tuple[int, ...]) -> Bool[Array, " B"]:
+    """The validities of a metric."""
+    flags = jnp.asarray(metrics[key].valid)
     if flags.shape != shape or flags.dtype != jnp.bool_:
         raise ValueError(
-            f"metrics[{key!r}] has shape {flags.shape} and dtype {flags.dtype}; it must be "
-            f"{shape} and bool, as the metrics have one value per response."
+            f"metrics[{key.label!r}] has validities of shape {flags.shape} and dtype "
+            f"{flags.dtype}; they must be bool of shape {shape}."
         )
     return flags
 

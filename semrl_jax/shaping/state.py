@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.shaping.indicators import Metrics, masked_mean, read_indicators
+from semrl_jax.metrics.records import Metrics
+from semrl_jax.shaping.indicators import masked_mean, read_indicators
 from semrl_jax.shaping.options import (
     GUIDANCE,
     INDICATORS,
@@ -80,8 +81,8 @@ def update_shaping_state(
 
     Args:
       state: of the step just shaped.
-      metrics: `<indicator>` values of the B responses and `<indicator>_valid` beside them; what is
-        not valid may hold anything.
+      metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
+        what is not valid may hold anything.
       mean_reward: mean raw reward of the batch, for scale='performance'; None, or a value that is
         not finite, leaves its EMA alone.
       **options: fields of `ShapingOptions`, the same as for `shape_advantages`.

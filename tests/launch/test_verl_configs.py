@@ -210,6 +210,7 @@ NONE = {
 # Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
+    "metrics.layers": "the launcher measures the final layer",
     "distributed.": "connection of processes",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",

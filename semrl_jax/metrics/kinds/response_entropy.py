@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
-from semrl_jax.metrics.rank import EPSILON, whole_response
+from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.prefixes import EPSILON, whole_response
 
 ORDER = 1.0001
 
@@ -54,3 +55,6 @@ def response_entropy_of(
     excess = jnp.sum(q * jnp.expm1((ORDER - 1.0) * log_q))
     entropy = jnp.abs(jnp.log1p(excess)) / (ORDER - 1.0)  # of no sign: 0.0, never -0.0
     return jnp.where(num_rows >= 2, entropy, 0.0)
+
+
+METRIC = Metric(of_spectrum=response_entropy_of, min_tokens=2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray, Rows, compact
+from semrl_jax.metrics.metric import Metric
 
 MIN_STEP = 1e-6  # steps no longer than this have no direction
 BLOCK_STEPS = 64  # of 3584 dimensions they stay in a core's cache
@@ -35,8 +37,12 @@ def curvature(
     256th step; neither is copied.
     """
     rows = compact(hidden_states, response_mask)
-    angles, kept = turning_angles(rows)
-    return jnp.where(rows.finite, mean_angle(angles, kept, rows.num_tokens), 0.0)
+    return jnp.where(rows.finite, prefix_curvature(rows)(rows.num_tokens), 0.0)
+
+
+def prefix_curvature(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+    """Curvature of the first rows, as a function of their number."""
+    return functools.partial(mean_angle, *turning_angles(rows))
 
 
 def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
@@ -84,3 +90,6 @@ def mean_angle(
     kept = kept & (jnp.arange(angles.shape[0]) < num_rows - 1)
     count = jnp.sum(kept, dtype=jnp.float32)
     return jnp.sum(jnp.where(kept, angles, 0.0)) / jnp.maximum(count, 1.0)
+
+
+METRIC = Metric(of_states=prefix_curvature, min_tokens=3)
