@@ -6,10 +6,10 @@ A response first writes the problem, then its columns from the right, then the r
     A:380+882:0+2+0=02,8+8+0=16,3+8+1=12;1262
     \\boxed{1262}
 
-A column of a sum is `x+y+c=ds`: c is the carry that comes in, d the one that goes out, s the digit
-left standing. A column of a difference is `x-y-c=bs` with borrows in their place. A forgetful
-teacher writes 0 for an incoming carry and goes on from what it wrote; reinforcement learning, which
-is told only whether the last number is right, has to bring the carries back.
+A column of a sum is `x+y+c=ds`: c is the incoming carry, d the outgoing carry, s the digit of the
+result. A column of a difference is `x-y-c=bs`, with borrows instead of carries. A forgetful teacher
+writes 0 for an incoming carry and continues from there. Reinforcement learning sees only whether
+the last number is right, and must learn the carries again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_HELD_OUT = 512
 MAX_PROMPT_TOKENS = 12
 MAX_RESPONSE_TOKENS = 53  # the end token included
 
-_DRAWS = 1024  # problems are drawn in blocks: a longer sample begins with the shorter one
+_DRAWS = 1024  # problems per block, so that a longer sample begins with the shorter one
 _HELD_OUT_STREAM, _PROMPT_STREAM, _DEMONSTRATION_STREAM, _FORGET_STREAM = range(4)
 _HELD_OUT_SEED = 20250928
 
@@ -45,8 +45,8 @@ def held_out_problems() -> list[Problem]:
 def training_problems(seed: int, size: int) -> list[Problem]:
     """Problems to sample responses to; a problem may come twice.
 
-    Both operands are uniform in 100..999 and the operator is + or - with equal chance; a draw with
-    a negative result is discarded whole, which leaves two sums for each difference.
+    Both operands are uniform in 100..999, and the operator is + or - with equal chance. A draw with
+    a negative result is discarded, which leaves two sums per difference.
     """
     return _sample(seed, _PROMPT_STREAM, size, exclude=held_out_problems())
 
@@ -64,14 +64,9 @@ def demonstration_texts(
     Args:
       seed: not negative.
       size: number of pairs.
-      forget_probability: chance that an incoming carry of 1 is written as 0, for each column by
-        itself; 0 is a teacher who makes no mistake.
-
-    Raises:
-      ValueError: if `forget_probability` is outside [0, 1].
+      forget_probability: in [0, 1]: the chance that an incoming carry of 1 is written as 0, drawn
+        for each column; 0 is a teacher without mistakes.
     """
-    if not 0 <= forget_probability <= 1:
-        raise ValueError(f"forget_probability={forget_probability} must lie in [0, 1].")
     draws = np.random.default_rng((seed, _FORGET_STREAM)).random((size, NUM_COLUMNS))
     return [
         (prompt_text(problem), worked_response(problem, forget))
@@ -119,7 +114,7 @@ def _columns(problem: Problem, forget: Sequence[bool] | np.ndarray):
         carry, digit = abs(total // 10), total % 10  # // floors: a borrow is -1
         columns.append(f"{x}{operator}{y}{operator}{written}={carry}{digit}")
         result += digit * 10**i
-    # No borrow is left over: left >= right, and forgetting only makes the result larger.
+    # No borrow remains: left >= right, and a forgotten borrow only makes the result larger.
     return columns, result + carry * 10**NUM_COLUMNS
 
 

@@ -19,8 +19,8 @@ class Demonstrations:
 
     Attributes:
       token_ids, segment_ids, positions: int32, see `padding`.
-      loss_mask: True on response tokens, the end token included: the tokens to be predicted. The
-        logits that predict column t stand in column t - 1.
+      loss_mask: True on response tokens, the end token included: the tokens to predict. The logits
+        that predict column t are in column t - 1.
     """
 
     token_ids: Int[np.ndarray, "B S"]
@@ -38,8 +38,7 @@ def demonstration_rows(
 ) -> Demonstrations:
     """Tokenises (prompt, response) pairs and ends each response with the end token.
 
-    Prompt and response are tokenised apart, as they are when the response is sampled; no special
-    tokens are added to either.
+    Prompt and response are tokenised separately, as in sampling. No special tokens are added.
 
     Args:
       tokenizer: with end and padding tokens.

@@ -1,7 +1,7 @@
-"""Rows of JSON Lines and Parquet files, one after the other, each with the words where it stands.
+"""Rows of JSON Lines and Parquet files, one after the other, each with its place in the file.
 
-A file that cannot be read ends the reading with a `UserError`. A bad row is handed on as a
-`RowError`, so that the caller may skip it.
+A file that cannot be read raises `UserError`. A bad row is yielded as a `RowError`, so that the
+caller may skip it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from semrl_jax.errors import UserError
 from semrl_jax.files import parse_json
 
-MAX_LINE_BYTES = 16 * 2**20  # a longer line is no problem but another kind of file
+MAX_LINE_BYTES = 16 * 2**20  # a longer line is not a problem of a data set but another kind of file
 _PARQUET_BATCH_ROWS = 1024
 
 
 class RowError(UserError):
-    """A row is bad; the message says why, and not yet where."""
+    """A row is bad; the message says why. The caller knows where."""
 
 
 Row = dict[str, Any] | RowError
@@ -36,16 +36,16 @@ def read_rows(
 
     Args:
       path: the file.
-      fields: paths into the rows, see `rows.RowReader`. Of a Parquet file only their columns are
-        read, and all of them must be there; of JSON Lines every field is read. () reads all.
+      fields: paths into the rows, see `rows.RowReader`. A Parquet file must have their columns,
+        and only these are read; of JSON Lines every field is read. () reads all.
       optional_fields: the same for fields that a file may lack.
 
     Yields:
-      Where the row stands ("FILE, line 3"; counted from 1, blank lines too), and the row.
+      The place of the row ("FILE, line 3"; counted from 1, blank lines included), and the row.
 
     Raises:
-      UserError: at the call if there is no such file or its ending is unknown; while reading if it
-        is unreadable, or a Parquet file has no such column.
+      UserError: at the call if there is no such file or its suffix is unknown; while reading if the
+        file is unreadable, or a Parquet file has no such column.
     """
     path = pathlib.Path(path)
     check_file(path)
@@ -55,7 +55,7 @@ def read_rows(
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Raises UserError where `read_rows` would at the call: no such file, or an unknown ending."""
+    """Raises UserError if there is no such file or its suffix is unknown."""
     path = pathlib.Path(path)
     name = repr(str(path))
     name = name if len(name) < 500 else f"{name[:200]}...{name[-200:]}"
@@ -147,7 +147,7 @@ def _columns(
 def _batch_rows(batch: Any) -> list[Row]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # texts that are no UTF-8, times that Python has not
+    except (ValueError, OverflowError):  # text that is not UTF-8, times outside of Python's range
         rows: list[Row] = []
         for i in range(batch.num_rows):
             try:

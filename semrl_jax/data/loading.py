@@ -1,4 +1,4 @@
-"""From problem files to a prompt dataset: rows are read, put into the template and tokenised."""
+"""From problem files to a prompt dataset: reads rows, applies the template and tokenises."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ def load_prompts(
     Args:
       paths: the files.
       tokenizer: see `tokenizer.load_tokenizer`.
-      row_format, question_fields, answer_field, answer_after: see `rows.row_reader`. A row's field
-        "data_source" names its source, else the file's name without ending does.
+      row_format, question_fields, answer_field, answer_after: see `rows.row_reader`. The data
+        source of a row is its field "data_source", else the file's name without suffix.
       template, system_prompt: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
       max_prompt_tokens: the limit, template and special tokens included.
-      add_special_tokens: see `build_dataset`; False with a chat template, which holds them itself.
-      skip_bad_rows: leave bad rows out, count them and report the first few, instead of refusing.
-      too_long: what becomes of a prompt above the limit: "drop" leaves it out and counts it, "keep"
-        keeps and reports it, for sets that must not shrink.
-      num_rows: rows to read at most, over all files and bad ones included; 0 reads all.
-      data_source: of every row, whatever its own field says; "" leaves it as above.
+      add_special_tokens: see `build_dataset`; False with a chat template, which writes them itself.
+      skip_bad_rows: leave bad rows out, count them and report the first few, instead of raising.
+      too_long: "drop" leaves out a prompt above the limit and counts it; "keep" keeps and reports
+        it, for benchmarks, which must not shrink.
+      num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
+      data_source: of every row, in place of its own field; "" leaves it as above.
       field_prefix: goes before the names of these arguments in messages.
-      report: takes a line for each of the first bad rows and the first long prompts kept, for what
-        was left out, and every few seconds one that says how far the reading is.
+      report: is called with one line for each of the first bad rows and the first long prompts that
+        are kept, for what was left out, and every few seconds with the progress.
 
     Raises:
-      UserError: if an argument does not fit, a file is missing, unreadable, empty or given twice,
-        a row is bad and that is not to be skipped, or no prompt within the limit is left. The
-        message names the file, the line (counted from 1) and the field.
+      UserError: if an argument is wrong, a file is missing, unreadable, empty or given twice, a row
+        is bad and bad rows are not skipped, or no prompt within the limit is left. The message
+        names the file, the line (counted from 1) and the field.
     """
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [pathlib.Path(path) for path in files]
@@ -154,12 +154,12 @@ def load_prompts(
 def _rows_of_files(
     files: Sequence[pathlib.Path], reader: RowReader, bad_rows: BadRows
 ) -> Iterator[tuple[str, QuestionAnswer] | None]:
-    """All rows, each with the words where it stands; None for one that is bad."""
+    """All rows, each with its place in the file; None for a bad row."""
     if not files:
         raise UserError("data.files is empty; name a .jsonl or .parquet file.")
     seen: dict[tuple[int, int], pathlib.Path] = {}
     readers = []
-    for path in files:  # all are looked up before one is read: a wrong name shows at once
+    for path in files:  # before reading one, so that a wrong name is found at once
         readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,)))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:

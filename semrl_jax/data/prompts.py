@@ -1,7 +1,7 @@
 """Prompt datasets, and the order in which training reads them.
 
-The order is a pure function of (seed, epoch) and the position two integers, so the train state
-holds all there is to resume from, whatever the number of processes or prompts a step.
+The order is a pure function of (seed, epoch), and the position is two integers. So the train state
+is enough to resume, with any number of processes and of prompts per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from semrl_jax.data import arithmetic
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
-_ORDER = 0x0DE4  # last in its seed: apart from every stream of two numbers
+_ORDER = 0x0DE4  # last in its seed, which makes it differ from every seed of two numbers
 
 Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts at (0, 0)
 
@@ -30,8 +30,8 @@ class PromptExample:
       prompt: the text, template included.
       prompt_ids: int32 token ids of that text.
       answer: the reference answer, for the verifier.
-      data_source: where it came from; statistics are kept apart by it.
-      index: its row, counted from 0 over all files before any was left out.
+      data_source: where it came from; statistics are computed per data source.
+      index: its row, counted from 0 over all files before any row is left out.
     """
 
     prompt: str
@@ -43,7 +43,7 @@ class PromptExample:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptDataset:
-    """Prompts in file order, and how many were left out for their length or as bad rows."""
+    """Prompts in file order, and how many were left out as too long or as bad rows."""
 
     examples: tuple[PromptExample, ...]
     num_too_long: int = 0
@@ -61,7 +61,7 @@ def prompt_order(size: int, seed: int, epoch: int) -> Int[np.ndarray, " size"]:
 def next_prompts(
     dataset: PromptDataset, seed: int, position: Position, count: int
 ) -> tuple[list[PromptExample], Position]:
-    """Reads on from a position, into the next epochs if need be.
+    """Reads from a position on, into the next epochs if necessary.
 
     Args:
       dataset: not empty.
@@ -70,11 +70,11 @@ def next_prompts(
       count: prompts to read; may exceed the dataset.
 
     Returns:
-      The prompts and the position after them. Reading in two calls gives what one call gives.
+      The prompts and the position after them. Two calls in a row read the same as one.
 
     Raises:
       ValueError: if the dataset is empty.
-      UserError: if the position lies outside of it.
+      UserError: if the position is outside the dataset.
     """
     epoch, cursor = position
     size = len(dataset)
@@ -105,10 +105,10 @@ def build_dataset(
     max_prompt_tokens: int,
     add_special_tokens: bool = False,
 ) -> PromptDataset:
-    """Tokenises (prompt, answer) pairs and leaves out prompts above the limit.
+    """Tokenises (prompt, answer) pairs and leaves out prompts that are too long.
 
     Args:
-      rows: prompt texts with template, and reference answers.
+      rows: prompt texts including the template, and reference answers.
       tokenizer: see `tokenizer.load_tokenizer`.
       data_source: stored with every example.
       max_prompt_tokens: the limit, in tokens.
@@ -145,12 +145,12 @@ def arithmetic_prompts(tokenizer: Tokenizer, seed: int, size: int) -> PromptData
 def arithmetic_held_out_prompts(
     tokenizer: Tokenizer, size: int = arithmetic.NUM_HELD_OUT
 ) -> PromptDataset:
-    """The first `size` of the 512 test prompts of the quickstart task; training has none."""
+    """The first `size` of the 512 test prompts of the quickstart task, which training never has."""
     return _arithmetic_dataset(tokenizer, arithmetic.held_out_problems()[:size])
 
 
 def dataset_hash(dataset: PromptDataset) -> str:
-    """Fingerprints what training takes from a dataset, in its order.
+    """Hashes what training reads from a dataset, in order.
 
     Returns:
       Hex SHA-256 over the token ids, the answer and the data source of every prompt.
@@ -159,7 +159,7 @@ def dataset_hash(dataset: PromptDataset) -> str:
     for example in dataset.examples:
         ids = np.ascontiguousarray(example.prompt_ids, "<i4").tobytes()
         for part in (ids, example.answer.encode(), example.data_source.encode()):
-            digest.update(len(part).to_bytes(8, "little"))  # so that no part runs into the next
+            digest.update(len(part).to_bytes(8, "little"))  # so that parts cannot be confused
             digest.update(part)
     return digest.hexdigest()
 
@@ -174,6 +174,6 @@ def _arithmetic_dataset(tokenizer: Tokenizer, problems: list[arithmetic.Problem]
 
 
 def tokenize(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    if not texts:  # which the tokenizer takes for no batch
+    if not texts:  # the tokenizer does not accept an empty batch
         return []
     return tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]

@@ -19,7 +19,7 @@ _QUESTION_FIELDS, _ANSWER_FIELD = ("question",), "answer"
 
 
 class QuestionAnswer(NamedTuple):
-    """A problem: the question as it stands in the file, the reference answer, where it is from."""
+    """A problem: the question as in the file, the reference answer, and the data source."""
 
     question: str
     answer: str
@@ -34,10 +34,10 @@ class RowReader:
     "prompt.0.content".
 
     Attributes:
-      question_fields: texts, or lists of texts; several are stripped and joined by one space, a
-        single text is kept as it is.
-      answer_field: a text, or a finite number; 27.0 reads 27.
-      answer_after: the answer is what follows the last such mark; "" takes the whole field.
+      question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
+        a single text is not changed.
+      answer_field: a text, or a finite number; 27.0 becomes "27".
+      answer_after: the answer is the text after the last such mark; "" takes the whole field.
     """
 
     question_fields: tuple[str, ...]
@@ -49,7 +49,7 @@ class RowReader:
         return (*self.question_fields, self.answer_field)
 
     def read(self, row: Row, default_source: str) -> QuestionAnswer:
-        """Reads a row; its source is its own field "data_source" or, without one, the default.
+        """Reads a row; its source is its field "data_source", or the default without that field.
 
         Raises:
           RowError: if the row is bad; the message names the field.
@@ -109,15 +109,14 @@ def row_reader(
     """Makes the reader of a format.
 
     Args:
-      row_format: "question_answer", fields by name; or "simplerl", SimpleRL-Zoo's rows, whose
-        question is the text of the first message under `prompt`, its template included, and whose
+      row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
+        question is the text of the first message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
-      question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has fields of its
-        own.
+      question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has its own fields.
       field_prefix: goes before the names of these arguments in messages.
 
     Raises:
-      UserError: if the format is unknown, a field's name is empty, or fields are given beside
+      UserError: if the format is unknown, a field's name is empty, or fields are given with
         "simplerl".
     """
     if isinstance(question_fields, str):
@@ -145,11 +144,11 @@ def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
 
 
 class BadRows:
-    """Counts bad rows and names the first few; raises at the first one unless told to skip.
+    """Counts bad rows and reports the first few; raises at the first one unless `skip` is set.
 
     Args:
-      skip: whether to go on.
-      report: takes a line for each of the first bad rows skipped.
+      skip: whether to skip bad rows and go on.
+      report: is called with one line for each of the first skipped rows.
     """
 
     def __init__(self, skip: bool, report: Callable[[str], object] | None = None):
@@ -159,10 +158,10 @@ class BadRows:
         self._report = report
 
     def add(self, where: str, error: RowError) -> None:
-        """Takes one bad row.
+        """Counts one bad row.
 
         Raises:
-          UserError: names it, unless it is to be skipped.
+          UserError: naming the row, unless bad rows are skipped.
         """
         line = f"{where}: {error}"
         if not self._skip:
@@ -193,7 +192,7 @@ def field_value(row: dict[str, Any], field: str) -> Any:
 
 
 def _answer_text(value: Any) -> str | None:
-    """27.0 reads 27: tables of numbers turn whole answers into floats."""
+    """The answer as text. 27.0 becomes "27": number columns turn whole answers into floats."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -206,5 +205,5 @@ def _answer_text(value: Any) -> str | None:
 def _check_unicode(field: str, text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError as e:  # JSON's "\\ud800" is half a pair; no tokenizer takes it
+    except UnicodeEncodeError as e:  # such as JSON's "\\ud800", which no tokenizer accepts
         raise RowError(f"field {field!r} holds a lone surrogate at character {e.start}.") from e

@@ -1,4 +1,4 @@
-"""Prompt templates: the text around a question, the same in training and evaluation."""
+"""Prompt templates: the text around a question, in training and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the quickstart's character tokenizer, loading from a directory, a fingerprint."""
+"""Tokenizers: the quickstart's character tokenizer, loading from a directory, hashing."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from semrl_jax.rewards.extraction import END_MARKERS, response_text
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*=,;:()?\n QA\\boxed{}"
 
-# A transformers.PreTrainedTokenizerBase. That import takes seconds, so it waits until it is needed.
+# A transformers.PreTrainedTokenizerBase. Importing transformers takes seconds, so it is done late.
 Tokenizer = Any
 
 
 def character_tokenizer() -> Tokenizer:
-    """Makes the tokenizer of 34 symbols, one for each character, `<pad>` (0) and `<eos>` (1).
+    """Makes the tokenizer of 34 symbols: 32 characters, `<pad>` (0) and `<eos>` (1).
 
-    It is byte-level BPE without merges, because transformers gives every directory with a Qwen2
-    model such a tokenizer whatever its tokenizer_config.json says: this one survives that
-    unchanged. Characters outside the 32 are dropped.
+    It is byte-level BPE without merges. transformers loads every directory with a Qwen2 model as
+    such a tokenizer, whatever tokenizer_config.json says; this one is not changed by that. Other
+    characters are dropped.
     """
     import tokenizers
     import transformers
@@ -46,7 +46,7 @@ def character_tokenizer() -> Tokenizer:
         tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,
-        unk_token=None,  # said aloud: left out, Qwen2's is added as a 35th symbol
+        unk_token=None,  # explicitly: without it, Qwen2's is added as a 35th symbol
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
@@ -54,7 +54,7 @@ def character_tokenizer() -> Tokenizer:
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MAX_TOKENIZER_BYTES = 256 * 2**20
-# What transformers reads beside them; each is a small JSON object, or not there.
+# transformers reads these as well. Each is a small JSON object, or absent.
 _SETTINGS_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "generation_config.json",
@@ -62,12 +62,12 @@ _SETTINGS_FILES = (
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Loads a tokenizer from a local Hugging Face directory; runs none of its code.
+    """Loads a tokenizer from a local Hugging Face directory; runs no code from there.
 
-    One without a padding token, such as Llama's, is given the one that the directory's
-    generation_config.json or config.json declares, if it is a special token, else the end token:
-    padding is told apart by masks, never by its id. A padding token that is no special token would
-    vanish from decoded text.
+    A tokenizer without a padding token, such as Llama's, gets the one that the directory's
+    generation_config.json or config.json declares, if it is a special token; otherwise it gets the
+    end token. Masks mark padding, not its id. A padding token that is not a special token would be
+    dropped from decoded text.
 
     Raises:
       UserError: if there is no such directory, no tokenizer in it, no end token, or a file that
@@ -98,8 +98,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         )
         if not isinstance(tokenizer.model_max_length, int | float):
             raise TypeError(f"model_max_length={tokenizer.model_max_length!r} is no number")
-    # Whatever it stumbles over is in the files: nothing else goes in. What is written in Rust
-    # raises Exception itself.
+    # The cause of any failure is in the files. The Rust part raises Exception itself.
     except Exception as e:
         reason = " ".join(str(e).split())[:200]
         raise UserError(
@@ -135,14 +134,14 @@ def _read_settings(file: pathlib.Path) -> dict[str, Any]:
 
 
 def full_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
-    """All of the text, special tokens and spaces as they are: what a template put there shows."""
+    """The whole text, with the special tokens and spaces that a template wrote."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def verifier_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
-    """Text of a response as a verifier gets it.
+    """Text of a response for a verifier.
 
-    It ends before the first end marker, whether that is a token or spelt out in characters. Other
+    It ends before the first end marker, which is a token or is written out in characters. Other
     special tokens are left out.
     """
     markers = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in END_MARKERS}
@@ -151,12 +150,12 @@ def verifier_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[in
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Fingerprints what decides the meaning of token ids.
+    """Hashes what decides the meaning of token ids.
 
     Returns:
       Hex SHA-256 over the vocabulary, the merges, the special tokens among the added ones, and the
-      tokens of the roles bos, eos and pad. The unknown token's role is left out: library versions
-      differ in which they assume.
+      tokens of the roles bos, eos and pad. The role of the unknown token is left out: its default
+      differs between library versions.
     """
     merges = []
     if getattr(tokenizer, "is_fast", False):

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on a user's own text, for small models made to try with."""
+"""A byte-level BPE tokenizer trained on a user's own text, for small models to experiment with."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
 PAD_TOKEN, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-NUM_FIXED = 256 + 3  # every byte is a token, so that any text can be written, and the three above
+NUM_FIXED = 256 + 3  # every byte is a token, so that any text can be written; and the three above
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer of Qwen2's kind, with its padding and turn tokens and chat template.
+    """Trains a tokenizer like Qwen2's, with its padding and turn tokens and its chat template.
 
     The template writes `<|im_start|>role\\ntext<|im_end|>\\n` and ends a response at `<|im_end|>`.
 
     Args:
-      texts: what to learn merges from.
-      vocab_size: tokens, at least 260; fewer come out where the texts hold fewer.
+      texts: the merges are learned from them.
+      vocab_size: tokens, at least 260; the result has fewer if the texts have fewer.
 
     Raises:
-      UserError: if `vocab_size` is below that.
+      UserError: if `vocab_size` is below 260.
     """
     if vocab_size <= NUM_FIXED:
         raise UserError(f"vocab_size={vocab_size} must be above {NUM_FIXED}: bytes have their own.")

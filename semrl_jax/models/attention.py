@@ -1,9 +1,9 @@
-"""Attention of whole sequences: at once, by blocks, or by blocks around a ring of devices.
+"""Attention of whole sequences: at once, in blocks, or in blocks around a ring of devices.
 
-The plain product holds [B, N, S, S] scores. By blocks, a device holds the scores of one block of
-queries with one block of keys, forward and backward, so its memory is linear in S; blocks in which
-no query sees a key are skipped. Where a mesh splits the sequence, queries stay on their device and
-keys and values travel once around the axis.
+The plain product holds [B, N, S, S] scores. In blocks, a device holds the scores of one block of
+queries and one block of keys at a time, forward and backward, so its memory is linear in S. Blocks
+in which no query attends to a key are skipped. If a mesh splits the sequence, queries stay on their
+device, and keys and values travel once around the axis.
 
 Source: arXiv:2112.05682 and arXiv:2205.14135 for the blocks and their gradient, arXiv:2310.01889
 for the ring.
@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
 
-LONGEST_AT_ONCE = 1024  # columns; longer sequences go by blocks
+LONGEST_AT_ONCE = 1024  # columns; longer sequences are computed in blocks
 BLOCK = 256  # queries, and keys, of a block
-UNSEEN = -1e30  # score of a key that is not seen: finite, so that no difference is NaN
+UNSEEN = -1e30  # score of a masked key: finite, so that no difference is NaN
 
 Attention = Callable[
     [
@@ -38,7 +38,7 @@ Attention = Callable[
 
 
 class Places(NamedTuple):
-    """Where tokens stand: what decides which of them see each other."""
+    """Where tokens are, which decides which of them attend to each other."""
 
     columns: Int[Array, "*n B S"]
     positions: Int[Array, "*n B S"]
@@ -46,7 +46,7 @@ class Places(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Attention to the keys seen so far: its output, and the logarithm of its normaliser."""
+    """Attention to the keys added so far: its output, and the logarithm of its normaliser."""
 
     attended: Float[Array, "*n B K G S H"]
     log_z: Float[Array, "*n B K G S"]
@@ -58,7 +58,7 @@ def within_window(
     key_positions: Int[Array, "B S"],
     window: Int[Array, ""] | None,
 ) -> Bool[Array, "B T S"]:
-    """Takes from `mask` the keys `window` or more positions before their query."""
+    """Removes from `mask` the keys that are `window` or more positions before their query."""
     if window is None:
         return mask
     return mask & (query_positions[:, :, None] - key_positions[:, None, :] < window)
@@ -72,16 +72,16 @@ def self_attention(
     longest_at_once: int = LONGEST_AT_ONCE,
     block: int = BLOCK,
 ) -> Attention:
-    """How the layers attend: (queries, keys, values, window) to the attended values.
+    """Returns the attention of the layers: (queries, keys, values, window) to attended values.
 
-    A token sees the tokens of its own segment in its own and earlier columns, fewer than `window`
-    positions back. Sequences above `longest_at_once` columns go by blocks, and around the ring
-    where the mesh splits their columns.
+    A token attends to tokens of its own segment, in its own and in earlier columns, fewer than
+    `window` positions back. Sequences of more than `longest_at_once` columns are computed in
+    blocks, and around the ring if the mesh splits their columns.
 
     Args:
       positions: int32, of the rotary embedding.
-      segment_ids: int32; 0 is padding: seen by nothing, and what it attends to is finite and
-        meaningless.
+      segment_ids: int32; 0 is padding: no token attends to it, and its own attended values are
+        finite and meaningless.
       mesh: None for one device.
       longest_at_once: columns.
       block: columns of a block, the same for queries and keys.
@@ -108,7 +108,7 @@ def self_attention(
 def _blockwise(
     positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"], mesh: Mesh | None, block: int
 ) -> Attention:
-    """`self_attention` by blocks, each device with its own rows, columns and heads."""
+    """`self_attention` in blocks; each device has its own rows, columns and heads."""
     if mesh is None:
 
         def attend(query, key, value, window):
@@ -144,9 +144,9 @@ def _attend_by_blocks(
     axis: str | None = None,
     num_shards: int = 1,
 ) -> Float[Array, "B S N H"]:
-    """Attention of one device's columns; `axis` is the ring with the others, None: there is none.
+    """Attention of one device's columns; `axis` is the ring of devices, None without one.
 
-    The arrays are laid out as blocks, [n, B, K, G, s, H] and [n, B, K, s, H].
+    The arrays are laid out in blocks, [n, B, K, G, s, H] and [n, B, K, s, H].
     """
     batch, length, num_heads, width = query.shape
     kv_heads = key.shape[2]
@@ -187,8 +187,11 @@ def _ring(
     axis: str | None,
     num_shards: int,
 ) -> Float[Array, "n B K G s H"]:
-    """Attention to all shards' keys. Its gradient is written out: differentiating the loops would
-    keep every block's weights, or sums, of every step."""
+    """Attention to all shards' keys.
+
+    Its gradient is written by hand. Differentiating the loops would keep the weights or sums of
+    every block and step.
+    """
     return _ring_forward(query, key, value, places, window, axis, num_shards)[0]
 
 
@@ -201,7 +204,7 @@ def _ring_forward(query, key, value, places, window, axis, num_shards):
 
     def step(carry, _):
         sums, keys = carry
-        # Sent before they are used: the two have nothing to wait for in each other.
+        # Sending and using the keys do not wait for each other.
         return (_add_keys(sums, query, places, keys, window), _to_next(keys, axis, num_shards)), (
             None
         )
@@ -214,7 +217,7 @@ def _ring_forward(query, key, value, places, window, axis, num_shards):
 
 
 def _ring_backward(axis, num_shards, kept, gradient):
-    """Keys and values travel again, and their gradients with them, home in the end."""
+    """Keys and values travel again; their gradients travel with them and end on their device."""
     query, key, value, places, window, attended, log_z = kept
     # d softmax: p * (dp - sum p dp), and sum p dp is the attended values times their gradient.
     delta = jnp.sum(attended.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
@@ -245,7 +248,7 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _add_keys(sums, query, places, keys, window):
-    """`sums` of all blocks of queries, with the keys of one shard added."""
+    """`sums` of all blocks of queries after adding the keys of one shard."""
 
     def of_queries(block):
         sums, query, query_places = block
@@ -257,7 +260,7 @@ def _add_keys(sums, query, places, keys, window):
             def added():
                 scores = jnp.where(seen, _scores(query, key), UNSEEN)
                 peak = jnp.max(scores, axis=-1)
-                # Where a query sees nothing, its peak is UNSEEN as well and exp would be 1.
+                # If all keys of a query are masked, its peak is UNSEEN as well: exp would be 1.
                 weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0.0)
                 total = jnp.maximum(jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny)
                 log_z = jnp.logaddexp(sums.log_z, peak + jnp.log(total))
@@ -276,7 +279,7 @@ def _add_keys(sums, query, places, keys, window):
 
 
 def _block_gradients(given, keys, key_gradients, window):
-    """Gradient of all queries through one shard's keys, and theirs added to what they have."""
+    """Gradient of all queries through one shard's keys, and the gradients of these keys so far."""
 
     def of_queries(key_gradients, block):
         query, query_places, gradient, log_z, delta = block
@@ -313,7 +316,7 @@ def _block_gradients(given, keys, key_gradients, window):
 def _seen(
     query_places: Places, key_places: Places, window: Int[Array, ""] | None
 ) -> Bool[Array, "B 1 1 T S"]:
-    """Which keys of a block each query of a block sees."""
+    """Which keys of a block each query of a block attends to."""
     columns, positions, segments = (x[:, :, None] for x in query_places)
     key_columns, key_positions, key_segments = (x[:, None, :] for x in key_places)
     mask = (segments == key_segments) & (key_segments != 0) & (columns >= key_columns)
@@ -330,12 +333,12 @@ def _product(equation, first, second):
 
 
 def _zeros(shape, like):
-    """Float32 zeros that shard_map takes for as different between devices as `like` is."""
+    """Float32 zeros that shard_map treats as varying over the same mesh axes as `like`."""
     return jnp.zeros_like(like, jnp.float32, shape=shape)
 
 
 def _to_next(tree, axis, num_shards):
-    """Every shard's arrays to the next one of the ring."""
+    """Sends the arrays of every shard to the next device of the ring."""
     if axis is None:
         return tree
     ring = [(shard, (shard + 1) % num_shards) for shard in range(num_shards)]

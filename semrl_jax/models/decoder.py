@@ -1,6 +1,6 @@
 """A decoder in Flax NNX: grouped-query attention, rotary positions, layers under one scan.
 
-`Decoder` is the mathematics; `Policy` (policy.py) is what other rooms call, on plain nested dicts
+`Decoder` is the mathematics. Other rooms call `Policy` (policy.py), which takes plain nested dicts
 of arrays. Every method returns the state after the final norm, the input of the output matrix.
 """
 
@@ -31,9 +31,9 @@ class KVCache(NamedTuple):
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
     """Angle of each of the H/2 pairs from one position to the next; float32 radians.
 
-    theta^(-2i/H), stretched by `config.rope_scaling`. Llama 3 keeps frequencies that turn more than
-    high_freq_factor times in the original context, divides by `factor` those that turn fewer than
-    low_freq_factor times, and blends linearly in between.
+    theta^(-2i/H), changed by `config.rope_scaling`. Llama 3 keeps frequencies that make more than
+    high_freq_factor turns in the original context, divides by `factor` those that make fewer than
+    low_freq_factor turns, and blends linearly in between.
 
     Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
     """
@@ -53,7 +53,7 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
 def rotary(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " F"]
 ) -> Float[Array, "B T N H"]:
-    """Turns the pairs (i, i + H/2) by position * frequency; computed in float32."""
+    """Rotates the pairs (i, i + H/2) by position * frequency; computed in float32."""
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]  # [B, T, H/2]
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -62,7 +62,7 @@ def rotary(
 
 
 class DecoderLayer(nnx.Module):
-    """Norm, attention, norm, gated feed-forward. Attention proper stays with the caller."""
+    """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
     def __init__(
         self, config: DecoderConfig, *, dtype: jnp.dtype, mesh: Mesh | None, rngs: nnx.Rngs
@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
         hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
 
         def linear(num_in, num_out, bias=False):
-            # Scaled by 1/sqrt(fan-in): keeps a random model's signal, whatever its width.
+            # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
             return nnx.Linear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"), rngs=rngs,
@@ -172,16 +172,16 @@ class Decoder(nnx.Module):
         """States after the final norm of whole sequences.
 
         Args:
-          token_ids: int32; any id where padded.
+          token_ids: int32; any id at padding.
           positions: int32, from 0 at the first token of a segment.
-          segment_ids: int32; tokens attend to earlier tokens of their own segment, as far back as
-            the layer's window; 0 is padding.
+          segment_ids: int32; a token attends to itself and to earlier tokens of its own segment
+            that are inside the layer's window; 0 is padding.
 
         Returns:
           States in the compute dtype; finite but meaningless at padding.
         """
         num_columns = token_ids.shape[1]
-        if self.mesh is not None:  # an equal number of columns a device
+        if self.mesh is not None:  # an equal number of columns per device
             padding = ((0, 0), (0, -num_columns % self.mesh.shape["sequence"]))
             token_ids, positions, segment_ids = (
                 constrain(jnp.pad(x, padding), "tokens", self.mesh)
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         """Runs left-padded prompts; the last column is every row's last prompt token.
 
         Args:
-          layers: whose states of all columns are wanted; Hugging Face indices.
+          layers: Hugging Face indices of the layers whose states are returned for all columns.
 
         Returns:
           Final state of the last column, the input of each layer there, the prompts' cache, and
@@ -254,9 +254,9 @@ class Decoder(nnx.Module):
         columns: Int[Array, " B"],
         cache: KVCache,
     ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
-        """Runs one token a row at `positions[b]`, written at cache column `columns[b]`.
+        """Runs one token per row at `positions[b]`, written at cache column `columns[b]`.
 
-        Columns may be in any order: what a token sees is decided by the positions in the cache.
+        Columns may be in any order: the positions in the cache decide what a token attends to.
 
         Returns:
           Final state, the input of each layer, and the cache with the token's keys and values.
@@ -301,7 +301,7 @@ class Decoder(nnx.Module):
 
     @property
     def _windows(self) -> Int[Array, " L"] | None:
-        """How far each layer sees, to scan beside its parameters; None: no layer is limited."""
+        """The window of each layer, scanned with its parameters; None: no layer has a window."""
         config = self.config
         if config.sliding_window is None:
             return None
@@ -329,7 +329,7 @@ class Decoder(nnx.Module):
         if self.remat == "none":
             if self.mesh is None or self.mesh.shape["fsdp"] == 1:
                 return layer_step
-            # What is kept is never a layer gathered: the backward pass gathers it again.
+            # Gathered parameters are not kept: the backward pass gathers them again.
             policies["none"] = _all_but_constraints
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
 
@@ -341,9 +341,9 @@ def _with_column(
     columns: Int[Array, " B"],
     mesh: Mesh | None,
 ) -> Float[Array, "L B S K H"]:
-    """The cache with one more column a row in a layer; devices write the rows and heads they have.
+    """The cache with one more column per row in one layer; a device writes its rows and heads.
 
-    Left to the compiler, a cache whose rows are split is gathered for the scatter.
+    Without shard_map, the compiler gathers a cache whose rows are split before it writes.
     """
 
     def put(cache, new, layer, columns):
@@ -360,5 +360,5 @@ def _with_column(
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:
-    """A checkpoint policy: keeps every value but a layout, which comes from one that is kept."""
+    """A checkpoint policy that keeps all values except those that only change a layout."""
     return primitive.name != "sharding_constraint"

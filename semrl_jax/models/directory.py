@@ -29,20 +29,20 @@ GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# What a model on the hub may put on this disk: no code and no pickles, nothing from subfolders.
+# The files that are fetched from the hub: no code, no pickles, nothing from subfolders.
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
-# Tensors that are no parameters: tables of angles that older transformers wrote.
+# Tensors that are not parameters: tables of angles that older releases of transformers wrote.
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_END_TOKENS = 1000
-PIECE_BYTES = 2 * 2**20  # of float32, read at once; a few copies of it are held
+PIECE_BYTES = 2 * 2**20  # of float32 that are read at once; a few copies are held
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` reads
 
 
 def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
 
-    Only configuration, safetensors and tokenizer files are fetched; no code is, nor run.
+    Only configuration, safetensors and tokenizer files are fetched. No code is fetched or run.
 
     Raises:
       UserError: if there is no such directory, or the hub does not give the model.
@@ -54,20 +54,25 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
         raise UserError(f"model {str(path)!r} is a file; give the directory it lies in.")
     owner, _, name = str(path).partition("/")
     is_hub_id = all(re.fullmatch(r"\w[\w.-]*", part, re.ASCII) for part in (owner, name))
-    # Inside a directory that is there, a missing one is a slip rather than a model of the hub.
+    # A missing directory inside an existing one is a mistake, not a model of the hub.
     if not is_hub_id or pathlib.Path(owner).exists():
         raise UserError(
             f"model directory {str(path)!r} does not exist; give a local Hugging Face directory "
             "or a hub id owner/name."
         )
     import huggingface_hub
-    from huggingface_hub.errors import HTTPError  # of the HTTP library, whichever the hub uses
+    from huggingface_hub.errors import HTTPError  # of the HTTP library that the hub uses
 
     try:
         snapshot = huggingface_hub.snapshot_download(
             str(path), allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
         )
-    except (HTTPError, OSError, ValueError, KeyError) as error:  # offline, or no answer of a hub
+    except (
+        HTTPError,
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # offline, or no valid answer
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"model {str(path)!r} is no local directory, and the Hugging Face hub did not give it "
@@ -132,13 +137,13 @@ def load_params(
 ) -> Params:
     """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
 
-    Float32, bfloat16 and float16 files give their values bit for bit. What is held is the
-    parameters, once, and a few pieces of `PIECE_BYTES`.
+    Values of float32, bfloat16 and float16 files are kept exactly. Memory holds the parameters,
+    once, and a few pieces of `PIECE_BYTES`.
 
     Args:
       path: the directory.
       config: its architecture.
-      shardings: a tree as `parameter_shardings` gives, for jax.Arrays that are put on their
+      shardings: the tree from `parameter_shardings`, for jax.Arrays, which are put on their
         devices piece by piece; None for NumPy arrays.
 
     Raises:
@@ -150,7 +155,7 @@ def load_params(
 
 
 def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[str, pathlib.Path]:
-    """The file of each tensor that `load_params` reads, out of the headers; raises as it does."""
+    """The file of each tensor that `load_params` reads, from the headers; raises as it does."""
     path = pathlib.Path(path)
     specs = tensor_specs(config, "float32")
     files = _weight_files(path, specs)
@@ -170,17 +175,17 @@ def save_directory(
     pad_token_id: int | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a directory that transformers, vLLM and `load_params` read, whole or not at all.
+    """Writes a directory for transformers, vLLM and `load_params`, completely or not at all.
 
     Args:
       path: replaced if it exists.
-      params: parameters as `Policy.init` gives them.
+      params: parameters as `Policy.init` returns them.
       config: their architecture.
       tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`; None writes no
         tokenizer files.
       dtype: of the weights: "float32", "bfloat16" or "float16".
-      max_shard_bytes: weights beyond that go to several files and an index; the host holds one of
-        them at a time. A tensor is never split.
+      max_shard_bytes: larger weights are written as several files and an index; the host holds
+        one file at a time. A tensor is never split.
       eos_token_id, pad_token_id: written to both config files; None: what `base` has, else the
         tokenizer's, else none.
       base: `config.json` of the directory the parameters came from; its other fields are kept.
@@ -219,7 +224,7 @@ def save_directory(
     if os.path.lexists(path):
         path.rename(old)
     staging.rename(path)
-    with contextlib.suppress(OSError):  # it is in the way of nothing but the next one
+    with contextlib.suppress(OSError):  # the next save removes it
         remove(old)
 
 
@@ -242,7 +247,7 @@ def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, 
     if not isinstance(names, dict) or not names:
         raise UserError(f"{index}: weight_map must map tensor names to files.")
     for tensor, name in names.items():
-        # A name alone: an index must not lead out of its directory.
+        # Only a name: an index must not lead to another directory.
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise UserError(f"{index}: {tensor:.100} lies in {name!r:.100}, which is no file name.")
     for name in sorted(set(names.values())):
@@ -295,7 +300,7 @@ def _check_tensors(
 def _check_tied(
     head_file: pathlib.Path, embedding_file: pathlib.Path, shape: tuple[int, ...]
 ) -> None:
-    """A tied output matrix may lie next to the embedding, but it must equal it."""
+    """A file may hold a tied output matrix and the embedding, but they must be equal."""
     step = max(1, PIECE_BYTES // (4 * shape[1]))
     for start in range(0, shape[0], step):
         with _open(head_file) as head, _open(embedding_file) as embedding:
@@ -320,7 +325,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
 def weights_sample(path: str | os.PathLike[str]) -> str:
     """Hex SHA-256 over names, sizes and a few blocks of a directory's safetensors files.
 
-    It costs next to nothing, and tells two models apart. A change of a few values may escape it.
+    It is fast and distinguishes two models. It may miss a change of a few values.
     """
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
@@ -340,14 +345,14 @@ def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec])
         num_rows = spec.shape[0]
         step = max(1, PIECE_BYTES * num_rows // spec.num_bytes)
         for start in range(0, num_rows, step):
-            # Opened for each piece: pages of a file that stays mapped count as this process's.
+            # Opened per piece: pages of a file that stays mapped count as memory of this process.
             with _open(file) as weights:
                 rows = weights.get_slice(spec.name)[start : min(start + step, num_rows)]
             yield Piece(spec.name, start, rows)
 
 
 def _open(file: pathlib.Path) -> safe_open:
-    """The file mapped into memory; UserError if it is torn or no safetensors file."""
+    """The file mapped into memory; UserError if it is incomplete or not a safetensors file."""
     try:
         return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -355,7 +360,7 @@ def _open(file: pathlib.Path) -> safe_open:
 
 
 def _save_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
-    """As transformers does, but for how this one was loaded, which is nobody else's matter."""
+    """As transformers does, without the settings that say how this tokenizer was loaded."""
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Arrays of which each process may hold a part, to and from the host."""
+"""To and from the host: arrays of which each process may hold a part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from semrl_jax.models.sharding import DATA_AXES
 def to_host(tree: Any) -> Any:
     """The tree with NumPy arrays for its jax.Arrays.
 
-    Where other processes hold parts, all have to call it, with the same tree at the same time.
+    If other processes hold parts, all must call it with the same tree at the same time.
     """
 
     def whole(leaf: Any) -> Any:
@@ -26,7 +26,7 @@ def to_host(tree: Any) -> Any:
             return np.asarray(leaf)
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
-    # The copies of all leaves start before the first is waited for.
+    # Start the copies of all leaves before waiting for the first.
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()
@@ -34,7 +34,7 @@ def to_host(tree: Any) -> Any:
 
 
 def from_host(array: np.ndarray | np.generic, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array laid out so; every process has to have the same one and copies its parts."""
+    """The array with this sharding; every process must have the same array and copies its parts."""
     array = np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
@@ -53,8 +53,8 @@ def own_rows(rows: Float[Array, "M R *dims"], mesh: Mesh) -> dict[int, np.ndarra
     """[M, R / shards, ...] of each data shard that this process owns, by shard.
 
     Args:
-      rows: R is split over the data axes of the mesh, in any other way over the others; all
-        processes have to call it.
+      rows: R is split over the data axes of the mesh, the rest in any way. All processes must
+        call this together.
     """
     rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(None, DATA_AXES)))
     owners = shard_owners(processes_of(mesh))

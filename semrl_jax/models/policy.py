@@ -1,4 +1,4 @@
-"""What other rooms call: pure functions from plain dicts of arrays to states and log-probs."""
+"""The interface of the room: functions from plain dicts of arrays to states and log-probs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Policy:
       config: the architecture.
       compute_dtype: "float32" or "bfloat16"; parameters are float32 either way.
       remat: what the backward pass recomputes: "none", "full" or "dots" (keeps matrix products).
-      mesh: over which parameters and activations are split, by the tables of sharding.py; None, or
-        a mesh of one device: the program holds no layout.
+      mesh: over which parameters and activations are split, by the tables of sharding.py. None or a
+        mesh of one device: the program has no layout.
     """
 
     config: DecoderConfig
@@ -42,7 +42,7 @@ class Policy:
     mesh: Mesh | None = None
 
     def init(self, key: Array) -> Params:
-        """Random float32 parameters, a nested dict with one stacked array a layer parameter."""
+        """Random float32 parameters: a nested dict, with one stacked array per layer parameter."""
         module = self._module(nnx.Rngs(key))
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
@@ -92,11 +92,11 @@ class Policy:
     ) -> Float[Array, "B U D"]:
         """The states of the given columns of each row.
 
-        On a mesh that splits columns, a device has the states of few of them: what travels over the
-        axis is the states asked for, once, and none of the others; as often back in the gradient.
+        If the mesh splits columns, a device has the states of some of them. Only the requested
+        states travel over the axis, once forward and once in the gradient.
 
         Args:
-          states: laid out as `final_states` gives them.
+          states: laid out as `final_states` returns them.
           columns: int32, in [0, S).
         """
         mesh = self._split
@@ -108,7 +108,7 @@ class Policy:
             inside = (columns >= 0) & (columns < states.shape[1])
             here = jnp.clip(columns, 0, states.shape[1] - 1)
             found = jnp.take_along_axis(states, here[:, :, None], axis=1)
-            # One device has each state and the others zeros: the sum rounds nothing.
+            # One device has the state and the others have zeros, so the sum is exact.
             found = jnp.where(inside[:, :, None], found, jnp.zeros((), found.dtype))
             return jax.lax.psum_scatter(found, "sequence", scatter_dimension=1, tiled=True)
 
@@ -132,15 +132,15 @@ class Policy:
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Log-probability of each token and entropy of its distribution.
 
-        Works through blocks of at most `max_logits` logits, and again in the backward pass, so
-        that [B, T, V] never exists in float32. On a mesh, a device has its own rows and columns and
-        its slice of the vocabulary: sums over the vocabulary travel, logits never do.
+        Computes blocks of at most `max_logits` logits, forward and again in the backward pass, so
+        that [B, T, V] never exists in float32. On a mesh, a device has its rows, its columns and
+        its slice of the vocabulary. Sums over the vocabulary travel, logits do not.
 
         Args:
           states: row t is the state whose logits produced token t.
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
-          max_logits: float32 logits a device holds at once (64 MiB by default).
+          max_logits: float32 logits that a device holds at once (64 MiB by default).
 
         Returns:
           Float32 log-probabilities and entropies, nats.
@@ -154,7 +154,7 @@ class Policy:
             return of_tokens(states, token_ids, matrix)
 
         def of_shard(states, token_ids, matrix):
-            # Outside of the loop over blocks: so are the sums that these become in the gradient.
+            # Outside the loop over blocks, so that the sums in the gradient are outside too.
             matrix = jax.lax.all_gather(matrix, "fsdp", axis=0, tiled=True)
             matrix = jax.lax.pcast(matrix, ("replica", "sequence"), to="varying")
             states = jax.lax.pcast(states, "tensor", to="varying")
@@ -173,7 +173,7 @@ class Policy:
         return logprobs[:rows, :columns], entropies[:rows, :columns]
 
     def _padded(self, x: Shaped[Array, "B S *dims"]) -> Shaped[Array, "_ _ *dims"]:
-        """With an equal number of rows and columns a device."""
+        """With an equal number of rows and columns per device."""
         shape = self._split.shape
         rows = -x.shape[0] % (shape["replica"] * shape["fsdp"])
         columns = -x.shape[1] % shape["sequence"]
@@ -190,7 +190,7 @@ class Policy:
 
     @property
     def _split(self) -> Mesh | None:
-        """The mesh, where it splits anything."""
+        """The mesh; None if it splits nothing."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
 
     @functools.cached_property
@@ -212,7 +212,7 @@ def _token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """`Policy.token_logprobs` of one device's tokens and its slice of the vocabulary.
 
-    `axis` is the mesh axis with the other slices; None: there are none.
+    `axis` is the mesh axis over which the vocabulary is split; None: it is not split.
     """
     batch, length, width = states.shape
     vocabulary = _Vocabulary(matrix.shape[1], axis)
@@ -247,7 +247,7 @@ def _token_logprobs(
 
 
 class _Vocabulary(NamedTuple):
-    """Reductions over logits of which a device has `size` columns; `axis` None: all there are."""
+    """Reductions over logits. A device has `size` columns of them; all if `axis` is None."""
 
     size: int
     axis: str | None

@@ -19,8 +19,8 @@ AXES = ("replica", "fsdp", "sequence", "tensor")
 DATA_AXES = ("replica", "fsdp")
 
 # Module name -> spec of its arrays; the leading None of a layer's array is the scanned stack.
-# Kernels are [in, out]: the axis that the following product sums over goes to `fsdp` where the
-# output is split by heads or features, and the other way round for the product that joins them.
+# Kernels are [in, out]. Where the output is split by heads or features, the input axis goes to
+# `fsdp`; for the products that sum over heads or features it is the other way round.
 PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "embed/embedding": PartitionSpec("tensor", "fsdp"),
     "layers/attention_norm/scale": PartitionSpec(None, None),
@@ -41,8 +41,8 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "head/kernel": PartitionSpec("fsdp", "tensor"),
 }
 
-# Rows over the data axes, tokens over `sequence`; heads, features and the vocabulary over `tensor`,
-# which leaves the residual stream whole.
+# Rows over the data axes, tokens over `sequence`, heads, features and the vocabulary over `tensor`.
+# The residual stream is not split over `tensor`.
 ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
     "tokens": PartitionSpec(DATA_AXES, "sequence"),  # [B, S]
     "states": PartitionSpec(DATA_AXES, "sequence", None),  # [B, S, D]
@@ -50,15 +50,15 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
     "features": PartitionSpec(DATA_AXES, "sequence", "tensor"),  # [B, S, F]
     "logits": PartitionSpec(DATA_AXES, "tensor"),  # [B, V]
     "cache": PartitionSpec(None, DATA_AXES, None, "tensor", None),  # [L, B, C, K, H]
-    # An embedding is looked up where its slice of the width is, for the rows of all of `fsdp`:
-    # token ids travel there and states back, not the table.
+    # A device looks up its slice of the embedding's width for the rows of all of `fsdp`: token ids
+    # and states travel, the table does not.
     "looked_up_tokens": PartitionSpec("replica", "sequence"),  # [B, S]
     "looked_up": PartitionSpec("replica", "sequence", "fsdp"),  # [B, S, D]
 }
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over the axes `AXES`; one axis may be -1 and takes the devices left over.
+    """A mesh over the axes `AXES`; one axis may be -1 and takes the remaining devices.
 
     Raises:
       UserError: if the sizes do not multiply to the number of devices.
@@ -75,12 +75,12 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
             f"mesh={dict(shape)} needs {math.prod(sizes)} devices, but {len(devices)} are there; "
             "set config.mesh so that the product of its sizes is the number of devices."
         )
-    # Auto: the compiler places what the table leaves open; jax.make_mesh defaults to explicit.
+    # Auto: the compiler places what the table does not say; jax.make_mesh defaults to explicit.
     return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
-    """The tree of `params` with each leaf's NamedSharding; every name must be in the table.
+    """The NamedSharding of each leaf of `params`; every name must be in the table.
 
     Raises:
       UserError: if a mesh axis does not divide the dimension it splits.
@@ -111,13 +111,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
-    """Whether the decoder's parameters and heads can be split over the mesh.
+    """Checks that the decoder's parameters and heads can be split over the mesh.
 
-    `num_kv_heads` need not be a multiple of mesh.tensor: where it is not, every device of the axis
-    has all keys and values, and only their product's parameters are split.
+    `num_kv_heads` need not be a multiple of mesh.tensor. If it is not, every device of the axis has
+    all keys and values, and only the parameters of their products are split.
 
     Raises:
-      UserError: naming what an axis does not divide, and the sizes that divide all.
+      UserError: naming what an axis does not divide, and the sizes that fit.
     """
     divided = {
         "tensor": {
@@ -140,9 +140,9 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """The spec of `ACTIVATION_SPECS`, less the axes that do not divide their dimension.
+    """The spec of `ACTIVATION_SPECS` without the axes that do not divide their dimension.
 
-    Those hold the whole dimension: the engine's few rows, one decoded token, kv heads.
+    Such a dimension is not split: few rows in an engine, one decoded token, few kv heads.
     """
     spec = ACTIVATION_SPECS[kind]
 
@@ -154,7 +154,7 @@ def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpe
 
 
 def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped[Array, "*dims"]:
-    """`x` laid out as activations of its kind are; as it was where there is no mesh."""
+    """`x` with the layout of its kind of activation; unchanged without a mesh."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(
@@ -165,9 +165,9 @@ def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped
 def shared_heads(
     x: Float[Array, "B S K H"], num_heads: int, mesh: Mesh | None
 ) -> Float[Array, "B S M H"]:
-    """Keys or values with a head for every query head, where kv heads are too few to be split.
+    """Keys or values with one head per query head, if kv heads cannot be split.
 
-    Each device of `tensor` then has those of its own query heads, and no others.
+    Each device of `tensor` then has only those of its own query heads.
     """
     if mesh is None or x.shape[2] % mesh.shape["tensor"] == 0:
         return x
@@ -175,16 +175,16 @@ def shared_heads(
 
 
 def constrain_parameters(params: Any, mesh: Mesh | None) -> Any:
-    """`params`, and what flows back to them as their gradient, as the table has them."""
+    """`params` and their gradient with the layout of the table."""
     if mesh is None:
         return params
     return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
 
 def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
-    """A layer's parameters as its products take them: whole over `fsdp`, in the compute dtype.
+    """A layer's parameters as its products need them: gathered over `fsdp`, in the compute dtype.
 
-    Cast before they are gathered; their gradients are summed into the split they came from.
+    They are cast before they are gathered. Their gradients are summed and split again.
 
     Args:
       layer: a tree with the names of the table below `layers/`, without the stacked axis.
@@ -200,8 +200,8 @@ def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
         if "fsdp" not in split:
             return leaf
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
-        # Twice: the first keeps the cast before the gather and, of the gradient, its slice right
-        # behind its sum, which compilers for accelerators join to a reduce-scatter.
+        # Two constraints: the first one puts the cast before the gather. In the gradient it puts
+        # the slice after the sum, which compilers for accelerators join to a reduce-scatter.
         for spec in (split, whole):
             leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), NamedSharding(mesh, spec))
         return leaf

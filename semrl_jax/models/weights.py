@@ -1,4 +1,4 @@
-"""Between our stacked nested dict and Hugging Face tensors, one layer at a time."""
+"""Converts our stacked nested dict to Hugging Face tensors and back, one layer at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYER_NAMES = {
     ("up", "kernel"): "mlp.up_proj.weight",
     ("down", "kernel"): "mlp.down_proj.weight",
 }
-TRANSPOSE_ROWS = 64  # written together: their cache lines stay in the first-level cache
+TRANSPOSE_ROWS = 64  # written at once, so that their cache lines stay in the first-level cache
 
 
 class Piece(NamedTuple):
@@ -76,7 +76,7 @@ def iterate_hf_tensors(
 ) -> Iterator[tuple[TensorSpec, np.ndarray]]:
     """Yields (spec, array) in the order of `tensor_specs`; one layer on the host at a time.
 
-    Where other processes hold parts of the parameters, all have to read it to its end.
+    If other processes hold parts of the parameters, all processes must read it to its end.
     """
     specs = iter(tensor_specs(config, dtype))
     target = numpy_dtype(dtype)
@@ -88,7 +88,7 @@ def iterate_hf_tensors(
 
     yield emit(params["embed"]["embedding"])
     for layer in range(config.num_layers):
-        # One transfer a layer: the whole stack never sits on the host.
+        # One transfer per layer: the host never holds the whole stack.
         arrays = to_host(
             {key: params["layers"][key[0]][key[1]][layer] for key in _layer_names(config)}
         )
@@ -100,20 +100,19 @@ def iterate_hf_tensors(
 
 
 def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
-    """Float32 parameters from the rows of Hugging Face tensors; each value is cast, no more.
+    """Float32 parameters from the rows of Hugging Face tensors; values are only cast.
 
-    Memory is allocated once and filled piece by piece, so that what is held is the parameters and
-    a few copies of one piece.
+    Memory is allocated once and filled piece by piece, so it holds the parameters and a few copies
+    of one piece.
 
     Args:
-      pieces: every row of every tensor of `tensor_specs`, in any order; names and shapes are the
-        caller's duty.
+      pieces: every row of every tensor of `tensor_specs`, in any order. The caller checks names
+        and shapes.
       config: the architecture.
-      shardings: a tree as `parameter_shardings` gives; None keeps the parameters on the host.
+      shardings: the tree from `parameter_shardings`; None keeps the parameters on the host.
 
     Returns:
-      NumPy arrays, or with `shardings` jax.Arrays, of which this process fills the parts on its
-      own devices.
+      NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
     """
     places = _places(config)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -126,7 +125,7 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
         leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
     else:
         of_path = {p: functools.reduce(lambda d, k: d[k], p, shardings) for p in shapes}
-        # One program for all: each program that is compiled costs a megabyte and some 20 ms.
+        # One program for all: each compiled program costs about 1 MB and 20 ms.
         zeros = jax.jit(
             lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes.values()],
             out_shardings=list(of_path.values()),
@@ -163,10 +162,10 @@ class _HostLeaf:
 
 
 class _DeviceLeaf:
-    """One parameter on this process's devices: each device's part is zeros, then filled in place.
+    """One parameter on this process's devices; each device's part starts as zeros.
 
-    Part by part and not as one sharded array: there is no program that the compiler could choose to
-    run on a gathered copy.
+    The parts are filled one by one, in place. On one sharded array, the compiler could run a
+    program on a gathered copy.
     """
 
     def __init__(self, zeros: jax.Array):
@@ -201,7 +200,7 @@ class _DeviceLeaf:
                 jax.device_put(np.array(first, np.int32), device),
                 transpose=transpose,
             )
-        # Otherwise pieces would be read faster than devices take them, and pile up.
+        # Wait, or pieces would be read faster than devices take them and fill the memory.
         jax.block_until_ready(list(self._parts.values()))
 
     def finish(self) -> jax.Array:
@@ -212,7 +211,7 @@ class _DeviceLeaf:
 
 @functools.partial(jax.jit, static_argnames="transpose", donate_argnames="part")
 def _put_block(part: Array, block: Array, first: Int[Array, " axes"], *, transpose: bool) -> Array:
-    """Writes a block, cast and of fewer axes perhaps, at the element `first` of a part."""
+    """Writes a block at the element `first` of a part; casts it and adds leading axes if needed."""
     block = (block.T if transpose else block).astype(part.dtype)
     block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
     return jax.lax.dynamic_update_slice(part, block, list(first))

@@ -1,7 +1,6 @@
 """Verifiers from (response text, reference answer) to a reward; plain Python, no JAX."""
 
 from semrl_jax.rewards.extraction import extract_answer, has_complete_box, normalize_answer
-from semrl_jax.rewards.math import answers_match, verify_math
 from semrl_jax.rewards.pool import VerifierPool
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, verdict_score
 
@@ -9,10 +8,8 @@ __all__ = [
     "Verdict",
     "VerifierPool",
     "VerifierSettings",
-    "answers_match",
     "extract_answer",
     "has_complete_box",
     "normalize_answer",
     "verdict_score",
-    "verify_math",
 ]

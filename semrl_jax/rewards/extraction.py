@@ -1,7 +1,7 @@
 """Finds the answer in a response, by ordered rules, in time linear in the length of the text.
 
-Only the response is looked at, never the prompt: an instruction to use \\boxed{} would set the
-format flag, and a number of the question could become the answer.
+Only the response is read, never the prompt: an instruction to use \\boxed{} would set the format
+flag, and a number in the question could become the answer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 
 END_MARKERS = ("</s>", "<|im_end|>", "<|endoftext|>")
 
-# Possessive repeats: nothing is tried twice, so hostile braces cost one pass. A box holds text,
-# groups, and groups within groups; a third nested level makes it no box.
+# Possessive repeats do not backtrack, so hostile braces cost one pass. A box holds text, groups and
+# groups within groups. With a third nested level it is not a box.
 _COMPLETE_BOX = re.compile(r"\\boxed\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\}")
 _NUMBER = re.compile(r"-?\d*\.?\d+")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
@@ -33,7 +33,7 @@ _UNIT_WORD = re.compile(
 
 
 def response_text(text: str) -> str:
-    """Cuts the text at the first end marker."""
+    """The text before the first end marker."""
     end = min((at for at in map(text.find, END_MARKERS) if at >= 0), default=len(text))
     return text[:end]
 
@@ -44,9 +44,9 @@ def has_complete_box(text: str) -> bool:
 
 
 def extract_answer(text: str) -> str | None:
-    """Takes the answer out of a response; None where no rule finds one.
+    """Finds the answer in a response; None if no rule finds one.
 
-    After the cut at the first end marker, the first rule that applies:
+    In the text before the first end marker, the first rule that applies gives the answer:
 
     1. between `final answer is $` and `$. I hope`;
     2. the content of the last `boxed`: balanced braces, else up to `$`;
@@ -99,10 +99,10 @@ def _box_content(text: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    """Drops what does not change an answer: spacing and sizing commands, currency, percent, units.
+    """Removes what does not change an answer: spacing, sizing commands, currency, percent, units.
 
-    `10\\%` becomes `10`, as in the reference implementation; a reference answer is compared both in
-    this form and as it is written, so both `10` and `0.1` are right where it says `10\\%`.
+    `10\\%` becomes `10`, as in the reference implementation. A reference answer is compared in this
+    form and as written, so both `10` and `0.1` are right if it is `10\\%`.
     """
     answer = _SPACING.sub(" ", answer)
     answer = _SIZING.sub("", answer)

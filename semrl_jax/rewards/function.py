@@ -1,4 +1,4 @@
-"""A user's own verifier: how it is found and what it may return."""
+"""A user's own verifier: importing it, and reading what it returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_function(path: str) -> Callable[[str, str], Any]:
     """Imports "package.module:name".
 
     Raises:
-      UserError: if that fails, or names nothing that takes (response, reference).
+      UserError: if the import fails, or the name is not a function of (response, reference).
     """
     module_name, _, name = path.partition(":")
     try:
@@ -45,7 +45,7 @@ def load_function(path: str) -> Callable[[str, str], Any]:
 
 
 def error_text(error: BaseException) -> str:
-    """Name and message of a user's exception, whose own methods may fail."""
+    """Name and message of a user's exception, even if its methods fail."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
@@ -53,22 +53,22 @@ def error_text(error: BaseException) -> str:
 
 
 class NonsenseError(ValueError):
-    """A user's verifier returned something that is no verdict."""
+    """A user's verifier returned something that is not a verdict."""
 
 
 def as_verdict(result: Any, response: str) -> Verdict:
-    """Reads what a user's verifier returned, whatever the methods of these objects do.
+    """Reads what a user's verifier returned, even if the methods of these objects fail.
 
     Args:
-      result: a score; or a mapping with `score` and, if wanted, `correct`, `boxed` and `extracted`;
-        or a `Verdict`. Without `correct` a response counts as correct if its score is positive.
+      result: a score; or a mapping with `score` and optionally `correct`, `boxed` and `extracted`;
+        or a `Verdict`. Without `correct`, a response is correct if its score is positive.
       response: the response, for the format flag.
 
     Returns:
       A verdict of plain Python values; a lone surrogate in `extracted` becomes "?".
 
     Raises:
-      NonsenseError: if it is none of these, or holds a wrong type or a number that is not finite.
+      NonsenseError: if it is none of these, or has a wrong type or a number that is not finite.
     """
     try:
         return _read(result, response)
@@ -107,7 +107,7 @@ def _read(result: Any, response: str) -> Verdict:
 
 
 def _exact_score(value: Any) -> float:
-    """A plain float: a subclass could answer every comparison as it likes."""
+    """A plain float, because a subclass could redefine every comparison."""
     try:
         score = float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:

@@ -1,8 +1,8 @@
-"""The parent of a verifier worker: when the worker ends, so does every process it has started.
+"""The parent of a verifier worker: when the worker ends, every process that it started ends too.
 
-A process that leaves the worker's session is not reached by a signal to its group, and it loses its
-parent when the worker is killed. The kernel gives such orphans to their nearest ancestor that is a
-subreaper. That is the guard, which runs no verifier code and is never the first to be killed.
+A signal to the worker's process group does not reach a process that has left its session, and such
+a process has no parent once the worker is killed. The kernel gives an orphan to its nearest
+ancestor that is a subreaper. This is the guard. It runs no verifier code and is never killed first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def fork_under_guard(parent_pid: int) -> None:
-    """Forks, and returns in the child alone, the leader of a session of its own.
+    """Forks and returns only in the child, which leads its own session.
 
-    This process stays as the guard. It waits until the child has ended, or until SIGTERM, which the
-    end of the parent sends, too. Then it kills all its descendants and exits. The child dies with
-    the guard. Without Linux there is no guard: the caller goes on as it is.
+    This process stays as the guard. It waits until the child has ended, or until SIGTERM, which it
+    also gets when its parent ends. Then it kills all its descendants and exits. The child dies with
+    the guard. On other systems than Linux there is no guard: the function returns at once.
 
     Args:
       parent_pid: of the process that started this one.
@@ -49,7 +49,7 @@ def fork_under_guard(parent_pid: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """By group, so that none of a group forks on; those that left in time are found next time."""
+    """Kills whole groups, so that no member can fork; processes that left are found next time."""
     while True:
         children: dict[int, list[tuple[int, int]]] = {}
         for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -68,7 +68,7 @@ def _kill_descendants() -> None:
 
 
 def _reaped() -> set[int | None]:
-    """Reaps the children that have ended; their ids, and None where no child is left."""
+    """Reaps the children that have ended; returns their ids, and None if no child is left."""
     reaped: set[int | None] = set()
     try:
         while pid := os.waitpid(-1, os.WNOHANG)[0]:
@@ -80,7 +80,7 @@ def _reaped() -> set[int | None]:
 
 def _die_with_parent(parent_pid: int, signal_number: int) -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal_number)
-    if os.getppid() != parent_pid:  # it has ended before
+    if os.getppid() != parent_pid:  # it ended before this call
         os._exit(1)
 
 

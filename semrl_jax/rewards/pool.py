@@ -1,8 +1,8 @@
 """A pool of verifier processes with a hard deadline on every response.
 
-Each slot of the pool is one thread and the worker process it owns. The thread takes a job, asks its
-worker, and waits no longer than the deadline. A worker that is late, gone, or replies to what was
-not asked is killed with all processes it started and replaced. Only its own job scores as failed.
+Each slot of the pool is one thread and the worker process that it owns. The thread takes a job,
+asks its worker, and waits until the deadline at most. A worker that is late, has ended, or sends an
+unexpected reply is killed with all processes that it started, and is replaced. Only its job fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CREDENTIAL = re.compile(
     re.IGNORECASE,
 )
 MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first plane
-KEPT_PREFIX = "VERIFIER_"  # what a verifier itself needs
+KEPT_PREFIX = "VERIFIER_"  # variables that a verifier itself needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +50,25 @@ class _Job:
 class VerifierPool:
     """Scores responses in worker processes; a context manager, safe to use from several threads.
 
-    The constructor returns at once: workers start side by side, and jobs wait for them. Deadlines
-    run from the moment a worker takes the job, so waiting in the queue costs no score.
+    The constructor returns at once: workers start in parallel, and jobs wait for them. A deadline
+    starts when a worker takes the job, so the time in the queue does not count.
 
     Args:
       num_workers: processes.
-      timeout_s: seconds a worker may spend on one response; then it scores as wrong, "timeout".
+      timeout_s: seconds a worker may spend on one response; then it is wrong, error "timeout".
       mode: "independent" or "mix", see `verdict_score`.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a verifier of the user's, called in the workers as
-        name(response, reference) and returning a score, a mapping or a `Verdict`; "" takes
-        math-verify.
-      failure_score: score where `function` raised, hung, crashed or returned nonsense.
+      function: "package.module:name" of a user's verifier, which workers call as
+        name(response, reference) and which returns a score, a mapping or a `Verdict`; or the name
+        of a module of `rewards.verifiers`; "" is "math".
+      failure_score: score of a response for which `function` raised, hung, crashed or returned no
+        verdict.
       memory_limit_gib: address space of one worker; 0 is no limit.
-      max_response_chars: a longer response or reference scores as wrong, "too_long".
+      max_response_chars: a longer response or reference is wrong, error "too_long".
       max_answer_chars: the same for the extracted answer, with math-verify.
       start_timeout_s: seconds a worker may take to start.
-      max_jobs_per_worker: then it is replaced, before what its libraries keep fills its memory.
+      max_jobs_per_worker: after these a worker is replaced, before the caches of its libraries fill
+        its memory.
 
     Raises:
       UserError: if a value is out of range, or, on entering the context, if `function` cannot be
@@ -125,7 +127,7 @@ class VerifierPool:
             thread.start()
 
     def __enter__(self) -> VerifierPool:
-        if self._settings.function:
+        if self._settings.is_users:
             try:
                 self.wait_ready()
             except BaseException:
@@ -144,9 +146,9 @@ class VerifierPool:
           reference: the reference answer.
 
         Returns:
-          A future whose result is a verdict whatever the text does. It holds an exception only if
-          the pool itself is gone: RuntimeError if it was closed or its workers do not start,
-          UserError if the user's function cannot be imported.
+          A future with a verdict for every text. It has an exception only if the pool cannot work:
+          RuntimeError if it was closed or its workers do not start, UserError if the user's
+          function cannot be imported.
         """
         future: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
         job = _Job(response, reference, future)
@@ -155,7 +157,7 @@ class VerifierPool:
             self._count(verdict)
             future.set_result(verdict)
             return future
-        with self._lock:  # so that no job comes after the end marks of `close`
+        with self._lock:  # so that no job is queued after the end marks of `close`
             if self._failure is None:
                 self._jobs.put(job)
             else:
@@ -172,16 +174,16 @@ class VerifierPool:
         self._started.result(timeout=(self._start_timeout_s + 5) * MAX_START_ATTEMPTS)
 
     def validate(self, response: str, reference: str) -> Verdict:
-        """Runs one example, so that a verifier that cannot work stops the run before it starts.
+        """Runs one example, so that a run with a broken verifier stops before it starts.
 
         Raises:
-          UserError: if the verifier raises, returns nonsense, crashes or takes too long.
+          UserError: if the verifier raises, returns no verdict, crashes or takes too long.
         """
         verdict = self.submit(response, reference).result()
         if verdict.error:
             verifier = f"rewards.function={self._settings.function!r}"
             raise UserError(
-                f"{verifier if self._settings.function else 'the math verifier'} failed on the "
+                f"{verifier if self._settings.is_users else 'the built-in verifier'} failed on the "
                 f"reference answer {reference!r:.80}: {verdict.error}; it must return a finite "
                 f"score, a mapping with 'score', or a Verdict within {self._timeout_s} s."
             )
@@ -189,7 +191,7 @@ class VerifierPool:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Numbers of verdicts so far, and of those by what went wrong."""
+        """The number of verdicts so far, and the number of each kind of failure."""
         with self._lock:
             return {
                 "num_verdicts": self._counts.total(),
@@ -201,7 +203,7 @@ class VerifierPool:
             }
 
     def close(self) -> None:
-        """Ends the workers at once; responses not yet scored fail with RuntimeError. Idempotent."""
+        """Ends the workers at once; open jobs fail with RuntimeError. Idempotent."""
         self._fail(RuntimeError("the verifier pool was closed before this response was scored"))
         with self._lock:
             for _ in self._threads:
@@ -212,12 +214,12 @@ class VerifierPool:
             thread.join()
 
     def _serve(self) -> None:
-        """One slot: keeps a worker and gives it one job after the other until the end mark."""
+        """One slot: gives jobs to its worker, one after the other, until the end mark."""
         worker = self._start_worker()
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
-            if worker is not None and not worker.is_idle():  # ended or wrote: not this job's doing
+            if worker is not None and not worker.is_idle():  # it ended or wrote before this job
                 self._retire(worker)
                 worker = self._start_worker()
             if worker is None:
@@ -241,11 +243,11 @@ class VerifierPool:
             return worker.ask(job.response, job.reference, self._timeout_s)
         except TimeoutError:
             return failed_verdict(self._settings, job.response, "timeout")
-        except (OSError, ValueError):  # gone, or a reply that is not its own
+        except (OSError, ValueError):  # it has ended, or sent an unexpected reply
             return failed_verdict(self._settings, job.response, "crash")
 
     def _start_worker(self) -> _Worker | None:
-        """Starts a worker; None if the pool has failed, as it does after several failed starts."""
+        """Starts a worker; None if the pool has failed, also after several failed starts."""
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             with self._lock:
@@ -300,8 +302,8 @@ class VerifierPool:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables a worker gets: those of `environ` but for credentials, by their names."""
-    # The worker finds what this process finds, the user's verifier included.
+    """The variables of a worker: `environ` without names of credentials."""
+    # The worker can import what this process can, the user's verifier included.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     kept = {
@@ -313,7 +315,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Worker:
-    """One worker, its guard and the pipes to it. Only `kill` may be called from another thread."""
+    """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
     def __init__(self, settings: VerifierSettings):
         self._process = subprocess.Popen(  # the guard; the worker is its child
@@ -322,7 +324,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=worker_environment(os.environ),
-            start_new_session=True,  # a group of its own: deaf to Ctrl-C
+            start_new_session=True,  # its own group, which Ctrl-C does not reach
         )
         self._stdin = self._process.stdin.fileno()
         self._stdout = self._process.stdout.fileno()
@@ -333,7 +335,7 @@ class _Worker:
         self.num_jobs = 0
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Waits for the worker's first word: "" or a problem of the user's to solve."""
+        """Waits for the worker's first reply: "" or a problem that the user must solve."""
         return str(self._exchange(self._start, timeout_s).get("problem", ""))
 
     def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
@@ -341,8 +343,8 @@ class _Worker:
 
         Raises:
           TimeoutError: after `timeout_s`.
-          OSError: if the worker is gone.
-          ValueError: if it replied with anything but a verdict on this response.
+          OSError: if the worker has ended.
+          ValueError: if its reply is not a verdict on this response.
         """
         self.num_jobs += 1
         reply = self._exchange({"response": response, "reference": reference}, timeout_s)
@@ -350,7 +352,7 @@ class _Worker:
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 
     def is_idle(self) -> bool:
-        """Whether it lives and waits; one that writes unasked is no longer to be trusted."""
+        """Whether it runs and waits. A worker that wrote without a request is not trusted."""
         return (
             self._process.poll() is None
             and not self._received
@@ -371,7 +373,7 @@ class _Worker:
         self._process.stdout.close()
 
     def _signal(self, number: int) -> None:
-        if self._process.returncode is None:  # not reaped: the id is still its own
+        if self._process.returncode is None:  # not reaped, so the id is still valid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
@@ -407,7 +409,7 @@ def _wait_for(fd: int, event: int, deadline: float) -> None:
 
 
 def _is_ready(fd: int, event: int, timeout_s: float) -> bool:
-    """Waits until `fd` is ready; poll, as select fails for the many descriptors of a trainer."""
+    """Waits until `fd` is ready. Uses poll: select fails with many open descriptors."""
     poller = select.poll()
     poller.register(fd, event)
     return bool(poller.poll(timeout_s * 1000))

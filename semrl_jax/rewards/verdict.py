@@ -1,4 +1,4 @@
-"""What a verifier says of one response, and how correctness becomes a score."""
+"""The result of a verifier for one response, and the score for correctness and format."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from semrl_jax.rewards.extraction import has_complete_box
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A verifier's word on one response.
+    """The result of a verifier for one response.
 
     Attributes:
       score: the reward, finite.
-      correct: whether the answer is right; kept apart from the score, which also pays for format.
-      boxed: whether the response holds a complete box (see `has_complete_box`).
-      extracted: the answer taken from the response; None where there is none or the job failed.
-      error: "" or what went wrong, its kind first: "timeout", "crash", "too_long",
-        "exception: ..." (the verifier raised), "invalid: ..." (it returned nonsense).
+      correct: whether the answer is right; the score also depends on the format.
+      boxed: whether the response has a complete box (see `has_complete_box`).
+      extracted: the answer found in the response; None if there is none or the verifier failed.
+      error: "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
+        "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
     """
 
     score: float
@@ -28,20 +28,21 @@ class Verdict:
 
     @property
     def error_kind(self) -> str:
-        """The part of `error` before the colon, "" if the verifier did its work."""
+        """The part of `error` before the colon; "" if the verifier did not fail."""
         return self.error.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifierSettings:
-    """What a verifier worker is told when it starts; `VerifierPool` checks it.
+    """What a verifier worker gets when it starts; `VerifierPool` checks it.
 
     Attributes:
-      mode: "independent" pays for correctness and for the box, "mix" for correctness only.
+      mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier; "" is math-verify.
-      failure_score: score of a response whose verifier `function` failed; math-verify's failures
-        score as wrong by `mode`.
+      function: "package.module:name" of a user's verifier, or a module of `verifiers`; "" is
+        "math".
+      failure_score: score of a response for which a user's verifier failed. If one of this package
+        fails, the response is wrong and `mode` gives the score.
       max_answer_chars: a longer extracted answer is wrong without being parsed.
       memory_limit_gib: address space of a worker; 0 is no limit.
     """
@@ -53,10 +54,13 @@ class VerifierSettings:
     max_answer_chars: int = 4096
     memory_limit_gib: float = 2.0
 
+    @property
+    def is_users(self) -> bool:
+        """Whether `function` is a user's."""
+        return ":" in self.function
 
-def verdict_score(
-    correct: bool, boxed: bool, *, mode: str = "independent", unboxed_penalty: float = -1.0
-) -> float:
+
+def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> float:
     """Scores a response from its correctness and its format.
 
     | mode | correct, boxed | correct, unboxed | wrong, boxed | wrong, unboxed |
@@ -66,20 +70,16 @@ def verdict_score(
 
     Source: the two reachable modes of the reference implementation (hf618/VERL, 3de68f1).
     """
-    if mode == "mix":
+    if settings.mode == "mix":
         return 1.0 if correct else 0.0
     if correct:
         return 1.0 if boxed else 0.5
-    return -0.5 if boxed else unboxed_penalty
+    return -0.5 if boxed else settings.unboxed_penalty
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
-    """Makes the verdict on a response whose verifier gave none: wrong, and the error named."""
+    """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
-    if settings.function:
-        score = settings.failure_score
-    else:
-        score = verdict_score(
-            False, boxed, mode=settings.mode, unboxed_penalty=settings.unboxed_penalty
-        )
+    wrong = verdict_score(False, boxed, settings)
+    score = settings.failure_score if settings.is_users else wrong
     return Verdict(score, False, boxed, None, error)

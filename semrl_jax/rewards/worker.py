@@ -1,18 +1,19 @@
-"""A verifier in a process of its own: `python -m semrl_jax.rewards.worker PARENT_PID`, by the pool.
+"""A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker PARENT_PID`.
 
-One JSON object per line on the standard input and output it was started with. Every line in has an
-`id` that cannot be guessed, and the line out that answers it has the same. The first line in holds
-the settings; its answer is {"ready": true} or {"problem": text}. Then every {"response",
-"reference"} is answered by the fields of a `Verdict`. Verifier code sees an empty standard input,
-and its prints go to standard error.
+It reads and writes one JSON object per line on its standard input and output. Every request has an
+`id` that cannot be guessed, and its reply has the same `id`. The first request has the settings;
+the reply is {"ready": true} or {"problem": text}. Every later request has "response" and
+"reference"; the reply has the fields of a `Verdict`. Verifier code has an empty standard input, and
+its prints go to standard error.
 
-The process is started, never forked: it holds no lock, device or thread of the trainer.
+The process is started, not forked: it has no lock, device or thread of the trainer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -22,10 +23,11 @@ from collections.abc import Callable
 from typing import Any
 
 from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module
 from semrl_jax.rewards.function import NonsenseError, as_verdict, error_text, load_function
 from semrl_jax.rewards.guard import fork_under_guard
-from semrl_jax.rewards.math import answers_match, verify_math
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
+from semrl_jax.settings.rewards import VERIFIERS
 
 MAX_ERROR_CHARS = 200
 
@@ -44,7 +46,7 @@ def main() -> int:
             os.dup2(null, file.fileno(), inheritable=False)
         os.close(null)
 
-    # A process that the verifier forks must not take the next request, nor answer it.
+    # A process that the verifier forks must not read or answer the next request.
     os.register_at_fork(after_in_child=leave_the_pipes)
 
     def reply(request: dict[str, Any], fields: dict[str, Any]):
@@ -64,33 +66,27 @@ def main() -> int:
         request = json.loads(line)
         verdict = verifier(request["response"], request["reference"])
         if os.getpid() != worker_pid:
-            os._exit(0)  # forked by the verifier and come back
+            os._exit(0)  # the verifier forked, and this is the child
         reply(request, dataclasses.asdict(verdict))
     return 0
 
 
 def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
-    """Makes the function that answers a request; it returns a verdict whatever the text.
+    """Makes the function that answers a request; it returns a verdict for every text.
 
     Raises:
       UserError: if the user's function cannot be imported or called with two arguments.
     """
-    if not settings.function:
-        answers_match("\\frac{1}{2}", "0.3")  # imports sympy and builds the parser
-
-        def verify(response: str, reference: str) -> Verdict:
-            return verify_math(
-                response,
-                reference,
-                mode=settings.mode,
-                unboxed_penalty=settings.unboxed_penalty,
-                max_answer_chars=settings.max_answer_chars,
-            )
-    else:
+    if settings.is_users:
         function = load_function(settings.function)
 
         def verify(response: str, reference: str) -> Verdict:
             return as_verdict(function(response, reference), response)
+    else:
+        name = settings.function or "math"
+        module = load_module("rewards.function", name, VERIFIERS, ("prepare", "verify"))
+        module.prepare()
+        verify = functools.partial(module.verify, settings=settings)
 
     def guarded(response: str, reference: str) -> Verdict:
         try:
@@ -106,7 +102,7 @@ def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
 
 
 def _limit_memory(limit_gib: float):
-    """A sympy bomb then ends this process at worst; no core file of it is kept."""
+    """Limits the address space of this process, and writes no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if limit_gib:
         limit = int(limit_gib * 2**30)
@@ -117,7 +113,7 @@ def _limit_memory(limit_gib: float):
 
 
 def _hidden(fd: int) -> int:
-    """A duplicate at a random place, where code that writes to descriptors blindly misses it."""
+    """A duplicate with a random number, which code that guesses descriptors does not find."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = 4096 if limit == resource.RLIM_INFINITY else min(limit, 4096)
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, limit // 4 + secrets.randbelow(limit // 2))

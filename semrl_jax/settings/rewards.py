@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from semrl_jax.errors import UserError
+from semrl_jax.modules import module_names
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
 
+VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
 MAX_SCORE = 3.4e38  # rewards are float32
 
@@ -20,9 +22,11 @@ def check(rewards: Section) -> None:
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(f"rewards.{field}={rewards[field]} must be a finite float32 number.")
-    module, _, name = rewards["function"].partition(":")
-    if rewards["function"] and not (module.strip() and name.strip()):
+    function = rewards["function"]
+    module, _, name = function.partition(":")
+    is_users = module.strip() and name.strip()
+    if not is_users and function not in ("", *module_names(VERIFIERS)):
         raise UserError(
-            f"rewards.function={rewards['function']!r} must be 'package.module:name', with the "
-            "module's name as Python imports it."
+            f"rewards.function={function!r} must be 'package.module:name', with the module's name "
+            f"as Python imports it, or one of {module_names(VERIFIERS)}."
         )

@@ -211,6 +211,8 @@ NONE = {
 OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
+    "algorithms.name": "the launcher has one algorithm",
+    "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
     "distributed.": "connection of processes",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",

@@ -24,6 +24,7 @@ from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch

@@ -293,7 +293,7 @@ def test_bad_limits_are_the_users_error():
         ({"timeout_s": float("inf")}, r"rewards\.timeout_s=inf must be at most"),
         ({"mode": "best"}, r"rewards\.mode='best' must be one of"),
         ({"unboxed_penalty": float("nan")}, r"rewards\.unboxed_penalty=nan"),
-        ({"function": "module"}, r"rewards\.function='module' must be 'package\.module:name'"),
+        ({"function": "module"}, r"rewards\.function='module' must be .* or one of \('math',\)"),
         ({"function": ":name"}, r"rewards\.function=':name' must be"),
         ({"memory_limit_gib": -1.0}, r"rewards\.memory_limit_gib=-1"),
     ]:
@@ -330,7 +330,8 @@ def test_rewards_load_no_accelerator_library():
     program = (
         "import sys\n"
         "import semrl_jax.rewards, semrl_jax.rewards.worker\n"
-        "semrl_jax.rewards.verify_math('\\\\boxed{\\\\frac{1}{2}}', '0.3')\n"
+        "from semrl_jax.rewards.verifiers import math\n"
+        "math.verify('\\\\boxed{\\\\frac{1}{2}}', '0.3', semrl_jax.rewards.VerifierSettings())\n"
         "bad = {'jax', 'jaxlib', 'grpc', 'transformers', 'torch'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "assert 'math_verify' in sys.modules\n"

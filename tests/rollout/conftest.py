@@ -45,7 +45,7 @@ def make_arrays(value=1.0):
 
 
 def assert_complete(rollouts, requests, sampling, states=None, *, version, hidden_size=8):
-    """Every response once, each as the fake engine's closed form has it."""
+    """Checks that every response came once, with the values of the fake engine's closed form."""
     assert sorted(r.sample_id for r in rollouts) == sorted(r.sample_id for r in requests)
     by_id = {r.sample_id: r for r in rollouts}
     for request in requests:
@@ -92,7 +92,7 @@ def modules_of(code):
 
 @pytest.fixture
 def start_process():
-    """Starts fake replicas in processes of their own; returns (process, address)."""
+    """Starts fake replicas in separate processes; returns (process, address)."""
     processes = []
 
     def start(**settings):

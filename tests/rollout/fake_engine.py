@@ -33,12 +33,12 @@ FAKE_SPECS = (
 
 @dataclasses.dataclass
 class FakeScript:
-    """What goes wrong, and when; may be changed while the engine runs.
+    """Which failures occur, and when; can be changed while the engine runs.
 
     Attributes:
-      delay_s: before every response.
+      delay_s: wait before every response.
       hang_after, fail_after, die_after, exit_after: the response index, counted over the engine's
-        life, at which it waits for ever, raises, raises EngineDeadError, or ends the process.
+        life, at which the engine hangs, raises, raises EngineDeadError, or ends the process.
       backwards: responses come in reverse order.
       commit_delay_s: a weight commit takes this long.
       fail_commit: the commit raises.
@@ -64,13 +64,13 @@ class FakeEngine(Engine):
       layers: hidden-state layers on offer.
       max_prompts, max_prompt_tokens, max_response_tokens: limits of a call.
       model_hash, tokenizer_hash: as described.
-      script: what goes wrong.
+      script: which failures occur.
 
     Attributes:
       weights: the committed tensors by name.
       script: as given.
       num_yielded: responses so far.
-      num_closed: generate calls that ended, in whatever way.
+      num_closed: generate calls that have ended.
       num_staged: weight updates begun.
     """
 
@@ -115,7 +115,7 @@ class FakeEngine(Engine):
         )
         self._staged: dict[str, np.ndarray] = {}
         self._staged_specs: tuple[TensorSpec, ...] = ()
-        self._calls: set[asyncio.Event] = set()  # one a running call, set to abort it
+        self._calls: set[asyncio.Event] = set()  # one per running call, set to abort it
 
     def describe(self) -> ReplicaDescription:
         return self._description
@@ -203,7 +203,7 @@ def fake_rollout(
     vocab_size: int,
     hidden_size: int,
 ) -> Rollout:
-    """What the fake engine answers.
+    """The response of the fake engine.
 
     Token t is (sum of the prompt + seed + t) mod vocabulary. There are 1 + seed mod max_tokens of
     them, fewer where an end or stop token comes first. Log-probabilities are -(t + 1) / 8 and, raw,
@@ -252,7 +252,7 @@ def _state_table(params: HiddenStateParams, hidden_size: int) -> np.ndarray:
 
 
 def _aborted(rollout: Rollout) -> Rollout:
-    """The response as if it had been cut before its first token."""
+    """The response as if it had been aborted before its first token."""
     states, prompt_states = rollout.hidden_states, rollout.prompt_states
     return dataclasses.replace(
         rollout,

@@ -1,4 +1,4 @@
-"""A fake replica in a process of its own, for tests that kill it; settings come on its input."""
+"""A fake replica in a separate process, for tests that kill it; reads settings from stdin."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Memory left to a process, in trees of files as the kernel shows them."""
+"""The available memory of a process, read from copies of the kernel's files."""
 
 import pytest
 

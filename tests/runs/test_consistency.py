@@ -17,7 +17,7 @@ def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch,
     configs = tiny_config(), tiny_config()
     configs[1].training.learning_rate = 0.5
     place = {id(config): (peers, None) for config, peers in zip(configs, pair)}
-    monkeypatch.setattr(loop, "join_others", lambda config, environ: place[id(config)])
+    monkeypatch.setattr(lifecycle, "join_others", lambda config, environ: place[id(config)])
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(lifecycle.train, config, str(tmp_path / "run")) for config in configs]
         for call in calls:

@@ -107,7 +107,7 @@ class NotStarted(ChildReplica):
 def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch):
     """It runs in the directory of the code. A name on the hub stays one; its token is the child's
     own."""
-    monkeypatch.setattr(replicas, "ChildReplica", NotStarted)
+    monkeypatch.setattr(building, "ChildReplica", NotStarted)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     config.rollout.vllm_python = sys.executable
@@ -116,7 +116,7 @@ def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch)
         ("models/mine", str(tmp_path / "models" / "mine")), ("owner/name", "owner/name"), ("", ""),
     ):  # fmt: skip
         config.model.path = given
-        child = replicas.vllm_child(config, tmp_path / "replica0", print)
+        child = building.vllm_child(config, tmp_path / "replica0", print)
         settings = json.loads((tmp_path / "replica0" / "config.json").read_text())["config"]
         assert settings["model"]["path"] == expected
         assert settings["rollout"]["token_file"] == "" and child.directory == ROOT

@@ -14,7 +14,8 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.metrics import MetricKey, hidden_state_metrics
-from semrl_jax.rewards import VerifierPool, verify_math
+from semrl_jax.rewards import VerifierPool, VerifierSettings
+from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measurer import Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.scoring import score_and_measure
@@ -344,7 +345,7 @@ class HereVerifier(VerifierPool):
     def submit(self, response, reference):
         self.seen.append(response)
         verdict = concurrent.futures.Future()
-        verdict.set_result(verify_math(response, reference))
+        verdict.set_result(math.verify(response, reference, VerifierSettings()))
         return verdict
 
 

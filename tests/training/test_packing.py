@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from semrl_jax import models
 from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out
+from semrl_jax.training.rollout_batch import pad_batch
 from tests.fixtures import make_scored
 
 

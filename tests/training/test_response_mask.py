@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.algorithms import importance_weights
+from semrl_jax.analysis import runs
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
@@ -14,6 +15,7 @@ from semrl_jax.training.token_indicators import token_indicators
 from semrl_jax.training.update import TokenPass, batch_logprobs
 from tests.fixtures import read_rows
 from tests.oracles import algorithms as oracle
+from tests.oracles import metrics as metrics_oracle
 from tests.oracles import shaping as shaping_oracle
 from tests.shaping.test_advantages import BASELINES, METRICS, shape, state_with
 from tests.training.test_packing import batch_of
@@ -191,3 +193,10 @@ def test_a_run_whose_responses_hold_context(config, tmp_path, rewarded, monkeypa
     assert row["response/num_tokens"] == sum(lengths)
     assert row["response/length/mean"] == pytest.approx(np.mean(lengths))
     assert sum(lengths) < sum(map(len, table["response_ids"]))
+    # A later study of the run measures the same rows.
+    states, _ = runs.run_states(tmp_path / "rollout")
+    ranks = table["metrics/effective_rank"]
+    for rows, length, rank in zip(states[0], lengths, ranks, strict=True):
+        assert len(rows) == length
+        if length > 1:
+            np.testing.assert_allclose(metrics_oracle.effective_rank(rows), rank, rtol=2e-3)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes the environment of vLLM rollout replicas, with vLLM, this repository and the plugin beside:
+# Makes the Python environment of vLLM rollout replicas: vLLM, the plugin and this repository.
 #
 #     third_party/vllm_patch/make_env.sh [cpu|cuda] [DIRECTORY]
 #
-# cuda where there is an NVIDIA driver, else cpu; .venv-vllm in the root of the repository. Run again,
-# it mends what is there. The trainer has an environment of its own and needs nothing of this one.
-# The CPU build's torch is in PyTorch's index of CPU builds, which pip's settings have to name: set
-# PIP_EXTRA_INDEX_URL to it, as pytorch.org does for its CPU builds of Linux.
+# The default is cuda if there is an NVIDIA driver, else cpu, in .venv-vllm in the root of the
+# repository. Running it again repairs the environment. The trainer has a separate environment.
+# The CPU build of vLLM needs torch from PyTorch's index of CPU builds: set PIP_EXTRA_INDEX_URL to it
+# (pytorch.org names it for CPU builds on Linux).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if command -v nvidia-smi > /dev/null; then kind=cuda; else kind=cpu; fi
@@ -25,7 +25,8 @@ fi
   echo "$0: vLLM could not be installed, see above.$hint" >&2
   exit 1
 }
-# Where they came as CUDA builds beside a CPU torch, importing vLLM fails on them; text needs none.
+# CUDA builds of these packages beside a CPU build of torch make importing vLLM fail. Text models do
+# not need them.
 for extra in torchvision torchaudio torchcodec; do
   "$target/bin/python" -c "import $extra" 2> /dev/null || "${pip[@]}" uninstall -q -y $extra
 done

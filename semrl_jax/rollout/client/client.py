@@ -280,7 +280,7 @@ class RolloutClient:
                     if any(sign in reason.lower() for sign in ("handshake", "socket closed")):
                         way_out = (
                             "give the replica --tls_certificate and --tls_key and the trainer that "
-                            "certificate's authority as rollout.tls_ca_file, or neither any"
+                            "certificate's authority as rollout.tls_ca_file, or use none of them"
                         )
                     raise UserError(
                         f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "

@@ -140,9 +140,9 @@ class _Dispatcher:
     def _join(self, stream: _Stream) -> None:
         stream.join()
         # Counted in this thread: a shared counter is not safe to update from several.
-        self._counters["state_bytes"] += stream.num_state_bytes
-        self._counters["token_bytes"] += stream.num_token_bytes
-        self._counters["metric_bytes"] += stream.num_metric_bytes
+        self._counters["state_bytes"] += stream.decoder.num_state_bytes
+        self._counters["token_bytes"] += stream.decoder.num_token_bytes
+        self._counters["metric_bytes"] += stream.decoder.num_metric_bytes
 
     def _requests(self) -> list[SampleRequest]:
         return list(self._pending.values())
@@ -291,7 +291,7 @@ class _Stream:
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
         self._waiting_since = time.monotonic()
-        self._decoder = RolloutDecoder(
+        self.decoder = RolloutDecoder(
             call,
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
@@ -312,30 +312,17 @@ class _Stream:
     def join(self) -> None:
         self._thread.join()
 
-    @property
-    def num_state_bytes(self) -> int:
-        return self._decoder.num_state_bytes
-
-    @property
-    def num_token_bytes(self) -> int:
-        return self._decoder.num_token_bytes
-
-    @property
-    def num_metric_bytes(self) -> int:
-        return self._decoder.num_metric_bytes
-
     def _read(self) -> None:
-        decoder = self._decoder
         try:
             for message in self._messages:
-                rollout = decoder.feed(bounds.parse_generate_reply(message))
+                rollout = self.decoder.feed(bounds.parse_generate_reply(message))
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
                     # Blocks while the consumer is slow. That is no stall: stalls are looked for in
                     # the consumer's thread, and only when no response waits for it.
                     self._put(rollout)
                 self._waiting_since = time.monotonic()
-            decoder.finish()
+            self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
             self._messages.cancel()

@@ -1,4 +1,4 @@
-"""A replica as a child process: it comes, comes again, and goes with its parent."""
+"""A replica as a child process: it starts, is restarted, and ends with its parent."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from semrl_jax.rollout.client import child
 from semrl_jax.rollout.client.child import ChildReplica
 from tests.running import is_running
 
-# Listens and ends with its standard input, as launch.rollout does; says what it was given.
+# Listens and ends with its standard input, as launch.rollout does; prints what it was started with.
 SERVER = """
 import os, socket, sys
 flags = dict(a.lstrip("-").partition("=")[::2] for a in sys.argv[1:])
@@ -39,7 +39,7 @@ def until(check, timeout_s=10.0):
 
 
 def pid_of(log, start=-1):
-    """The process of a start, counted in the log."""
+    """The process id of the n-th start, from the log."""
     lines = [line for line in log.read_text().splitlines() if line.startswith("token")]
     return int(lines[start].split()[-1])
 
@@ -67,7 +67,7 @@ def test_it_is_started_again_at_the_same_address(tmp_path):
 
 
 def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
-    """vLLM takes up to a minute to; a killed one comes again."""
+    """vLLM takes up to a minute to listen; a child that was killed is started again."""
     log, lines = tmp_path / "log.txt", []
     with ChildReplica(
         command(SERVER), directory=tmp_path, log=log, progress=lines.append

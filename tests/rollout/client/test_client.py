@@ -1,4 +1,4 @@
-"""The client against replicas that die, hang, lie, restart, or belong to somebody else."""
+"""The client with replicas that die, hang, lie, restart, or belong to another run."""
 
 import concurrent.futures
 import dataclasses
@@ -44,9 +44,6 @@ def test_client_loads_neither_jax_nor_torch():
     assert not modules_of(code) & {"jax", "jaxlib", "torch", "flax"}
 
 
-# --- connecting
-
-
 def test_connect_returns_descriptions(world):
     replicas = [world.replica(), world.replica()]
     client = world.client(*replicas, connect=False)
@@ -59,7 +56,7 @@ def test_connect_returns_descriptions(world):
 
 
 def test_kinds_of_states_that_a_replica_of_an_earlier_release_does_not_know(world):
-    """It would send what it knows, and the call end in the middle."""
+    """It would send only the kinds it knows, and the call would fail on its first response."""
     client = world.client(world.replica(), world.replica())
     old = client._replicas[1]
     old.description = dataclasses.replace(old.description, state_kinds=("decode",))
@@ -150,9 +147,6 @@ def test_replica_that_others_keep_busy_is_waited_for(world):
     threading.Timer(0.3, rollouts.close).start()
     late = world.client(replica, progress_every_s=0.1)
     assert "RESOURCE_EXHAUSTED: Concurrent RPC limit exceeded!" in late.lines[0]
-
-
-# --- weights
 
 
 def test_weights_reach_all_replicas_in_one_pass(world):
@@ -316,9 +310,6 @@ def test_replica_that_stops_reading_does_not_hold_up_the_sync(world):
     assert world.caller(good).describe().version == version
     deaf.released.set()
     server.stop(0).wait()
-
-
-# --- generating
 
 
 def test_groups_are_dealt_out_whole_and_in_order():
@@ -495,7 +486,7 @@ def test_slow_consumer_is_no_stall(world):
 
 
 def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
-    # As if a reply had been on its way while its sample was asked for again.
+    # As if a reply was in transit while its sample was requested again.
     client = world.client(world.replica(), world.replica())
     version = sync(client)
     requests, sampling = make_requests(2, 2), SamplingParams(16)
@@ -591,7 +582,7 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch, name):
 
 
 def test_reply_that_memory_does_not_suffice_for_is_told_at_once(world, monkeypatch):
-    """Whatever the reading thread meets, the caller does not wait for a stall."""
+    """Any exception of the reading thread reaches the caller at once."""
     client = world.client(world.replica(), stall_timeout_s=60.0)
     version = sync(client)
 
@@ -626,9 +617,6 @@ def test_early_close_ends_the_work_and_the_threads(world):
     assert not [t for t in threading.enumerate() if t.name.startswith("generate")]
     wait_until(lambda: replica.engine.num_closed == 1)
     assert replica.engine.num_yielded < 20
-
-
-# --- paused and aborting replicas
 
 
 def test_a_paused_replica_is_tried_again_until_it_is_resumed(world):
@@ -668,7 +656,7 @@ def test_aborted_responses_are_sampled_again(world):
 
 
 def abort_first(engine, num_calls, fail=False):
-    """Has the first response of so many calls aborted, and the call fail then."""
+    """Aborts the first response of the first calls; with `fail`, the call then fails."""
     generate, calls = engine.generate, itertools.count(1)
 
     async def aborting(requests, *rest):
@@ -714,16 +702,13 @@ def test_progress_is_logged_by_default(caplog):
     assert "waiting for rollout replica 127.0.0.1:1" in caplog.text
 
 
-# --- closing
-
-
 class Torn(BaseException):
-    """What a handler of signals raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.parametrize("start", ["sync_weights", "generate"])
 def test_signal_while_a_call_is_begun_keeps_no_channel_open(world, monkeypatch, start):
-    """gRPC has counted the call by then, and has yet to make the thread that serves it."""
+    """At that moment gRPC has counted the call, but not yet created the thread that serves it."""
     client = RolloutClient([world.replica().address], TOKEN, run_id="r", attempt_id="a")
     client.connect(**FAKE)
     version = sync(client) if start == "generate" else None

@@ -1,4 +1,4 @@
-"""What is said while responses are waited for."""
+"""The messages about a wait for responses."""
 
 import collections
 import time

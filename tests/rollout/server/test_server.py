@@ -1,4 +1,4 @@
-"""Binding, TLS and the embedded replica's life."""
+"""Binding an address, TLS, and the start and end of embedded replicas."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 
 
 def run_on_a_loop(coroutine):
-    """Runs where the embedded replicas run: grpc.aio keeps to one loop a process."""
+    """Runs on the embedded replicas' event loop: grpc.aio needs one loop per process."""
     helper = EmbeddedReplica(FakeEngine())
     try:
         return helper._run(coroutine)
@@ -267,7 +267,7 @@ def test_embedded_replica_leaves_nothing_behind(capfd):
                         requests, sampling = make_requests(), SamplingParams(16)
                         rollouts = list(client.generate(requests, sampling, version=version))
                         assert_complete(rollouts, requests, sampling, version=version)
-            one.close()  # twice is once
+            one.close()  # a second close has no effect
     assert set(threading.enumerate()) <= before
     captured = capfd.readouterr()
     assert captured.err == "" and captured.out == ""

@@ -1,4 +1,4 @@
-"""The service over a real channel, spoken to without the client: who gets in, and with what."""
+"""The service over a real channel, called by the stub: access, limits, updates and aborts."""
 
 import concurrent.futures
 import dataclasses
@@ -35,7 +35,7 @@ CODES = grpc.StatusCode
 
 
 def update_messages(arrays=None, *, specs=FAKE_SPECS, run_id="run", step=0):
-    """The messages of a sound update, for a test to spoil one."""
+    """The messages of a valid update, of which a test may spoil one."""
     arrays = arrays or make_arrays()
     begin = pb.BeginUpdate(
         run_id=run_id, attempt_id="attempt", step=step, tensors=codec.encode_specs(specs)
@@ -67,7 +67,7 @@ def generate_message(version, requests=None, sampling=None, states=None):
 
 
 def refusal(call, *args, **options):
-    """The status of a call that must fail, whichever kind it is."""
+    """The status of a call that must fail; the call may be streaming or not."""
     with pytest.raises(grpc.RpcError) as caught:
         reply = call(*args, **options)
         if hasattr(reply, "__iter__"):
@@ -468,7 +468,7 @@ def test_slow_reader_holds_the_engine_back(world):
     call = stub.Generate(message, **options)
     next(call)
     time.sleep(0.5)
-    assert replica.engine.num_yielded <= 4  # one in hand, the rest in the channel's window
+    assert replica.engine.num_yielded <= 4  # one is being sent, the channel's window holds others
     messages = 1 + sum(1 for _ in call)
     assert messages == 32 * (1 + 8)
 
@@ -495,7 +495,7 @@ def test_pause_waits_refuses_and_resumes(world):
         assert codec.decode_version(paused.result().version) == version
     code, details = refusal(stub.Generate, generate_message(version), **options)
     assert code == CODES.UNAVAILABLE and "paused" in details
-    stub.Pause(pb.PauseRequest(), **options)  # twice is once
+    stub.Pause(pb.PauseRequest(), **options)  # a second Pause has no effect
     assert sync(stub, options, step=1).step == 1
     stub.Resume(pb.ResumeRequest(), **options)
     code, details = refusal(stub.Generate, generate_message(version), **options)

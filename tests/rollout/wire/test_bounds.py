@@ -1,4 +1,4 @@
-"""What a peer may do to a replica, or a replica to its client: messages, headers and silences."""
+"""Hostile peers of a replica or client: large messages, invalid headers, calls that stall."""
 
 import contextlib
 import logging
@@ -44,7 +44,7 @@ READERS = bounds.request_readers(FakeEngine().describe(), FAKE_SPECS)
 
 
 def raw(channel, name):
-    """A method as a function of one request's bytes; all kinds are the same on the wire."""
+    """A method as a function of a request's bytes; unary and streaming are the same on the wire."""
     call = channel.stream_stream(PATHS.get(name, f"{SERVICE}/{name}"))
     return lambda data, **options: list(call(iter([data]), **options))
 
@@ -58,7 +58,7 @@ def field(number, data):
 
 
 def assert_quiet(caplog):
-    """Nothing was logged but by the event loop of a replica that an earlier test closed."""
+    """Checks the log is empty, except for the event loop of a replica that a test has closed."""
     noise = [r for r in caplog.records if r.levelno >= logging.WARNING and r.name != "asyncio"]
     assert not noise
 
@@ -111,7 +111,7 @@ def test_bytes_that_are_no_message_are_refused_in_one_line(world, name, data, ca
 def test_arbitrary_bytes_never_pass(data):
     with pytest.raises(ValueError):
         READERS["Generate"].read(data)
-    for name in ("UpdateWeights", "Describe"):  # unknown fields are none of their business
+    for name in ("UpdateWeights", "Describe"):  # these ignore unknown fields
         with contextlib.suppress(ValueError):
             READERS[name].read(data)
 
@@ -165,7 +165,7 @@ def test_replica_that_describes_itself_wrongly(world, reply, match):
 
 
 def frame(kind, flags, stream, payload):
-    """Of HTTP/2."""
+    """An HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
@@ -199,8 +199,8 @@ def test_client_that_does_not_read_loses_its_call(world, caplog, monkeypatch):
     message = generate_message(version, requests, SamplingParams(64), HiddenStateParams((-1,)))
     call = stub.Generate(message, **options)
     wait_until(lambda: replica.engine.num_closed == 1)
-    assert sync(stub, options, step=1).step == 1  # it holds up nobody
-    time.sleep(0.1)  # too late to read on, but for what lies ready
+    assert sync(stub, options, step=1).step == 1  # other calls do not wait for it
+    time.sleep(0.1)  # only what has already arrived can be read now
     code, details = refusal(lambda: call)
     assert code == CODES.ABORTED and "the client took no message for 0.3 s" in details
     assert_quiet(caplog)

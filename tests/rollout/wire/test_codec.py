@@ -1,4 +1,4 @@
-"""Records survive the wire bit for bit; messages that lie are refused before anything is built."""
+"""Records are the same after the wire, bit for bit; inconsistent messages are refused."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ measurements = st.builds(Measurement, float32s, st.booleans())
 
 
 def wire(message):
-    """Through serialised bytes, as gRPC does it."""
+    """Serialises and parses the message, as gRPC does."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -70,7 +70,7 @@ def make_rollout(num_tokens=3, states=None, **changes):
 
 
 def decode(call, rollout, change=None, drop=()):
-    """Encodes, lets `change` tamper with each message, decodes all but the dropped ones."""
+    """Encodes, applies `change` to each message, and decodes all but the dropped ones."""
     decoder = RolloutDecoder(call, vocab_size=101)
     done = []
     for i, message in enumerate(codec.encode_rollout(rollout)):
@@ -170,7 +170,7 @@ def test_request_round_trip(
         for i, length in enumerate(lengths)
     ]
     message = codec.encode_request(requests, sampling, states, version)
-    assert len(message.prompts) == len(set(lengths))  # a shared prompt travels once
+    assert len(message.prompts) == len(set(lengths))  # a shared prompt is sent once
     call = codec.decode_request(wire(message), LIMITS)
     assert (call.sampling, call.hidden_states, call.version) == (sampling, states, version)
     for actual, expected in zip(call.requests, requests, strict=True):
@@ -228,7 +228,7 @@ def test_states_of_an_aborted_response_may_be_empty():
     )
     (decoded,) = decode(make_call(8, HiddenStateParams((0,))), rollout)
     assert decoded.hidden_states.shape == (0, 1, 4)
-    # Its prompt may be half read.
+    # It may have been aborted in the middle of its prompt.
     rollout = dataclasses.replace(rollout, prompt_states=rollout.hidden_states)
     states = HiddenStateParams((0,), kinds=("decode", "prefill"))
     (decoded,) = decode(make_call(8, states), rollout)

@@ -1,4 +1,4 @@
-"""The committed protobuf code is what the .proto file says, whatever generator made it."""
+"""The committed protobuf code is that of the .proto file, for any version of the generator."""
 
 import pathlib
 

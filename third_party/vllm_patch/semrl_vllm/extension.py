@@ -1,12 +1,14 @@
-"""What runs inside a vLLM worker: the tap on its hidden states, and the exchange of its weights.
+"""Runs inside a vLLM worker: copies hidden states out (the tap), and loads new weights.
 
 vLLM mixes `RolloutExtension` into its worker class (`worker_extension_cls`) and calls its methods
-by name (`collective_rpc`). Names begin with `semrl_`: one that the worker has is refused.
+by name (`collective_rpc`). vLLM refuses names that the worker already has, so ours begin with
+`semrl_`.
 
-The tap wraps two methods of the model runner, on the instance: `execute_model` learns which
-requests are new, `sample_tokens` takes the rows that the logits of this step are computed from. Row
-and request meet by `output index = sequence length - prompt length`: chunked prefill, prefix
-caching, preemption and asynchronous scheduling change which rows are computed when, and not that.
+The tap wraps two methods of the model runner, on the instance. `execute_model` learns which
+requests are new. `sample_tokens` copies the rows that the logits of this step are computed from. A
+row is assigned to a token by `output index = sequence length - prompt length`. Chunked prefill,
+prefix caching, preemption and asynchronous scheduling change the order in which rows are computed,
+but not this equation.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Request:
 
 
 class _Rows(NamedTuple):
-    """States of one step, and where they belong."""
+    """The states of one step, and their places in the pool."""
 
     states: torch.Tensor  # [N, D]
     places: torch.Tensor  # [N, 3] slot, row, tag; on the host
@@ -44,7 +46,7 @@ class RolloutExtension:
     """Mixed into vLLM's worker."""
 
     def semrl_install(self, path: str, shape: dict[str, int]) -> dict[str, Any]:
-        """Opens the pool and taps the model runner; answers what the asking process checks."""
+        """Opens the pool and wraps the model runner; returns values that the engine checks."""
         runner = self.model_runner
         config = runner.vllm_config
         if config.speculative_config is not None:
@@ -53,7 +55,7 @@ class RolloutExtension:
             raise ValueError("only the last pipeline stage has final states.")
         self.semrl_requests: dict[str, _Request] = {}
         self.semrl_pool = None
-        if self.rank == 0:  # after the final norm all tensor ranks hold the same rows
+        if self.rank == 0:  # after the final norm all tensor-parallel ranks have the same rows
             self.semrl_pool = _Writer(PoolShape(**shape), path, runner.model_config.dtype)
         execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
@@ -62,7 +64,7 @@ class RolloutExtension:
                 self.semrl_requests.pop(request_id, None)
             for new in scheduled.scheduled_new_reqs:
                 extra = (new.sampling_params and new.sampling_params.extra_args) or {}
-                # The second model runner calls a request new that comes back after a preemption.
+                # Model runner V2 reports a request as new again after a preemption.
                 if "semrl_slot" in extra and new.req_id not in self.semrl_requests:
                     self.semrl_requests[new.req_id] = _Request(
                         extra["semrl_slot"],
@@ -73,14 +75,14 @@ class RolloutExtension:
             return execute_model(scheduled, *args, **options)
 
         def tapped_sample_tokens(*args, **options):
-            state = runner.execute_model_state  # gone once tokens are sampled
+            state = runner.execute_model_state  # cleared when tokens are sampled
             taps = self.semrl_pool is not None and state is not None
             rows = self._semrl_rows(state) if taps else None
             with _undrawn_generators(runner):
                 output = sample_tokens(*args, **options)
             return self.semrl_pool.store(rows, output) if rows is not None else output
 
-        # On every rank: all of them sample, and need their generators kept.
+        # On every rank, because every rank samples and `_undrawn_generators` is needed on each.
         runner.execute_model = tapped_execute_model
         runner.sample_tokens = tapped_sample_tokens
         return {
@@ -90,14 +92,14 @@ class RolloutExtension:
         }
 
     def _semrl_rows(self, state: Any) -> _Rows | None:
-        """The rows of this step that belong to requests with a slot; discarded ones left out.
+        """The rows of this step that belong to requests with a slot, without discarded ones.
 
-        A request's step is some of its tokens one behind the other; the last one's state gives the
-        next token. After a preemption, or once its cache is cleared, its prompt is run again: those
-        states are left out, they may be of later weights than its first token.
+        A step computes some consecutive tokens of each request. The state of the last of them gives
+        the next token. After a preemption, or when the cache was cleared, the prompt is computed
+        again. These prompt states are left out: they may be of later weights than the first token.
         """
         runner = self.model_runner
-        if hasattr(state, "input_batch"):  # the second model runner
+        if hasattr(state, "input_batch"):  # model runner V2
             batch = state.input_batch
             request_ids = batch.req_ids
             count = len(request_ids)
@@ -110,7 +112,7 @@ class RolloutExtension:
             lengths = runner.optimistic_seq_lens_cpu[:count].numpy()
             kept = ~runner.discard_request_mask.np[:count]
             bounds = runner.query_start_loc.np[: count + 1]
-        tokens: list[np.ndarray] = []  # of the step's
+        tokens: list[np.ndarray] = []  # indices among the step's tokens
         places: list[np.ndarray] = []
 
         def take(request: _Request, first_token: int, first_row: int, count: int) -> None:
@@ -132,7 +134,7 @@ class RolloutExtension:
                 count = min(length, request.prompt_len) - first
                 take(request, start, num_rows + first, count)
             index = length - request.prompt_len
-            if is_kept and index < num_rows:  # vLLM may compute a state past the end
+            if is_kept and index < num_rows:  # vLLM may compute a state after the last token
                 take(request, end - 1, index, 1)
                 request.has_tokens = True
         if not tokens:
@@ -144,12 +146,16 @@ class RolloutExtension:
         """Replaces all weights in place.
 
         Args:
-          path: of a file with the tensors one behind the other.
-          tensors: [Hugging Face name, dtype, shape, first byte] of each.
+          path: a file that contains all tensors.
+          tensors: [Hugging Face name, dtype, shape, first byte in the file] of each tensor.
+
+        Raises:
+          ValueError: if vLLM did not load all weights of a layer; the layers are then restored, but
+            have no valid weights until a load succeeds.
         """
         runner = self.model_runner
         with open(path, "rb") as file:
-            # Private: torch wants memory it may write to.
+            # Private, because torch wants writable memory.
             memory = mmap.mmap(
                 file.fileno(), os.fstat(file.fileno()).st_size, flags=mmap.MAP_PRIVATE
             )
@@ -166,7 +172,7 @@ class RolloutExtension:
                     memory, dtype=getattr(torch, dtype), count=count, offset=offset
                 )
                 yield name, tensor.view(shape)
-            # Asked for one more, vLLM has seen to all of them, and not yet given up on the rest.
+            # vLLM has now processed all tensors, but has not yet finished incomplete layers.
             checked = True
             if left := _left_out(runner.model, runner.model_config.hf_config.tie_word_embeddings):
                 raise ValueError(
@@ -185,26 +191,27 @@ class RolloutExtension:
 
 @contextlib.contextmanager
 def _undrawn_generators(runner: Any) -> Iterator[None]:
-    """Seeded requests in the middle of their prompt draw nothing on a CPU.
+    """On a CPU, hides the generators of seeded requests that are in the middle of their prompt.
 
-    What is drawn for them is thrown away, and vLLM then winds their generators back, which those of
-    a CPU cannot: it raises. Without a generator the row is drawn from the common one.
+    vLLM samples a token for such a request, discards it, and then resets the generator. A CPU
+    generator cannot be reset, and vLLM raises. Without its own generator the request uses the
+    common one.
     """
     if runner.device.type != "cpu":
         yield
         return
     count = len(runner.input_batch.req_ids)
-    generators = runner.input_batch.generators  # by place in the batch
-    thrown_away = runner.discard_request_mask.np[:count].nonzero()[0].tolist()
-    aside = {place: generators.pop(place) for place in thrown_away if place in generators}
+    generators = runner.input_batch.generators  # by index in the batch
+    discarded = runner.discard_request_mask.np[:count].nonzero()[0].tolist()
+    hidden = {index: generators.pop(index) for index in discarded if index in generators}
     try:
         yield
     finally:
-        generators.update(aside)
+        generators.update(hidden)
 
 
 class _Writer:
-    """The worker's end of a pool."""
+    """Writes rows of the worker into the pool."""
 
     def __init__(self, shape: PoolShape, path: str, dtype: torch.dtype):
         self.shape = shape
@@ -213,11 +220,16 @@ class _Writer:
         self._tags = torch.from_numpy(self._pool.tags)
 
     def store(self, rows: _Rows, output: Any) -> Any:
-        """Writes rows before the tokens they gave leave the worker; returns what then leaves."""
+        """Writes rows before the worker returns the tokens sampled from them.
+
+        Returns:
+          The output to return from the worker. On a GPU with an asynchronous output, its
+          `get_output` first waits for the copy of the rows.
+        """
         if not rows.states.is_cuda:
             self._write(rows.states, rows)
             return output
-        # On the stream of the step and before the next one may overwrite the states.
+        # On the stream of this step, so that the next step cannot overwrite the states first.
         host = torch.empty(rows.states.shape, dtype=rows.states.dtype, pin_memory=True)
         host.copy_(rows.states, non_blocking=True)
         copied = torch.cuda.Event()
@@ -244,7 +256,7 @@ class _Writer:
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    """On CPU the output matrix is a packed copy, which a reload of tied weights does not reach."""
+    """Packs the tied output matrix again: on a CPU it is a copy that a reload does not update."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         packed = hasattr(module, "cpu_linear") and weight is not None
@@ -253,10 +265,10 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
-    """Layers that a reload which is about to end has not filled.
+    """Layers that did not get all of their weights in the reload that is about to end.
 
-    vLLM would serve on with what they had. What no checkpoint need have is left alone: buffers,
-    rows that pad a vocabulary, an output matrix that is the embedding's, an attention's scales.
+    vLLM would continue with their old weights. Not counted is what a checkpoint need not contain:
+    buffers, padding rows of the vocabulary, a tied output matrix, and scales of attention.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -280,9 +292,9 @@ def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
 
 
 def _restore_layers(model: torch.nn.Module) -> None:
-    """Puts back the tensors that a reload which broke off had set aside.
+    """Puts back the tensors that a failed reload had replaced.
 
-    Without it the pieces that came stay buffered, and every later reload fails as this one did.
+    Otherwise its pieces would stay buffered, and every later reload would fail, too.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

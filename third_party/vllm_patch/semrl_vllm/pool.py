@@ -1,14 +1,14 @@
 """Hidden states of running requests in memory that two processes share.
 
-A pool has slots of rows. The process that asks gives each request a slot and a tag of its own; the
-vLLM worker writes row t, beside the tag, once the state that gives output token t is computed, and
-where they are asked for the states at the prompt's tokens into rows behind those; when the request
-has ended the asking process reads its rows and checks every tag. So a row that is missing, late or
-another request's is an error and never a wrong number.
+A pool has slots, and a slot has rows. The engine gives each request a slot and a unique tag. The
+vLLM worker writes the state that gives output token t into row t of the slot, and the tag beside
+it. States at the prompt's tokens, if they are asked for, follow in further rows. When the request
+has ended, the engine reads its rows and checks every tag. A row that is missing, late or of another
+request is therefore an error and never a wrong number.
 
-The memory is an anonymous file (memfd): it has no name under /dev/shm, whose size limits (64 MB in
-Docker) do not apply, and it is gone with the processes, however they end. Pages take memory when
-they are first written. NumPy alone: the two ends read and write bytes.
+The memory is an anonymous file (memfd). It has no name under /dev/shm, so the size limit there
+(64 MB in Docker) does not apply, and it is freed when the processes end, in whatever way. Pages
+take memory when they are first written. Uses NumPy only; the rows are bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import os
 import numpy as np
 
 TAG_BYTES = 8
-MADV_REMOVE = 9  # of Linux; Python's mmap names it from 3.13 on, where the C library does
+MADV_REMOVE = 9  # of Linux; Python's mmap has this name only from 3.13 on
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
-    """What both ends must know; plain numbers, so that it travels in a call.
+    """The layout of a pool, as plain numbers, which can be sent to the worker.
 
     Attributes:
-      num_slots: requests at once.
-      num_rows: output tokens a request at most.
-      num_prompt_rows: prompt tokens a request at most; their rows follow.
-      width: entries of a row.
-      item_bytes: of an entry.
+      num_slots: number of concurrent requests.
+      num_rows: limit on the output tokens per request.
+      num_prompt_rows: limit on the prompt tokens per request; their rows follow.
+      width: entries per row.
+      item_bytes: bytes per entry.
     """
 
     num_slots: int
@@ -42,7 +42,7 @@ class PoolShape:
     item_bytes: int
 
     @property
-    def rows_a_slot(self) -> int:
+    def rows_per_slot(self) -> int:
         return self.num_rows + self.num_prompt_rows
 
     @property
@@ -52,23 +52,23 @@ class PoolShape:
     @property
     def tag_bytes(self) -> int:
         """Bytes of all tags, in front of the rows; whole pages."""
-        return -(-self.num_slots * self.rows_a_slot * TAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-self.num_slots * self.rows_per_slot * TAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def num_bytes(self) -> int:
-        return self.tag_bytes + self.num_slots * self.rows_a_slot * self.row_bytes
+        return self.tag_bytes + self.num_slots * self.rows_per_slot * self.row_bytes
 
 
 class RowPool:
-    """One end of a pool.
+    """A pool, mapped into this process.
 
     Args:
-      shape: of the pool.
-      path: of the other end's file; "" makes one.
+      shape: the layout of the pool.
+      path: the file of the process that made the pool; "" makes a pool.
 
     Attributes:
-      path: under which another process of the same user finds this end's file.
-      tags: int64 [slots, rows]; 0 where nothing was written.
+      path: opens the file in other processes of the same user.
+      tags: int64 [slots, rows]; 0 in rows that were never written.
       rows: uint8 [slots, rows, width * item_bytes].
     """
 
@@ -81,7 +81,7 @@ class RowPool:
             os.ftruncate(self._file, shape.num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._memory = mmap.mmap(self._file, shape.num_bytes)
-        counts = shape.num_slots, shape.rows_a_slot
+        counts = shape.num_slots, shape.rows_per_slot
         self.tags = np.frombuffer(self._memory, np.int64, counts[0] * counts[1]).reshape(counts)
         self.rows = np.frombuffer(self._memory, np.uint8, offset=shape.tag_bytes).reshape(
             *counts, shape.row_bytes
@@ -91,22 +91,24 @@ class RowPool:
         """A copy of the rows of the first `count` output tokens, uint8 [count, row_bytes].
 
         Raises:
-          RuntimeError: if one of them is not of the request with this tag.
+          RuntimeError: if a row was not written by the request with this tag.
         """
         return self._read(slot, tag, slice(count))
 
     def take_prompt(self, slot: int, tag: int, count: int) -> np.ndarray:
-        """As `read`, of the first `count` prompt tokens; gives their memory back, as few ask."""
+        """As `read`, for the first `count` prompt tokens; then frees the memory of all prompt rows.
+
+        Few calls ask for prompt states, so the memory is not kept for the next request.
+        """
         first = self.shape.num_rows
         found = self._read(slot, tag, slice(first, first + count))
         start = self.shape.tag_bytes + self.shape.row_bytes * (
-            slot * self.shape.rows_a_slot + first
+            slot * self.shape.rows_per_slot + first
         )
         stop = start + self.shape.row_bytes * self.shape.num_prompt_rows
         pages = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
-        if (
-            pages[0] < pages[1]
-        ):  # whole ones; all of the slot's: an aborted prompt has more than read
+        # Whole pages only. All rows of the slot, because an aborted prompt wrote more than is read.
+        if pages[0] < pages[1]:
             begin, end = (page * mmap.PAGESIZE for page in pages)
             self._memory.madvise(MADV_REMOVE, begin, end - begin)
         return found
@@ -122,7 +124,7 @@ class RowPool:
         return self.rows[slot, rows].copy()
 
     def close(self) -> None:
-        """Lets go of the memory; the arrays must not be used any more."""
+        """Unmaps the memory; the arrays must not be used afterwards."""
         del self.tags, self.rows
         self._memory.close()
         os.close(self._file)

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from semrl_jax.rewards import Verdict, verify_math
+from semrl_jax.rewards import Verdict, VerifierSettings
+from semrl_jax.rewards.verifiers import math
+
+
+def verify(response, reference, **settings):
+    return math.verify(response, reference, VerifierSettings(**settings))
+
 
 # The reference implementation calls these wrong; they are right.
 KNOWN_FALSE_NEGATIVES = {(r"\boxed{10\%}", r"10\%"), (r"\boxed{1e3}", "1000")}
@@ -16,8 +22,8 @@ def test_verdicts_match_reference(golden):
     seen = set()
     for row in rows:
         key = row["response"], row["answer"]
-        independent = verify_math(*key)
-        mix = verify_math(*key, mode="mix")
+        independent = verify(*key)
+        mix = verify(*key, mode="mix")
         if key in KNOWN_FALSE_NEGATIVES:
             seen.add(key)
             assert not row["correct"]
@@ -34,7 +40,7 @@ def test_verdicts_match_reference(golden):
 )
 def test_score_table(mode, scores):
     responses = [r"\boxed{7}", "7", r"\boxed{8}", "8"]
-    verdicts = [verify_math(r, "7", mode=mode, unboxed_penalty=-2.0) for r in responses]
+    verdicts = [verify(r, "7", mode=mode, unboxed_penalty=-2.0) for r in responses]
     assert [v.score for v in verdicts] == scores
     assert [v.correct for v in verdicts] == [True, True, False, False]
     assert [v.boxed for v in verdicts] == [True, False, True, False]
@@ -43,8 +49,8 @@ def test_score_table(mode, scores):
 
 def test_arithmetic_response_is_right_by_its_box():
     response = "380+882:0+2+0=02,8+8+0=16,3+8+1=12;1262\n\\boxed{1262}"
-    assert verify_math(response, "1262") == Verdict(1.0, True, True, "1262")
-    assert verify_math(response, "1162") == Verdict(-0.5, False, True, "1262")
+    assert verify(response, "1262") == Verdict(1.0, True, True, "1262")
+    assert verify(response, "1162") == Verdict(-0.5, False, True, "1262")
 
 
 @pytest.mark.parametrize(
@@ -65,10 +71,10 @@ def test_arithmetic_response_is_right_by_its_box():
     ],
 )
 def test_equality(response, reference, correct):
-    assert verify_math(response, reference).correct is correct
+    assert verify(response, reference).correct is correct
 
 
 def test_long_answer_is_never_parsed():
-    verdict = verify_math(r"\boxed{" + "(" * 5000 + "}", "7")
+    verdict = verify(r"\boxed{" + "(" * 5000 + "}", "7")
     assert verdict == Verdict(-0.5, False, True, None, "too_long")
-    assert verify_math(r"\boxed{123}", "123", max_answer_chars=2).error == "too_long"
+    assert verify(r"\boxed{123}", "123", max_answer_chars=2).error == "too_long"
