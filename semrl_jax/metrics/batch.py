@@ -45,9 +45,8 @@ def hidden_state_metrics(
 ) -> dict[MetricKey, Measurement]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
-    A response gives the same numbers alone and in any batch, up to rounding: responses are measured
-    one by one.
-    All metrics of the spectrum share one decomposition per window.
+    Responses are measured one by one: a response has the same numbers alone and in any batch, up to
+    rounding. All metrics of the spectrum share one decomposition per window.
 
     Args:
       hidden_states: any real float dtype, one layer, computed in float32; row t gave response token
@@ -122,11 +121,11 @@ def dataset_metrics(
 
     Args:
       mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
-        order, which the cumulative metrics depend on.
+        order. Velocity and acceleration depend on the order.
       stride: responses between two prefixes, at least 1.
       window: as in `rank_dynamics`.
-      row_mask: responses that count, those with at least one token; None counts all. A row that
-        is not finite, as that of a broken response is, never counts.
+      row_mask: responses that count: those with at least one token. None counts all. A row that is
+        not finite never counts.
       names, method: as in `hidden_state_metrics`.
 
     Returns:
@@ -168,7 +167,7 @@ def _measure_batch(
     measure = functools.partial(_measure, batched=side_by_side, **options)
     if side_by_side:
         return jax.vmap(lambda *response: measure(response))(hidden_states, response_mask)
-    if hidden_states.shape[0] == 1:  # the loop over responses is not free
+    if hidden_states.shape[0] == 1:  # saves the loop over responses
         return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
     return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
 

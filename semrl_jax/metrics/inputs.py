@@ -1,4 +1,4 @@
-"""What every metric does first: check its arguments, put the valid rows in front, fix the scale."""
+"""First steps of every metric: check arguments, move valid rows to the front, fix the scale."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Rows(NamedTuple):
     Attributes:
       states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
       num_tokens: int32, how many rows are valid.
-      scale: float32 power of two, the size of the largest entry: squares do not overflow, and the
-        division rounds nothing; entries below 1.2e-38 before or after it count as zero.
+      scale: float32 power of two of about the size of the largest entry, so that squares do not
+        overflow. Dividing by it is exact. Entries below 1.2e-38, before or after the division,
+        count as zero.
       finite: whether every valid row was finite.
     """
 
@@ -40,7 +41,7 @@ def check_states(
     axes: str = "[T, D], one layer of one response: use jax.vmap",
     fields: tuple[str, str] = ("hidden_states", "response_mask"),
 ) -> None:
-    """Raises ValueError for a wrong rank, dtype or shape; static, so it costs a trace only."""
+    """Raises ValueError for a wrong rank, dtype or shape; runs while tracing only."""
     shape, dtype = _shape_and_dtype(fields[0], states)
     if len(shape) != axes[: axes.index("]")].count(",") + 1:
         raise ValueError(f"{fields[0]} has shape {shape}; it must be {axes}.")
@@ -100,7 +101,7 @@ def check_growth(growth: Any) -> float:
 
 
 def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:
-    """Puts the rows under the mask first, in order; masked-out rows may hold anything."""
+    """Moves the rows under the mask to the front, in order; other rows may hold anything."""
     check_states(hidden_states, response_mask)
     mask = jnp.asarray(response_mask)
     num_tokens = jnp.sum(mask, dtype=jnp.int32)
@@ -113,7 +114,7 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     scale = _power_of_two_below(jnp.where(finite, largest, 0.0))
     order = jnp.argsort(~mask, stable=True)
     valid = (jnp.arange(mask.shape[0]) < num_tokens)[:, None]
-    # LAPACK may never return from NaN: nothing past this line can see one.
+    # LAPACK may hang on NaN: no NaN passes this line.
     states = jnp.where(valid & finite, hidden_states[order] / scale, 0.0)
     return Rows(states, num_tokens, scale, finite)
 
@@ -121,12 +122,12 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
 def anchor(
     rows: Rows, num_rows: Int[Array, ""] | int, start: Int[Array, ""] | int = 0
 ) -> Float[Array, "T D"]:
-    """Subtracts the mean of `num_rows` valid rows, so that later centring loses nothing.
+    """Subtracts the mean of `num_rows` valid rows, so that later centring loses no digits.
 
-    Taking row `start` away before the mean keeps equal rows exactly zero and spares a huge common
-    offset. Every prefix from row `start` of at least num_rows rows contains those the mean is of,
-    and so does the response: what is left of its offset is bounded by its own scatter. No row
-    before `start`, which such a prefix does not have, rounds its rows.
+    Row `start` is subtracted before the mean: equal rows become exactly zero, and a huge common
+    offset disappears. A prefix from row `start` on with at least num_rows rows contains all rows of
+    this mean, so the offset that it keeps is bounded by its own scatter. Rows before `start` do not
+    enter the mean, because the prefix does not have them.
     """
     states, num_tokens = rows.states, rows.num_tokens
     if states.shape[0] == 0:

@@ -1,6 +1,6 @@
 """Metrics of responses as they arrive, in host threads or side by side on the accelerator.
 
-The trainer measures with it, and a replica that is asked to. Loads JAX.
+Used by the trainer, and by a replica if a call asks for metrics. Loads JAX.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
 MAX_GROUP = 16
-MAX_GROUP_ENTRIES = 2**18  # larger responses hide their call's overhead and need the threads
-MAX_HELD_BYTES = 2**31  # of hidden states on a replica; beyond them the engine waits
+MAX_GROUP_ENTRIES = 2**18  # larger responses have a call each: the overhead is small then
+MAX_HELD_BYTES = 2**31  # of hidden states on a replica; above, the engine waits
 MAX_HELD_RESPONSES = 256
-MAX_COMPILED = 32  # functions with options of their own, a program per length bucket each
-FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replica up
+MAX_COMPILED = 32  # functions with different options; each has one program per length bucket
+FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica that is silent
 
 
 class Measured(NamedTuple):
@@ -61,7 +61,7 @@ def join_layers(measured: Mapping[int, Measured]) -> Measured:
 
 
 class _Kind(NamedTuple):
-    """What the responses of one call have in common."""
+    """Properties that all responses of one call share."""
 
     bucket: int
     width: int
@@ -74,24 +74,24 @@ class _Waiting(NamedTuple):
 
 
 class Measurer:
-    """Runs `hidden_state_metrics` on what arrives.
+    """Runs `hidden_state_metrics` on responses as they arrive. Thread-safe.
 
-    Small responses of one bucket and dtype share a call, because a call costs as much as the
-    arithmetic of a small one; inside it they are measured one after the other, so that who shares a
-    call, and who arrives first, changes no bit. The call has a fixed number of places: `flush` runs
-    those that are not full. Thread-safe.
+    Small responses of one bucket, width and dtype share a call, because the overhead of a call is
+    as large as the arithmetic of a small response. Inside the call they are measured one after the
+    other, so neither the responses that share a call nor their order changes a bit. A call has a
+    fixed number of places; `flush` starts calls that are not full.
 
-    A future that is cancelled before its call starts is left out; the others of the call are
-    measured. `close` waits for the calls that run and cancels all other futures.
+    A response whose future is cancelled before the call starts is left out; the others of the call
+    are measured. `close` waits for running calls and cancels all other futures.
 
     Args:
-      max_tokens: response limit; lengths are padded to powers of two from 32 on, and at most to
-        it.
-      num_threads: calls side by side.
+      max_tokens: response limit. Lengths are padded to powers of two from 32 on, at most to
+        max_tokens.
+      num_threads: how many calls run at the same time.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
       layers: of the rows of the mean states of a batch; `submit` takes one layer at a time.
-      device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
-        the first local device.
+      device_batch: 0 measures on the host. N above 0 measures N responses at a time, side by side,
+        on the first local device.
       options: stride, window, method, names and window_growth of `hidden_state_metrics`.
     """
 
@@ -129,7 +129,7 @@ class Measurer:
     ) -> concurrent.futures.Future[Measured]:
         """Measures one response of at least one token, soon or at the next `flush`.
 
-        The rows are kept by reference until then: they must not change.
+        The rows are kept by reference until then and must not change.
 
         Raises:
           ValueError: for more than `max_tokens` rows, or a width of 0.
@@ -160,7 +160,7 @@ class Measurer:
         return item.future
 
     def flush(self) -> None:
-        """Starts measuring whatever has been submitted and not been started."""
+        """Starts measuring all responses that are still waiting for a full call."""
         with self._lock:
             for kind in list(self._waiting):
                 self._start(kind)
@@ -194,7 +194,7 @@ class Measurer:
         self.close()
 
     def _check_open(self) -> None:
-        """Refuses what nobody would measure; the caller holds the lock."""
+        """Raises RuntimeError after `close`; the caller holds the lock."""
         if self._closed:
             raise RuntimeError("this Measurer is closed: submit before close, or make another one.")
 
@@ -216,7 +216,7 @@ class Measurer:
         try:
             for item, found in zip(group, self._measured(group, kind)):
                 item.future.set_result(found)
-        except BaseException as error:  # belongs to those who wait for the results
+        except BaseException as error:  # raised where the results are awaited
             for item in group:
                 if not item.future.done():
                     item.future.set_exception(error)
@@ -251,13 +251,13 @@ async def measure_each(
     max_tokens: int,
     keep_states: bool,
 ) -> AsyncIterator[Rollout]:
-    """Yields each rollout once it is measured, on the host, while others are still being sampled.
+    """Yields each rollout when it is measured, on the host, while others are still being sampled.
 
-    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES of them wait.
+    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES are waiting.
 
     Args:
-      rollouts: with hidden states of layer -1, in any order; closed at the end, whatever that is.
-      params: what to measure; `dtype` is the states' own.
+      rollouts: with hidden states of layer -1, in any order; closed at the end in any case.
+      params: what to measure; `dtype` is not used, the states have it.
       max_tokens: response limit, as in `Measurer`.
       keep_states: leave `hidden_states` in the rollouts.
     """
@@ -276,7 +276,7 @@ async def measure_each(
             if arriving is None and not ended and not full:
                 arriving = asyncio.create_task(_next(rollouts))
             if arriving is None:
-                measurer.flush()  # nothing else would fill a call that has places left
+                measurer.flush()  # no other response will fill a call that has places left
             awaited = [*pending, arriving] if arriving else list(pending)
             done, _ = await asyncio.wait(
                 awaited, timeout=FLUSH_AFTER_S, return_when=asyncio.FIRST_COMPLETED
@@ -312,7 +312,7 @@ async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
 
 
 def _num_bytes(rollout: Rollout) -> int:
-    """Of its states."""
+    """Size of its hidden states."""
     states = rollout.hidden_states, rollout.prompt_states
     return sum(array.nbytes for array in states if array is not None)
 
@@ -323,7 +323,7 @@ def _without_states(rollout: Rollout) -> Rollout:
 
 
 def _cancel(group: list[_Waiting]) -> None:
-    """Cancels futures whose measuring will not start, and tells those who wait for several."""
+    """Cancels futures that will not be measured, and notifies `concurrent.futures.wait`."""
     for item in group:
         item.future.cancel()
         item.future.set_running_or_notify_cancel()
@@ -331,9 +331,9 @@ def _cancel(group: list[_Waiting]) -> None:
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(function: Callable, **options: Hashable) -> Callable:
-    """The same function for the same options, so that every Measurer finds what one compiled.
+    """The same jitted function for the same options, so that all Measurers share its programs.
 
-    Options come from clients: programs of those not used for long are dropped.
+    Options come from clients, so the programs of the least recently used options are dropped.
     """
     return jax.jit(functools.partial(function, **options))
 

@@ -1,4 +1,4 @@
-"""Scalars of one batch of rollouts, on the host; the log keys of rewards, lengths and metrics."""
+"""Scalars of one batch of rollouts, on the host: log keys of rewards, lengths and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from semrl_jax.types import FINISH_REASONS, Rollout
 def batch_scalars(
     scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
 ) -> dict[str, float]:
-    """What was sampled and how it scored.
+    """Statistics of the sampled responses and their rewards.
 
     Args:
       scored: B = P * G responses in (group, sample) order.
@@ -25,8 +25,8 @@ def batch_scalars(
 
     Returns:
       `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
-      Means by correctness are left out where no response is of that kind; invalid metrics stay out
-      of every mean and are counted in `metrics/<name>/valid_fraction`.
+      Means by correctness are left out if no response is of that kind. Invalid metrics are in no
+      mean; `metrics/<name>/valid_fraction` is the share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
@@ -57,7 +57,7 @@ def batch_scalars(
 
 
 def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
-    """`<prefix>/<metric>/...` of measured responses, and the share of valid ones."""
+    """`<prefix>/<metric>/...` of measured responses, with the share of valid ones."""
     correct = np.array([item.verdict.correct for item in scored])
     scalars = {}
     for key in scored[0].rollout.metrics:
@@ -86,9 +86,10 @@ def logprob_mismatch(
 ) -> dict[str, float]:
     """Absolute difference of the engine's and the training model's log-probabilities, nats.
 
-    The training model's are of the whole vocabulary at `temperature`. Under top-p or top-k the
-    engine sampled from a part of it; its raw log-probabilities are then compared, which are of the
-    whole vocabulary at temperature 1. {} where temperatures differ or an engine sends no raw ones.
+    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k
+    the engine sampled from a part of the vocabulary. Its raw log-probabilities are compared then,
+    which are over the whole vocabulary at temperature 1. {} if the temperatures differ or an engine
+    sends no raw ones.
 
     Args:
       rollouts: B responses.
@@ -114,14 +115,14 @@ def logprob_mismatch(
 def state_differences(
     scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
 ) -> dict[str, float]:
-    """Rows of the engine beside the training model's: length of the difference over the length.
+    """Relative difference of the hidden states of the engine and of the training model, per row.
 
     Args:
       scored: B responses; those with hidden states are compared.
-      states: of the training model, by index of the response, as far as they are here.
+      states: of the training model, by index of the response, as far as this process has them.
 
     Returns:
-      `count`, `sum` and `max` over the rows that are here from both.
+      `count`, `sum` and `max` of |ours - theirs| / |ours| over the rows that are here from both.
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
@@ -138,7 +139,7 @@ def state_differences(
 
 
 def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`state_differences` of all processes as scalars of the log; {} where none has any."""
+    """`state_differences` of all processes as log scalars; {} if no process compared a row."""
     count = sum(part["count"] for part in parts)
     if not count:
         return {}

@@ -1,4 +1,4 @@
-"""What the metrics say of each response under the options, and means over those responses."""
+"""Indicators of each response under the options, and means over responses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Indicators(NamedTuple):
 
     Attributes:
       values: float32, 0.0 where not present.
-      present: which responses have which indicator; under invalid="zeros" also those too short
-        for an order.
-      valid: responses that have every used indicator, so that they can be shaped.
+      present: which responses have which indicator. With invalid="zeros", responses too short for
+        velocity or acceleration have it too.
+      valid: responses that have every used indicator and can be shaped.
     """
 
     values: Float[Array, "K B"]
@@ -30,7 +30,7 @@ class Indicators(NamedTuple):
 
 
 def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
-    """Takes the tracked indicators out of the metrics; ValueError where they do not fit."""
+    """Reads the tracked indicators; ValueError if one is missing or of another shape."""
     columns = [read_indicator(metrics, name, options.invalid) for name in options.tracked]
     sizes = {name: len(values) for name, (values, _) in zip(options.tracked, columns)}
     if len(set(sizes.values())) > 1:
@@ -91,27 +91,27 @@ def _valid(metrics: Metrics, key: MetricKey, shape: tuple[int, ...]) -> Bool[Arr
 
 
 def masked_mean(values: Float[Array, "*axes"], mask: Bool[Array, "*axes"]) -> Float[Array, ""]:
-    """Mean under the mask, 0.0 of nothing."""
+    """Mean under the mask; 0.0 if nothing is under it."""
     count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-    # Divided first: a sum of large values would leave float32, and no baseline recovers from inf.
+    # Divides first: a sum of large values could overflow, and a baseline never recovers from inf.
     return jnp.sum(jnp.where(mask, values / count, 0.0))
 
 
 def masked_correlation(
     x: Float[Array, " B"], y: Float[Array, " B"], mask: Bool[Array, " B"]
 ) -> Float[Array, ""]:
-    """Pearson correlation under the mask; 0.0 of fewer than two responses or a constant."""
+    """Pearson correlation under the mask; 0.0 for fewer than two responses or a constant."""
     x, y = _standardised(x, mask), _standardised(y, mask)
     norm = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     return jnp.where(norm > 0, jnp.sum(x * y) / jnp.where(norm > 0, norm, 1.0), 0.0)
 
 
 def _standardised(x: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, " B"]:
-    """Centred, largest entry of size 1; zeros off the mask, and all of a constant."""
-    # The rounded mean of equal values need not be that value: what is left would correlate.
+    """Centred, with a largest entry of size 1; zero outside the mask, and zeros for a constant."""
+    # The rounded mean of equal values may differ from them, and the rest would correlate.
     lowest = jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
     highest = jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
-    half = 0.5 * x  # the difference of two float32 may leave its range, of their halves not
+    half = 0.5 * x  # a difference of two float32 may overflow, that of their halves cannot
     centred = jnp.where(mask & (highest > lowest), half - masked_mean(half, mask), 0.0)
     largest = jnp.max(jnp.abs(centred), initial=0.0)
     return centred / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)

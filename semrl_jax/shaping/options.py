@@ -36,20 +36,21 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class ShapingOptions:
     """All of `config.shaping`; the functions of this room take its fields as keywords.
 
-    They are Python values, fixed while tracing. One set serves all functions: each reads what
-    concerns it.
+    They are Python values, fixed while tracing. All functions take the same options; each uses the
+    ones it needs.
 
     Attributes:
-      target: where the signal goes: "advantage"; "reward", the last token's reward before the
-        estimator; "both", counted twice; "none".
+      target: what the signal is added to: "advantage"; "reward", that of the last token, before
+        the estimator; "both", which counts it twice; "none".
       tokens: "all" response tokens get the bonus, or the "last" one only.
       mixing: "adaptive": beta from the guidance; "half": beta = 0.5; "sum": both weights in full.
-      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward;
-        for rewards in [-1, 1], as above it the signal turns its sign.
+      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.
+        For rewards in [-1, 1]: with larger rewards the signal changes its sign.
       ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
-      ema_lag: 1: step t sees means up to step t - 1; 2: up to t - 2, and q none of the first step.
-      invalid: responses too short for a needed order are "excluded", or count with "zeros"; those
-        that are not finite never count.
+      ema_lag: 1: step t uses means up to step t - 1; 2: up to t - 2, and q leaves the first step
+        out.
+      invalid: responses too short for a needed velocity or acceleration are "excluded", or count
+        with "zeros". Those that are not finite never count.
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
       eta: scale of the signal, finite and not negative.
@@ -87,7 +88,7 @@ class ShapingOptions:
             raise ValueError(
                 f"shaping.alpha={self.alpha} must lie in (0, 1]; 1 forgets all but one batch."
             )
-        # In float32, where the division happens: 1 + 1e-9 is 1 there.
+        # In float32, as in the division: 1 + 1e-9 is 1 there.
         if not np.float32(self.kappa) > 1:
             raise ValueError(
                 f"shaping.kappa={self.kappa} must be above 1 in float32, so that no bonus turns "
@@ -120,10 +121,10 @@ class ShapingOptions:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Indicators a response must have to be shaped: those of non-zero weight, the guidance."""
+        """Indicators that a response must have to be shaped: those with a weight, the guidance."""
         weights = zip(self.indicators, self.explore_weights, self.exploit_weights)
         weighted = tuple(name for name, explore, exploit in weights if explore or exploit)
-        # Fixed mixing never looks at the guidance.
+        # Only adaptive mixing uses the guidance.
         return (*weighted, self.guidance) if self.mixing == "adaptive" else weighted
 
     def _check_weights(self, field: str) -> None:
@@ -142,7 +143,7 @@ class ShapingOptions:
 
 
 def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, ...]:
-    """Indicators that need a baseline: the weighted ones, then the guidance if it is another."""
+    """Indicators that need a baseline: `indicators`, then the guidance if not among them."""
     names = tuple(indicators)
     return names if guidance in names else (*names, guidance)
 
@@ -167,7 +168,7 @@ def check_names(indicators: Any, guidance: Any) -> None:
 
 
 def _check_choice(field: str, value: Any, choices: Sequence[Any]) -> None:
-    # The type first: True is 1 to Python, and an array is neither in nor out of a tuple.
+    # The type first: True equals 1, and an array cannot be compared with the choices.
     if type(value) is not type(choices[0]) or value not in choices:
         allowed = ", ".join(map(repr, choices))
         raise ValueError(f"shaping.{field}={value!r} is unknown; it must be one of {allowed}.")

@@ -28,8 +28,8 @@ def log_effective_rank_of(
 ) -> Float[Array, ""]:
     """Entropy of the normalised spectrum, in nats; sigma in units of `scale`."""
     total = jnp.sum(sigma) + EPSILON / scale
-    p = sigma / jnp.where(total > 0, total, 1.0)  # a huge scale leaves nothing of the 1e-8
-    entropy = jnp.abs(jnp.sum(p * jnp.log(p + EPSILON)))  # of no sign: 0.0, never -0.0
+    p = sigma / jnp.where(total > 0, total, 1.0)  # a huge scale rounds the 1e-8 to zero
+    entropy = jnp.abs(jnp.sum(p * jnp.log(p + EPSILON)))  # 0.0, never -0.0
     return jnp.where(num_rows >= 2, entropy, 0.0)
 
 

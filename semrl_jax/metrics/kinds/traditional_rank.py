@@ -15,8 +15,9 @@ def traditional_rank(
 ) -> Float[Array, ""]:
     """Counts singular values above sigma_max * max(T, D) * eps of float32, T valid tokens.
 
-    In float64: the noise of float32 Gram eigenvalues lies above this threshold. Arguments, errors
-    and zeros as in `effective_rank`; 0.0 also if all rows are equal, or below 1.2e-38.
+    Computed in float64, because the noise of float32 Gram eigenvalues lies above this threshold.
+    Arguments, errors and zeros as in `effective_rank`; 0.0 also if all rows are equal, or below
+    1.2e-38.
     """
     return whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
 
