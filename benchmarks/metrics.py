@@ -20,7 +20,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA gi
 
 import argparse
 import concurrent.futures
-import functools
 import importlib.metadata
 import math
 import statistics
@@ -77,11 +76,18 @@ def release(states) -> dict[str, float]:
 
 
 def measurement(names: tuple[str, ...], window: str, **options) -> Callable:
-    """hidden_state_metrics, with the orders of the effective rank unless `options` name others."""
+    """The metrics of a batch by name, with the orders of the effective rank unless `options` name
+    others."""
     options = {"orders": ORDERS, **options}
-    return functools.partial(
-        metrics.hidden_state_metrics, stride=STRIDE, window=window, names=names, **options
-    )
+
+    def measure(states, mask):
+        return metrics.flatten(
+            metrics.hidden_state_metrics(
+                states, mask, stride=STRIDE, window=window, names=names, **options
+            )
+        )
+
+    return measure
 
 
 def seconds(function: Callable, *arguments) -> float:

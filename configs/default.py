@@ -104,6 +104,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.metrics.window_growth = 1.0
     config.metrics.method = "gram"  # gram or svd
     config.metrics.names = ("effective_rank",)
+    config.metrics.layers = (-1,)  # -1: the final layer; i: the input of layer i
     config.metrics.placement = "trainer"  # or rollout: on the replica, which then sends no states
     config.metrics.num_threads = 1  # host threads that measure
     # 0: on the host, in num_threads threads. N: N responses at a time on the accelerator.

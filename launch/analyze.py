@@ -27,8 +27,8 @@ from absl import flags
 
 from launch import cli
 from semrl_jax import compilation
-from semrl_jax.choices import WINDOWS
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import WINDOWS
 
 STRIDE = 40
 GROWTH_STRIDE = 128

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Sequence
 from types import ModuleType
 
 from semrl_jax.errors import UserError
+
+
+def module_names(package: str) -> tuple[str, ...]:
+    """The modules of a package, sorted. It imports the package, but not the modules."""
+    path = importlib.import_module(package).__path__
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
 
 
 def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
@@ -22,30 +27,33 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
       parts: what the module has to define.
 
     Raises:
-      UserError: if there is no such module, or a part of it is missing.
+      UserError: if there is no such module, if a user's module cannot be imported, or if a part is
+        missing.
     """
-    full = name if "." in name or not package else f"{package}.{name}"
-    try:
+    if "." in name or not package:
+        full = name
+        try:
+            module = importlib.import_module(full)
+        except Exception as error:  # a user's module may fail in any way
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"{field}={name!r:.100} cannot be imported ({reason}); the module must be on "
+                "PYTHONPATH or in the directory the command was started in."
+            ) from error
+    else:
+        full = f"{package}.{name}"
+        known = module_names(package)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? Or " if near else ""
+            raise UserError(
+                f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
+                "of yours as 'my_package.my_module'."
+            )
         module = importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{full}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
-        raise UserError(
-            f"{field}={name!r}: there is no module {full}; {_hint(name, package)}"
-        ) from None
     if missing := [part for part in parts if not hasattr(module, part)]:
         raise UserError(
             f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "
             f"{', '.join(parts)} (docs/extending.md)."
         )
     return module
-
-
-def _hint(name: str, package: str) -> str:
-    own = "name one of yours as 'my_package.my_module', importable from where the command starts."
-    if not package:
-        return own
-    directory = importlib.util.find_spec(package).submodule_search_locations
-    known = sorted(module.name for module in pkgutil.iter_modules(directory))
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]!r}? Or {own}" if near else f"{own}"

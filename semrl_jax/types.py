@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from semrl_jax.metrics.records import Metrics
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -171,7 +173,7 @@ class Rollout:
         last one gave response token 0. None if not asked for; no rows in a response that was
         aborted before its first token.
       layers: the layer index of each of the L planes.
-      metrics: metric name to scalar, where the replica computed them.
+      metrics: floats and bools, of this response.
       mean_state: float32 mean of the rows of layer -1 that were measured, where the replica
         measured them.
       generate_s: seconds from the call's admission to this response's end, on the replica.
@@ -193,7 +195,7 @@ class Rollout:
     replica_id: str = ""
     hidden_states: Float[np.ndarray, "T L D"] | None = None
     layers: tuple[int, ...] = ()
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Metrics = dataclasses.field(default_factory=dict)
     generate_s: float = 0.0
     mean_state: Float[np.ndarray, " D"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None

@@ -13,6 +13,7 @@ from semrl_jax.analysis.correlation import (
 )
 from semrl_jax.analysis.responses import (
     COLUMNS,
+    MeasuredResponses,
     RankCurve,
     draw_rank_curves,
     measure_responses,
@@ -27,6 +28,7 @@ __all__ = [
     "COLUMNS",
     "MIN_RESPONSES",
     "Correlation",
+    "MeasuredResponses",
     "RankCurve",
     "correlate",
     "correlation_table",

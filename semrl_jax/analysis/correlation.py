@@ -1,4 +1,4 @@
-"""How far velocity and acceleration of effective rank say more than effective rank itself."""
+"""Correlation of the effective rank with its velocity and its acceleration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from semrl_jax.metrics import WINDOWS, hidden_state_metrics
+from semrl_jax.metrics import WINDOWS, MetricKey, hidden_state_metrics
+from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rounding import next_power_of_two
 
 matplotlib.use("Agg")
@@ -49,8 +50,8 @@ class Correlation:
     def with_velocity(self, *, equal_length: bool = False) -> float:
         """Pearson correlation of ER and ERV; NaN below three responses or of a constant.
 
-        With `equal_length`, of what is left of both after a least-squares line in the length: all
-        of them grow with it, and that alone correlates them.
+        With `equal_length`, the correlation of the residuals of both after a least-squares line in
+        the length. All of them grow with the length, which alone would correlate them.
         """
         return self._correlation(self.velocity, equal_length)
 
@@ -65,7 +66,7 @@ class Correlation:
         if equal_length:
             length = np.stack([np.ones(len(x)), self.tokens - self.tokens.mean()], axis=1)
             x, y = (v - length @ np.linalg.lstsq(length, v)[0] for v in (x, y))
-        # Of a constant, centring leaves rounding; a correlation of that would be noise.
+        # After centring a constant, only rounding is left, whose correlation would be noise.
         x, y = (v - v.mean() for v in (x, y))
         scale = max(np.abs(self.effective_rank).max(), np.abs(order).max())
         if min(np.abs(x).max(), np.abs(y).max()) <= 1e-6 * scale:
@@ -89,7 +90,7 @@ def correlate(
       source: goes into the results.
 
     Returns:
-      One `Correlation` a window and stride, windows outermost.
+      One `Correlation` per window and stride, windows outermost.
 
     Raises:
       ValueError: for a wrong shape, dtype, stride, window or method.
@@ -108,7 +109,7 @@ def correlate(
 
 
 def correlation_table(correlations: Sequence[Correlation]) -> Table:
-    """A line a correlation: responses with an ERA, means, and the four coefficients with ER.
+    """One line per correlation: responses with an ERA, means, and the four coefficients with ER.
 
     |T marks those at equal length, see `Correlation.with_velocity`.
     """
@@ -136,10 +137,10 @@ def write_correlations(file: pathlib.Path, correlations: Sequence[Correlation]) 
 
 
 def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
-    """Scatters ERV and ERA over ER; a column a window, a colour a source or stride.
+    """Scatters ERV and ERA over ER; one column per window, one colour per source or stride.
 
-    Where ER spans more than a decade its axis is logarithmic and the others nearly so: ERV in
-    proportion to ER is a line of slope one then.
+    If ER spans more than a decade, its axis is logarithmic and the others are "symlog". ERV in
+    proportion to ER is then a line of slope one.
     """
     windows = list(dict.fromkeys(c.window for c in correlations))
     several_strides = len({c.stride for c in correlations}) > 1
@@ -172,7 +173,7 @@ def draw_correlations(correlations: Sequence[Correlation]) -> Figure:
     return figure
 
 
-# Column of the CSV file -> of the table, where it must be narrow.
+# Column of the CSV file -> column of the table, where it must be narrow.
 _HEADER = {
     "source": "source",
     "window": "window",
@@ -190,7 +191,7 @@ _HEADER = {
 
 
 def _values(c: Correlation) -> tuple[str | int | float, ...]:
-    """What the header names; means over responses with an ERA."""
+    """Values of the columns of the header; means over responses with an ERA."""
     series = (c.tokens, c.effective_rank, c.velocity, c.acceleration)
     means = (float(values.mean()) if len(values) else float("nan") for values in series)
     return (
@@ -209,13 +210,13 @@ def _measure(
     states: Float[np.ndarray, "T D"], stride: int, window: str, method: str
 ) -> tuple[tuple[float, float, float], bool]:
     """(ER, ERV, ERA) of one response, and whether it has all."""
-    bucket = max(next_power_of_two(len(states)), MIN_BUCKET)
+    bucket = max(next_power_of_two(len(states)), MIN_BUCKET)  # few shapes to compile
     padded = np.zeros((1, bucket, states.shape[1]), states.dtype)
     padded[0, : len(states)] = states
     mask = np.arange(bucket)[None] < len(states)
     measured = hidden_state_metrics(
         padded, mask, stride=stride, window=window, names=("effective_rank",), method=method
     )
-    measured = {name: value[0] for name, value in jax.device_get(measured).items()}
-    names = ("effective_rank", "effective_rank_velocity", "effective_rank_acceleration")
-    return tuple(float(measured[n]) for n in names), bool(measured[f"{names[-1]}_valid"])
+    measured = jax.device_get(measured)
+    orders = [measured[MetricKey("effective_rank", order)] for order in ORDERS]
+    return tuple(float(value[0]) for value, _ in orders), bool(orders[-1].valid[0])

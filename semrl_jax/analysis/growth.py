@@ -1,6 +1,6 @@
-"""Long responses whose rank grows by a known law, or that a small random model samples.
+"""Long responses with a rank that grows by a known law, or sampled from a small random model.
 
-They show what a window does to long responses: the last 512 tokens bound what a velocity can be.
+They show the effect of the window on long responses: the last 512 tokens limit the velocity.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def growth_study(
     ]
     found += correlate(responses, strides=strides, windows=windows, source=WIDE)
     sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens, seed=seed)
-    # A prefix of a sampled text is what a lower limit would have given.
+    # A prefix of a sampled text is what a lower token limit would have given.
     responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
     found += correlate(responses, strides=strides, windows=windows, source=SAMPLED)
     return found

@@ -1,38 +1,48 @@
-"""What single responses measure: a table of metrics, and effective rank along each response."""
+"""Metrics of single responses: a table of metrics, and effective rank along each response."""
 
 from __future__ import annotations
 
 import csv
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import matplotlib
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from semrl_jax.metrics import hidden_state_metrics, rank_series
+from semrl_jax.metrics import Measurement, MetricKey, hidden_state_metrics, rank_series
 
 matplotlib.use("Agg")
 
 # Column of the table -> metric. "tokens" comes before them.
 COLUMNS = {
-    "ER": "effective_rank",
-    "ERV": "effective_rank_velocity",
-    "ERA": "effective_rank_acceleration",
-    "rank": "traditional_rank",
-    "entropy": "response_entropy",
-    "curvature": "curvature",
+    "ER": MetricKey("effective_rank"),
+    "ERV": MetricKey("effective_rank", "velocity"),
+    "ERA": MetricKey("effective_rank", "acceleration"),
+    "rank": MetricKey("traditional_rank"),
+    "entropy": MetricKey("response_entropy"),
+    "curvature": MetricKey("curvature"),
 }
 MAX_TABLE_ROWS = 40
 
 _rank_series = jax.jit(rank_series, static_argnames=("stride", "window", "method"))
 
-Measured = Mapping[str, Shaped[np.ndarray, " B"]]
+
+class MeasuredResponses(NamedTuple):
+    """Metrics of B responses.
+
+    Attributes:
+      num_tokens: [B] int64.
+      metrics: [B] values and validities of COLUMNS; what is not valid is 0.0.
+    """
+
+    num_tokens: Int[np.ndarray, " B"]
+    metrics: dict[MetricKey, Measurement]
 
 
 class RankCurve(NamedTuple):
@@ -54,17 +64,13 @@ def measure_responses(
     stride: int,
     window: str = "exact",
     method: str = "gram",
-) -> dict[str, Shaped[np.ndarray, " B"]]:
-    """Measures each response; one at a time reaches the device.
+) -> MeasuredResponses:
+    """Measures the responses; one at a time reaches the device.
 
     Args:
       hidden_states: any real float dtype; rows outside the mask may hold anything.
       response_mask: True on tokens that count.
       stride, window, method: as in `metrics.hidden_state_metrics`.
-
-    Returns:
-      `tokens` [B] int64, and for each metric of COLUMNS the float32 array and a bool one named
-      `<metric>_valid`; what is not valid is 0.0.
 
     Raises:
       ValueError: for a wrong shape, dtype, stride, window or method.
@@ -73,19 +79,18 @@ def measure_responses(
         hidden_state_metrics,
         stride=stride,
         window=window,
-        names=("effective_rank", "traditional_rank", "response_entropy", "curvature"),
+        names=tuple(dict.fromkeys(key.name for key in _KEYS)),
         method=method,
         orders=("effective_rank",),
     )
-    rows = []
-    for states, mask in zip(hidden_states, response_mask):
-        row = {name: value[0] for name, value in measure(states[None], mask[None]).items()}
-        rows.append(jax.device_get(row))
-    measured = {"tokens": response_mask.sum(axis=1)}
-    for metric in COLUMNS.values():
-        for name in (metric, f"{metric}_valid"):
-            measured[name] = np.array([row[name] for row in rows])
-    return measured
+    rows = [
+        jax.device_get(measure(states[None], mask[None]))
+        for states, mask in zip(hidden_states, response_mask)
+    ]
+    metrics = {
+        key: Measurement(*map(np.concatenate, zip(*(row[key] for row in rows)))) for key in _KEYS
+    }
+    return MeasuredResponses(response_mask.sum(axis=1), metrics)
 
 
 def rank_curve(
@@ -107,36 +112,38 @@ def rank_curve(
     return RankCurve(num_tokens[:count], values[:count])
 
 
-def response_table(measured: Measured) -> Table:
-    """The metrics as a table: a line a response, and the means over those that are valid."""
+def response_table(measured: MeasuredResponses) -> Table:
+    """The metrics as a table: one line per response, and the means over those that are valid."""
     table = Table("response", "tokens", *COLUMNS, title="metrics of each response")
     for column in table.columns:
         column.justify = "right"
-    num_responses = len(measured["tokens"])
+    num_responses = len(measured.num_tokens)
+    columns = [measured.metrics[key] for key in _KEYS]
     for i in range(min(num_responses, MAX_TABLE_ROWS)):
-        table.add_row(str(i), str(measured["tokens"][i]), *(_cell(measured, m, i) for m in _ROW))
+        cells = (f"{value[i]:.4g}" if valid[i] else "-" for value, valid in columns)
+        table.add_row(str(i), str(measured.num_tokens[i]), *cells)
     if num_responses > MAX_TABLE_ROWS:
         table.add_row(f"{num_responses - MAX_TABLE_ROWS} more", *[""] * (len(COLUMNS) + 1))
     table.add_section()
-    valid = {metric: measured[f"{metric}_valid"] for metric in _ROW}
-    means = (f"{measured[m][valid[m]].mean():.4g}" if valid[m].any() else "-" for m in _ROW)
-    table.add_row("mean", f"{measured['tokens'].mean():.1f}", *means)
-    table.add_row("valid", "", *(f"{valid[m].sum()}/{num_responses}" for m in _ROW))
+    means = (f"{value[valid].mean():.4g}" if valid.any() else "-" for value, valid in columns)
+    table.add_row("mean", f"{measured.num_tokens.mean():.1f}", *means)
+    table.add_row("valid", "", *(f"{valid.sum()}/{num_responses}" for _, valid in columns))
     return table
 
 
-def write_responses(file: pathlib.Path, measured: Measured) -> None:
-    """Writes one CSV line a response; the cell of a metric that is not valid is empty."""
+def write_responses(file: pathlib.Path, measured: MeasuredResponses) -> None:
+    """Writes one CSV line per response; the cell of a metric that is not valid is empty."""
     with open(file, "w", newline="") as out:
         writer = csv.writer(out)
-        writer.writerow(["response", "tokens", *_ROW])
-        for i, num_tokens in enumerate(measured["tokens"]):
-            values = (measured[m][i] if measured[f"{m}_valid"][i] else "" for m in _ROW)
+        writer.writerow(["response", "tokens", *(key.label for key in _KEYS)])
+        columns = [measured.metrics[key] for key in _KEYS]
+        for i, num_tokens in enumerate(measured.num_tokens):
+            values = (value[i] if valid[i] else "" for value, valid in columns)
             writer.writerow([i, num_tokens, *values])
 
 
 def write_rank_curves(file: pathlib.Path, curves: Sequence[RankCurve]) -> None:
-    """Writes one CSV line a prefix: response, tokens, effective_rank."""
+    """Writes one CSV line per prefix: response, tokens, effective_rank."""
     with open(file, "w", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(["response", "tokens", "effective_rank"])
@@ -174,9 +181,4 @@ def draw_rank_curves(curves: Sequence[RankCurve], *, window: str = "exact") -> F
     return figure
 
 
-_ROW = tuple(COLUMNS.values())
-
-
-def _cell(measured: Measured, metric: str, index: int) -> str:
-    """The value, or a dash where there is none."""
-    return f"{measured[metric][index]:.4g}" if measured[f"{metric}_valid"][index] else "-"
+_KEYS = tuple(COLUMNS.values())

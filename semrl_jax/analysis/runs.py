@@ -1,4 +1,4 @@
-"""Hidden states of a run's saved responses, computed anew from its weights."""
+"""Hidden states of the saved responses of a run, recomputed from its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASK = "response_mask"  # a file without this column has no context in its respo
 def run_states(
     workdir: str | os.PathLike[str],
 ) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
-    """Recomputes what the metrics of a run were measured on.
+    """Recomputes the hidden states that the metrics of a run were measured on.
 
     Args:
       workdir: of a run. A step of `rollouts/` counts if the weights it was sampled with are there:
@@ -84,7 +84,7 @@ def response_states(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of each response, from one right-padded forward pass a micro-batch."""
+    """Final states of each response, from one right-padded forward pass per micro-batch."""
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
     forward = jax.jit(policy.final_states)
@@ -99,7 +99,7 @@ def response_states(
         positions = np.broadcast_to(columns, ids.shape)
         batch = jax.device_get(forward(params, ids, positions, segments))  # [B, S, D]
         for i, row in enumerate(rows):
-            # Copied, so that the padded batch is not kept by a view of it.
+            # A copy: a view would keep the padded batch in memory.
             states.append(batch[i, len(prompts[row]) - 1 : lengths[row] - 1].copy())
     return states
 

@@ -109,7 +109,7 @@ class Evaluator:
             if self.config.evaluation.metrics and of_it:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
-                over_all = self.sampler.measurer.submit_batch([s.mean_state for s in of_it])
+                over_all = self.sampler.measurer.submit_batch([s.mean_states for s in of_it])
                 scalars |= {f"{prefix}/{name}": value for name, value in over_all.result().items()}
         return scalars
 

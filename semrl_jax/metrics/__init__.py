@@ -1,23 +1,25 @@
-"""Pure mathematics of one response: rank, rank dynamics, curvature, entropy."""
+"""Metrics of the hidden states of responses. Pure; no config, no model, no random key.
 
-from semrl_jax.choices import METHODS, METRICS, WINDOWS, count_windows
-from semrl_jax.metrics.batch import dataset_metrics, hidden_state_metrics, mean_hidden_state
-from semrl_jax.metrics.curvature import curvature
-from semrl_jax.metrics.dynamics import (
-    RankDynamics,
-    RankSeries,
-    prefix_dynamics,
-    rank_dynamics,
-    rank_series,
+A metric is one module of `kinds`; `batch` measures batches with them.
+"""
+
+from semrl_jax.lazy import lazy_names
+from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.names import (
+    METHODS,
+    METRICS,
+    WINDOWS,
+    count_windows,
 )
-from semrl_jax.metrics.entropy import response_entropy
-from semrl_jax.metrics.rank import effective_rank, log_effective_rank, traditional_rank
-from semrl_jax.metrics.windows import PrefixDynamics
+from semrl_jax.metrics.records import Measurement, MetricKey, flatten
 
 __all__ = [
     "METHODS",
     "METRICS",
     "WINDOWS",
+    "Measurement",
+    "Metric",
+    "MetricKey",
     "PrefixDynamics",
     "RankDynamics",
     "RankSeries",
@@ -25,6 +27,7 @@ __all__ = [
     "curvature",
     "dataset_metrics",
     "effective_rank",
+    "flatten",
     "hidden_state_metrics",
     "log_effective_rank",
     "mean_hidden_state",
@@ -34,3 +37,17 @@ __all__ = [
     "response_entropy",
     "traditional_rank",
 ]
+
+# Settings are checked and replicas serve without JAX.
+__getattr__ = lazy_names(
+    __name__,
+    dict.fromkeys(("dataset_metrics", "hidden_state_metrics", "mean_hidden_state"), "batch")
+    | dict.fromkeys(
+        ("RankDynamics", "RankSeries", "prefix_dynamics", "rank_dynamics", "rank_series"),
+        "dynamics",
+    )
+    | {"PrefixDynamics": "windows", "traditional_rank": "kinds.traditional_rank"}
+    | {"effective_rank": "kinds.effective_rank", "curvature": "kinds.curvature"}
+    | {"log_effective_rank": "kinds.log_effective_rank"}
+    | {"response_entropy": "kinds.response_entropy"},
+)

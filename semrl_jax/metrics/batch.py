@@ -7,32 +7,28 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
-from semrl_jax.choices import METHODS, METRICS, WINDOWS
-from semrl_jax.metrics.curvature import mean_angle, turning_angles
-from semrl_jax.metrics.entropy import response_entropy_of
 from semrl_jax.metrics.inputs import (
-    SPECTRAL_METRICS,
     AnyArray,
     check_choice,
     check_growth,
-    check_names,
     check_states,
     check_stride,
     compact,
 )
+from semrl_jax.metrics.metric import load_metric
+from semrl_jax.metrics.names import (
+    METHODS,
+    METRICS,
+    ORDERS,
+    WINDOWS,
+    check_metrics,
+    metric_name,
+)
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.rank import effective_rank_of, log_effective_rank_of, traditional_rank_of
+from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.metrics.windows import split_windows, summarise
-
-_OF_SPECTRUM = {
-    "effective_rank": effective_rank_of,
-    "log_effective_rank": log_effective_rank_of,
-    "traditional_rank": traditional_rank_of,
-    "response_entropy": response_entropy_of,
-}
-_MIN_TOKENS = dict.fromkeys(SPECTRAL_METRICS, 2) | {"curvature": 3}
 
 
 def hidden_state_metrics(
@@ -46,12 +42,11 @@ def hidden_state_metrics(
     orders: Sequence[str] | None = None,
     window_growth: float = 1.0,
     side_by_side: bool = False,
-) -> dict[str, Shaped[Array, " B"]]:
+) -> dict[MetricKey, Measurement]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
-    A response gives the same numbers alone and in any batch, up to rounding: responses are taken
-    one by one.
-    Spectral metrics share one decomposition a window.
+    Responses are measured one by one: a response has the same numbers alone and in any batch, up to
+    rounding. All metrics of the spectrum share one decomposition per window.
 
     Args:
       hidden_states: any real float dtype, one layer, computed in float32; row t gave response token
@@ -59,21 +54,21 @@ def hidden_state_metrics(
       response_mask: True on tokens that count; holes are allowed.
       stride: tokens between two prefixes, at least 1.
       window: "exact", "release" or "later", see `rank_dynamics`.
-      names: which of METRICS to compute.
+      names: metrics to compute: of METRICS, or paths of users' modules, see `load_metric`.
       method: "gram": eigenvalues of Gram matrices in float32, and in float64 for a response that
         float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, in float64 or by SVD; see
         `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name what is used.
-      window_growth: as in `rank_dynamics`, for spectral metrics; 1 measures every window.
-      side_by_side: one batch of decompositions a window instead of one response after the other,
-        for accelerators; a response short of the others then costs as much as they do.
+      window_growth: as in `rank_dynamics`, for metrics of the spectrum; 1 measures every window.
+      side_by_side: one batch of decompositions per window, for accelerators, instead of one
+        response after the other. A short response then costs as much as a long one.
 
     Returns:
-      For each name the float32 array `<name>` and the bool `<name>_valid`; for each of `orders`
-      also `<name>_velocity`, `<name>_acceleration` and their `..._valid`. What is not valid is 0.0:
-      the value below two tokens (curvature: three), velocity below two windows, acceleration below
-      three, all of a response with a valid row that is not finite.
+      The float32 [B] values and bool [B] validities by `MetricKey(name)`; for each of `orders` also
+      by `MetricKey(name, "velocity")` and `MetricKey(name, "acceleration")`. A value is valid from
+      two tokens on (curvature: three), velocity from two windows, acceleration from three. Nothing
+      is valid of a response that has a valid row that is not finite. What is not valid is 0.0.
 
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window, name, method, order or growth.
@@ -84,7 +79,10 @@ def hidden_state_metrics(
     )  # fmt: skip
     check_choice("window", window, WINDOWS)
     check_choice("method", method, METHODS)
-    names = check_names("names", names, METRICS)
+    names = check_metrics("names", names)
+    orders = names if orders is None else check_metrics("orders", orders)
+    for name in orders:
+        check_choice("orders", name, names)
     return _measure_batch(
         hidden_states,
         response_mask,
@@ -92,7 +90,7 @@ def hidden_state_metrics(
         window=window,
         names=names,
         method=method,
-        orders=names if orders is None else check_names("orders", orders, names),
+        orders=orders,
         growth=check_growth(window_growth),
         side_by_side=bool(side_by_side),
     )
@@ -116,24 +114,23 @@ def dataset_metrics(
     row_mask: Bool[AnyArray, " B"] | None = None,
     names: Sequence[str] = METRICS,
     method: str = "svd",
-) -> dict[str, Shaped[Array, ""]]:
+) -> dict[MetricKey, Measurement]:
     """Measures the mean states of a set of responses as if they were one response.
 
     For observation only, never for the loss.
 
     Args:
       mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
-        order, which the cumulative metrics depend on.
+        order. Velocity and acceleration depend on the order.
       stride: responses between two prefixes, at least 1.
       window: as in `rank_dynamics`.
-      row_mask: responses that count, those with at least one token; None counts all. A row that
-        is not finite, as that of a broken response is, never counts.
+      row_mask: responses that count: those with at least one token. None counts all. A row that is
+        not finite never counts.
       names, method: as in `hidden_state_metrics`.
 
     Returns:
-      `global/<name>` over all rows, `cumulative/<name>_velocity` and
-      `cumulative/<name>_acceleration` over growing prefixes, float32 scalars, each with a bool
-      `..._valid` beside it.
+      Float32 and bool scalars: the value over all rows, velocity and acceleration over growing
+      prefixes of them. `MetricKey.dataset_label` is their log key.
 
     Raises:
       ValueError: as `hidden_state_metrics`.
@@ -152,12 +149,7 @@ def dataset_metrics(
         names=names,
         method=method,
     )
-    orders = {f"{name}{order}" for name in names for order in ("_velocity", "_acceleration")}
-    result = {}
-    for key, value in measured.items():
-        cumulative = key.removesuffix("_valid") in orders
-        result[f"{'cumulative' if cumulative else 'global'}/{key}"] = value[0]
-    return result
+    return {key: Measurement(*(x[0] for x in found)) for key, found in measured.items()}
 
 
 @functools.partial(
@@ -170,12 +162,12 @@ def _measure_batch(
     *,
     side_by_side: bool,
     **options,
-) -> dict[str, Shaped[Array, " B"]]:
+) -> dict[MetricKey, Measurement]:
     """`hidden_state_metrics` of checked arguments."""
     measure = functools.partial(_measure, batched=side_by_side, **options)
     if side_by_side:
         return jax.vmap(lambda *response: measure(response))(hidden_states, response_mask)
-    if hidden_states.shape[0] == 1:  # the loop over responses is not free
+    if hidden_states.shape[0] == 1:  # saves the loop over responses
         return jax.tree.map(lambda x: x[None], measure((hidden_states[0], response_mask[0])))
     return jax.lax.map(measure, (jnp.asarray(hidden_states), jnp.asarray(response_mask)))
 
@@ -190,42 +182,44 @@ def _measure(
     orders: tuple[str, ...],
     growth: float,
     batched: bool,
-) -> dict[str, Shaped[Array, ""]]:
+) -> dict[MetricKey, Measurement]:
     """All asked metrics of one response."""
     rows = compact(*response)
     windows = split_windows(rows, stride, window, growth)
+    metrics = {name: load_metric(name) for name in names}
     values: dict[str, Float[Array, ""]] = {}
     series: dict[str, Float[Array, " K"]] = {}
-    spectral = [name for name in names if name in _OF_SPECTRUM]
+    spectral = [name for name in names if metrics[name].of_spectrum]
     if spectral:
         spectral_orders = [name for name in spectral if name in orders]
         measured = spectral_series(
             rows,
             windows,
-            tuple(_OF_SPECTRUM[name] for name in spectral),
-            tuple(_OF_SPECTRUM[name] for name in spectral_orders),
+            tuple(metrics[name].of_spectrum for name in spectral),
+            tuple(metrics[name].of_spectrum for name in spectral_orders),
             method=method,
-            strict="traditional_rank" in spectral,
+            strict=any(metrics[name].needs_all_values for name in spectral),
             batched=batched,
         )
         values |= zip(spectral, measured[0])
         series |= zip(spectral_orders, measured[1].T)
-    if "curvature" in names:
-        angles = turning_angles(rows)
-        values["curvature"] = mean_angle(*angles, rows.num_tokens)
-    if "curvature" in orders:
-        angles = angles if windows.rows is rows else turning_angles(windows.rows)
-        sizes = jnp.asarray(windows.sizes, jnp.int32)
-        series["curvature"] = jax.vmap(lambda size: mean_angle(*angles, size))(sizes)
+    for name in names:
+        if of_states := metrics[name].of_states:
+            of_first = of_states(rows)
+            values[name] = of_first(rows.num_tokens)
+            if name in orders:
+                of_first = of_first if windows.rows is rows else of_states(windows.rows)
+                series[name] = jax.vmap(of_first)(jnp.asarray(windows.sizes, jnp.int32))
     result = {}
     for name in names:
-        fields = {"": (values[name], rows.num_tokens >= _MIN_TOKENS[name])}
+        fields = {"value": (values[name], rows.num_tokens >= metrics[name].min_tokens)}
         if name in orders:
             measured = summarise(values[name], series[name], windows)
-            fields["_velocity"] = measured.velocity, measured.num_windows >= 2
-            fields["_acceleration"] = measured.acceleration, measured.num_windows >= 3
+            for order in ("velocity", "acceleration"):
+                valid = measured.num_windows >= ORDERS[order]
+                fields[order] = getattr(measured, order), valid
         for order, (value, valid) in fields.items():
             valid = valid & rows.finite
-            result[f"{name}{order}"] = jnp.where(valid, value, 0.0)
-            result[f"{name}{order}_valid"] = valid
+            key = MetricKey(metric_name(name), order)
+            result[key] = Measurement(jnp.where(valid, value, 0.0), valid)
     return result

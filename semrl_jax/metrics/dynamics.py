@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.choices import METHODS
 from semrl_jax.metrics.inputs import AnyArray, Rows, check_choice, compact
+from semrl_jax.metrics.kinds.effective_rank import effective_rank_of
+from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.rank import effective_rank_of
 from semrl_jax.metrics.windows import PrefixDynamics, Windows, split_windows, summarise
 
 
@@ -56,12 +56,13 @@ def rank_dynamics(
       response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
       stride: tokens between two prefixes, at least 1; ERA needs three strides of tokens.
       window: "exact": prefixes of exactly j * stride tokens of the whole response. "release": of
-        the last 512 valid tokens, t + 1 tokens at t = stride, 2 stride, ... below their number,
-        none if that is below 2 stride. "later": as "release" without the 512, and the value of the
-        whole response as one last point.
+        the last 512 valid tokens, prefixes of t + 1 tokens for t = stride, 2 stride, ... below
+        their number; none if there are fewer than 2 stride. "later": as "release" without the limit
+        of 512 tokens, and the whole response as one more prefix.
       method: as in `effective_rank`.
-      window_growth: at least 1; from the fifth window on only those are decomposed that are so many
-        times as far as the one before, and the last; the others are interpolated. 1 measures all.
+      window_growth: at least 1, which measures every window. Above 1, windows are skipped from the
+        fifth on: each measured one is at most this factor longer than the last. The last window is
+        always measured. The skipped ones are interpolated.
 
     Returns:
       Float32 scalars; an order is 0.0 below its number of windows (see `PrefixDynamics`).
@@ -69,8 +70,8 @@ def rank_dynamics(
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window, method or window_growth.
 
-    Source: arXiv:2509.23808. The paper's own window rule could not be read: "exact" is ours,
-    "release" is what the reference implementation does, "later" what its later revisions do.
+    Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is this project's,
+    "release" is that of the reference implementation, "later" that of its later revisions.
     """
     value, series, windows = _effective_ranks(
         hidden_states, response_mask, stride, window, method, window_growth
@@ -87,7 +88,7 @@ def rank_series(
     method: str = "svd",
     window_growth: float = 1.0,
 ) -> RankSeries:
-    """Computes the effective rank of every prefix that ERV and ERA are made of.
+    """Computes the effective rank of every prefix that ERV and ERA are computed from.
 
     Arguments and errors as in `rank_dynamics`.
     """
@@ -115,9 +116,9 @@ def prefix_dynamics(
 ) -> PrefixDynamics:
     """Computes first and second order of any metric of (hidden_states, response_mask).
 
-    Evaluates the metric anew on every prefix, one after the other; `rank_dynamics` and
-    `hidden_state_metrics` share the work between prefixes. Arguments, errors and windows as in
-    `rank_dynamics`. A response with a valid row that is not finite gives zeros.
+    Evaluates the metric on one prefix after the other; `rank_dynamics` and `hidden_state_metrics`
+    share the work between prefixes. Arguments, errors and windows as in `rank_dynamics`. The result
+    is zero for a response with a valid row that is not finite.
     """
     rows = compact(hidden_states, response_mask)
     windows = split_windows(rows, stride, window)

@@ -1,11 +1,11 @@
-"""What every metric does first: check its arguments, put the valid rows in front, fix the scale."""
+"""First steps of every metric: check arguments, move valid rows to the front, fix the scale."""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.choices import METRICS
-
 AnyArray = jax.Array | np.ndarray
-
-SPECTRAL_METRICS = METRICS[:4]
 
 
 class Rows(NamedTuple):
@@ -26,8 +22,9 @@ class Rows(NamedTuple):
     Attributes:
       states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
       num_tokens: int32, how many rows are valid.
-      scale: float32 power of two, the size of the largest entry: squares do not overflow, and the
-        division rounds nothing; entries below 1.2e-38 before or after it count as zero.
+      scale: float32 power of two of about the size of the largest entry, so that squares do not
+        overflow. Dividing by it is exact. Entries below 1.2e-38, before or after the division,
+        count as zero.
       finite: whether every valid row was finite.
     """
 
@@ -44,7 +41,7 @@ def check_states(
     axes: str = "[T, D], one layer of one response: use jax.vmap",
     fields: tuple[str, str] = ("hidden_states", "response_mask"),
 ) -> None:
-    """Raises ValueError for a wrong rank, dtype or shape; static, so it costs a trace only."""
+    """Raises ValueError for a wrong rank, dtype or shape; runs while tracing only."""
     shape, dtype = _shape_and_dtype(fields[0], states)
     if len(shape) != axes[: axes.index("]")].count(",") + 1:
         raise ValueError(f"{fields[0]} has shape {shape}; it must be {axes}.")
@@ -79,16 +76,6 @@ def check_choice(field: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{field}={value!r} is unknown; it must be one of {', '.join(choices)}.")
 
 
-def check_names(field: str, names: Any, choices: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names as a tuple; ValueError unless each is one of `choices`."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(f"{field}={names!r} must be a tuple of names, such as {METRICS[:1]}.")
-    names = tuple(names)
-    for name in names:
-        check_choice(field, name, choices)
-    return names
-
-
 def check_stride(stride: Any) -> int:
     """Returns the stride as an int; ValueError unless it is a whole number from 1 on."""
     try:
@@ -114,7 +101,7 @@ def check_growth(growth: Any) -> float:
 
 
 def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:
-    """Puts the rows under the mask first, in order; masked-out rows may hold anything."""
+    """Moves the rows under the mask to the front, in order; other rows may hold anything."""
     check_states(hidden_states, response_mask)
     mask = jnp.asarray(response_mask)
     num_tokens = jnp.sum(mask, dtype=jnp.int32)
@@ -127,7 +114,7 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     scale = _power_of_two_below(jnp.where(finite, largest, 0.0))
     order = jnp.argsort(~mask, stable=True)
     valid = (jnp.arange(mask.shape[0]) < num_tokens)[:, None]
-    # LAPACK may never return from NaN: nothing past this line can see one.
+    # LAPACK may hang on NaN: no NaN passes this line.
     states = jnp.where(valid & finite, hidden_states[order] / scale, 0.0)
     return Rows(states, num_tokens, scale, finite)
 
@@ -135,12 +122,12 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
 def anchor(
     rows: Rows, num_rows: Int[Array, ""] | int, start: Int[Array, ""] | int = 0
 ) -> Float[Array, "T D"]:
-    """Subtracts the mean of `num_rows` valid rows, so that later centring loses nothing.
+    """Subtracts the mean of `num_rows` valid rows, so that later centring loses no digits.
 
-    Taking row `start` away before the mean keeps equal rows exactly zero and spares a huge common
-    offset. Every prefix from row `start` of at least num_rows rows contains those the mean is of,
-    and so does the response: what is left of its offset is bounded by its own scatter. No row
-    before `start`, which such a prefix does not have, rounds its rows.
+    Row `start` is subtracted before the mean: equal rows become exactly zero, and a huge common
+    offset disappears. A prefix from row `start` on with at least num_rows rows contains all rows of
+    this mean, so the offset that it keeps is bounded by its own scatter. Rows before `start` do not
+    enter the mean, because the prefix does not have them.
     """
     states, num_tokens = rows.states, rows.num_tokens
     if states.shape[0] == 0:

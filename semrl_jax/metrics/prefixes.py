@@ -1,4 +1,4 @@
-"""Functions of the spectrum of a whole response and of its prefixes, each decomposed once."""
+"""Functions of the spectrum of a response and of its prefixes. Each prefix is decomposed once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.metrics.inputs import Rows, anchor
+from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
+from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.spectrum import PrefixSpectra, with_float64
 from semrl_jax.metrics.windows import Windows, chunks, interpolated
 
-# More windows are padded to so many sizes, which bounds the compile time; float64 runs rarely.
+# Windows are padded to at most this many different sizes, which bounds the compile time. Fewer in
+# float64, which runs rarely.
 MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
-# (sigma [S], scale, num_rows, width) -> scalar, in the dtype of the arithmetic
+EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
+
+# `Metric.of_spectrum`
 SpectralMetric = Callable[..., Float[Array, ""]]
 
 
-def spectral_value(rows: Rows, metric: SpectralMetric, *, method: str) -> Float[Array, ""]:
-    """A function of the spectrum of all valid rows; 0.0 where they are not finite."""
+def whole_response(
+    metric: SpectralMetric,
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    method: str,
+) -> Float[Array, ""]:
+    """A function of the spectrum of all valid rows; 0.0 if one of them is not finite."""
+    check_choice("method", method, METHODS)
+    rows = compact(hidden_states, response_mask)
     windows = Windows(rows, (), (), jnp.int32(0), False)
     values, _ = spectral_series(rows, windows, (metric,), (), method=method)
     return values[0]
@@ -39,13 +50,14 @@ def spectral_series(
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
     """Functions of the spectrum: of the whole response, and of every window.
 
-    One Gram matrix, and one decomposition a window, serve all metrics; windows beyond the response
-    cost nothing, nor does one that is the whole response. No gradient flows through them.
+    One Gram matrix and one decomposition per window serve all metrics. A window beyond the response
+    costs nothing, and neither does one that is the whole response. There is no gradient.
 
     Args:
-      method: "svd": in float64, and by SVD what that does not resolve. "gram": in float32 if that
-        resolves the spectrum of the response and of each prefix, else all of it again in float64.
-      strict: whether a single unresolved singular value takes float64, as counting needs.
+      method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
+        float32 if that resolves the spectra of the response and of all prefixes, else everything
+        again in float64.
+      strict: whether a single unresolved singular value requires float64, as counting does.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
     """
     num_rows = rows.states.shape[0]
@@ -71,7 +83,7 @@ def spectral_series(
 
 
 def _measure(*arrays, method: str, over_batch: bool = False, **static):
-    """`spectral_series` of rows of which the last `window_tokens` valid ones have windows.
+    """`spectral_series` by either method.
 
     `arrays` are those of `_measure_in`, all with a leading batch axis if `over_batch`.
     """
@@ -109,7 +121,10 @@ def _measure_in(
     exact: bool,
     dtype: type,
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
-    """Values, series, and whether arithmetic in this dtype resolved them."""
+    """Values, series, and whether arithmetic in this dtype resolved them.
+
+    The windows are prefixes of the last `window_tokens` valid rows.
+    """
     num_rows, width = rows.states.shape
     first_row = rows.num_tokens - window_tokens
     states = rows._replace(states=rows.states.astype(dtype))
@@ -130,7 +145,7 @@ def _measure_in(
     values, of_whole = everything[: len(value_metrics)], everything[len(value_metrics) :]
     if not sizes:
         return values, jnp.zeros((0, len(series_metrics)), jnp.float32), resolved
-    unresolved = ~resolved  # then the windows are left to float64
+    unresolved = ~resolved  # then float64 measures the windows
 
     def of_window(
         index: Int[Array, ""], size: int, before=None, skip: Bool[Array, ""] | bool = False

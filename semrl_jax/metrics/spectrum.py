@@ -3,9 +3,9 @@
 With rows Z shifted by a common vector, G = Z Z^T is formed once; the eigenvalues of J G[:n, :n] J,
 where J subtracts the mean, are the squares of the singular values of the first n rows, centred. A
 prefix longer than D takes the D x D scatter matrix instead, which grows with the prefix. Squaring
-halves the digits: float64 keeps those of a float32 decomposition and more, float32 those above its
-floor, and says whether that was enough. What float64 would lose beside a huge direction, an SVD of
-the rows themselves keeps.
+halves the number of correct digits. Float64 still has more of them than a float32 decomposition.
+Float32 loses values below a floor, and reports whether the others were enough. Where float64 would
+lose small values beside a huge direction, an SVD of the rows themselves is taken.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 try:
     from jaxlib import lapack
-except ImportError:  # not public: without it eigvalsh serves, which makes vectors nobody reads
+except ImportError:  # not public; without it eigvalsh is used, which computes unused vectors too
     lapack = None
 
-# Rounding leaves eigenvalues of about one epsilon of the largest where true ones are zero, and
-# there may be hundreds: four epsilons are the floor, sigma = 7e-4 sigma_max in float32.
+# Where the true eigenvalue is zero, rounding leaves about one epsilon of the largest, and there may
+# be hundreds of these. The floor is four epsilons: sigma = 7e-4 sigma_max in float32.
 FLOOR_EPSILONS = 4
-# Above this share of sigma_max a float32 value is good for 6 % even beside one huge direction, with
-# either sign; a few below are harmless where the others together outweigh them.
+# Above this share of sigma_max a float32 value has an error of at most 6 %, with either sign, even
+# beside one huge direction. Smaller values are harmless if their sum is small beside the others'.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
-# Above this one a float64 value is good for 1e-6: FLOOR_EPSILONS / 2 epsilons over its square.
+# Above this share a float64 value has an error of 1e-6: FLOOR_EPSILONS / 2 epsilons / its square.
 RESOLVED_SIGMA_FLOAT64 = 3e-5
 
-MAX_UNSPLIT_ROWS = 384  # smaller products lose more speed than half of them is worth
+MAX_UNSPLIT_ROWS = 384  # up to here, splitting a symmetric product saves no time
 
 
 class Spectrum(NamedTuple):
-    """Descending singular values of a prefix, and whether the arithmetic could tell them."""
+    """Descending singular values of a prefix, and whether the arithmetic resolved them."""
 
     sigma: Float[Array, " S"]
     resolved: Bool[Array, ""]
@@ -65,8 +65,9 @@ def eigenvalue_kernel(dtype: np.dtype) -> str | None:
 def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) -> Float[Array, " N"]:
     """Descending eigenvalues of a positive semi-definite matrix; zeros where not active.
 
-    Under `vmap` a CPU takes them one by one: batched solvers wait there inside the pool that runs
-    them. An accelerator takes them at once, the ones that are not active too.
+    Under `vmap` a CPU decomposes one matrix after the other, because a batched solver would wait
+    inside the thread pool that runs it. An accelerator decomposes all at once, also those that are
+    not active.
     """
     target = eigenvalue_kernel(gram.dtype)
 
@@ -102,7 +103,8 @@ def singular_values(
 ) -> Float[Array, " S"]:
     """Descending singular values of the first rows, centred; zeros where not active.
 
-    Of the rows themselves: an order slower than eigenvalues. `vmap` as there.
+    From the rows themselves, which takes about ten times as long as the eigenvalues. Under `vmap`
+    one after the other.
     """
 
     def values(rows: Float[Array, "N D"], num_rows: Int[Array, ""]) -> Float[Array, " S"]:
@@ -129,10 +131,10 @@ def _batch_of_singular_values(
 
 
 class PrefixSpectra:
-    """Singular values of the first n of `states`' rows, for any n, after centring those n."""
+    """Singular values of the first n rows of `states`, centred, for any n."""
 
     def __init__(self, states: Float[Array, "T D"], gram: Float[Array, "S S"] | None = None):
-        """Takes anchored rows (inputs.anchor), zero past the valid ones, and their Gram matrix."""
+        """Takes rows of `inputs.anchor`, zero behind the valid ones, and their Gram matrix."""
         self.states = states
         self._gram = symmetric_product(states[: min(states.shape)]) if gram is None else gram
 
@@ -144,7 +146,7 @@ class PrefixSpectra:
         return PrefixSpectra(states, jax.lax.dynamic_slice(self._gram, (start, start), (size,) * 2))
 
     def scatter(self, num_rows: int, before: Scatter | None = None) -> Scatter:
-        """Scatter matrix of the first `num_rows` rows, from one of fewer rows."""
+        """Scatter matrix of the first `num_rows` rows, made from one of fewer rows if given."""
         width = self.states.shape[1]
         before = before or Scatter(0, jnp.zeros((width, width), self.states.dtype))
         added = symmetric_product(self.states[before.num_rows : num_rows].T)
@@ -166,9 +168,9 @@ class PrefixSpectra:
           size: static number of rows the decomposition is compiled for.
           num_rows: how many of them this prefix has.
           active: False skips the decomposition and returns zeros, resolved.
-          strict: unresolved if a single value is, as a count of values needs.
-          exact: in float64, takes an SVD where a value is unresolved.
-          before: of rows that every prefix of this call has, saves their products.
+          strict: unresolved if a single value is, as counting values requires.
+          exact: in float64, take an SVD where a value is unresolved.
+          before: scatter matrix of rows that every prefix of this call has; saves their products.
         """
         dtype, width = self.states.dtype, self.states.shape[1]
         valid = jnp.arange(size) < num_rows
@@ -186,7 +188,7 @@ class PrefixSpectra:
             scatter = before.matrix + symmetric_product(rows[before.num_rows :].T)
             centred = scatter - total.T * (total / count)
         eigenvalues = symmetric_eigenvalues(centred, active)
-        # Centring takes one dimension: a value past min(T - 1, D) is rounding.
+        # Centring removes one dimension: values after the first min(T - 1, D) are rounding.
         real = jnp.arange(eigenvalues.shape[0]) < jnp.minimum(num_rows - 1, width)
         largest = jnp.max(eigenvalues, initial=0.0)
         floor = FLOOR_EPSILONS * jnp.finfo(dtype).eps * largest
@@ -199,20 +201,20 @@ class PrefixSpectra:
                 of_rows = singular_values(self.states[:size], num_rows, again)
                 sigma = jnp.where(again, jnp.where(real, of_rows, 0.0), sigma)
         else:
-            # The threshold of traditional rank, max(T, D) eps, stays half of what is resolved.
+            # So that max(T, D) eps, the threshold of traditional rank, is at most half of this.
             eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
             share = jnp.maximum(RESOLVED_SIGMA, 2 * eps * jnp.maximum(count, width))
             unresolved = jnp.sum(real & (eigenvalues < share**2 * largest), dtype=dtype)
             lost = unresolved * share * jnp.sqrt(largest)
             enough = lost <= (0.0 if strict else MAX_UNRESOLVED_SHARE) * jnp.sum(sigma)
-            # Each product below `tiny` was lost: together less than a rounding of the largest?
+            # Products below `tiny` were lost. Is their sum below a rounding of the largest?
             kept = largest >= count * (width * tiny / eps)
             resolved = ~active | (enough & kept)
         return Spectrum(sigma, resolved)
 
 
 def symmetric_product(rows: Float[Array, "N K"]) -> Float[Array, "N N"]:
-    """rows rows^T in full precision, without the products above the diagonal."""
+    """rows rows^T in full precision; products above the diagonal are copied from below."""
     num_rows = rows.shape[0]
     if num_rows <= MAX_UNSPLIT_ROWS:
         return _product(rows, rows.T)
@@ -223,12 +225,12 @@ def symmetric_product(rows: Float[Array, "N K"]) -> Float[Array, "N N"]:
 
 @functools.lru_cache(maxsize=256)
 def with_float64(function: Callable, *, batched: bool = False, **static: Hashable) -> Callable:
-    """Lets a function of arrays use float64 inside, whatever batches or traces it.
+    """Lets a function of arrays use float64 inside, also under `jit` and `vmap`.
 
-    Its arguments and results are of 32 bits or less, `static` its keyword arguments. Float64 is in
-    scope while it is traced only: `vmap` must not look inside, and gets a loop, or with `batched`
-    one call of the function with `batched=True` and a leading axis on all arrays. A call outside
-    jit must not go op by op, and finds what an earlier one compiled.
+    Its arguments and results have at most 32 bits; `static` are its keyword arguments. Float64 is
+    enabled only while the function is traced, so `vmap` must not trace it again: `vmap` runs a loop
+    over calls or, with `batched`, one call with `over_batch=True` and a leading axis on all arrays.
+    The function is jitted, and cached here, so that calls outside jit compile once.
     """
     jitted = jax.jit(functools.partial(function, **static))
 
@@ -254,7 +256,7 @@ def with_float64(function: Callable, *, batched: bool = False, **static: Hashabl
 
 
 def _values_only(target: str, a: Float[Array, "N N"]) -> Float[Array, " N"]:
-    """Ascending eigenvalues without the vectors, which eigvalsh makes and drops: half the time."""
+    """Ascending eigenvalues without vectors, in half the time of eigvalsh, which computes both."""
     values = jax.ShapeDtypeStruct(a.shape[:1], a.dtype)
     call = jax.ffi.ffi_call(
         target,
@@ -264,10 +266,10 @@ def _values_only(target: str, a: Float[Array, "N N"]) -> Float[Array, " N"]:
         input_output_aliases={0: 0},
     )
     values = call(a, mode=np.uint8(ord("N")), uplo=np.uint8(ord("L")))[1]
-    # A custom call does not say that its results vary over the axes of a shard_map as `a` does.
+    # The results of a custom call do not have the shard_map axes that `a` varies over; these do.
     return jnp.where(True, values, a[0])
 
 
 def _product(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """Product in full precision also where the accelerator would round its inputs."""
+    """Product in full precision, also on accelerators that round inputs by default."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

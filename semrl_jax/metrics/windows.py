@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.choices import RELEASE_TOKENS, WINDOWS
 from semrl_jax.metrics.inputs import Rows, check_choice, check_growth, check_stride
+from semrl_jax.metrics.names import RELEASE_TOKENS, WINDOWS
 
-FIRST_WINDOWS = 4  # always measured; four points carry the interpolation between those that are
+FIRST_WINDOWS = 4  # always measured; the interpolation needs four points
 
 
 class PrefixDynamics(NamedTuple):
@@ -45,10 +45,10 @@ class Windows(NamedTuple):
 
     Attributes:
       rows: the rows they are prefixes of: all, or the last 512 valid ones.
-      sizes: static lengths, ascending; those a response is too short for come last.
-      measured: static indices into sizes of those to measure; the last one of the response comes
-        with them, the others are interpolated.
-      num_windows: int32, how many sizes this response has.
+      sizes: static lengths, ascending; the ones beyond the end of the response come last.
+      measured: static indices into sizes of the windows to measure. The last window of the response
+        is measured too; the others are interpolated.
+      num_windows: int32, how many of the sizes fit into this response.
       whole_last: whether the value of the whole response follows as one more point.
     """
 
@@ -58,18 +58,13 @@ class Windows(NamedTuple):
     num_windows: Int[Array, ""]
     whole_last: bool
 
-    @property
-    def all_measured(self) -> bool:
-        """Whether nothing is interpolated."""
-        return len(self.measured) == len(self.sizes)
-
 
 def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> Windows:
     """Fixes the prefixes of a response; see `rank_dynamics` for the rules."""
     check_choice("window", window, WINDOWS)
     stride, growth = check_stride(stride), check_growth(growth)
     num_rows = rows.states.shape[0]
-    stride = min(stride, num_rows + 1)  # as far from any window, and an int32
+    stride = min(stride, num_rows + 1)  # also without a window, and fits in an int32
     num_tokens = jnp.where(rows.finite, rows.num_tokens, 0)
     if window == "exact":
         sizes = tuple(range(stride, num_rows + 1, stride))
@@ -88,7 +83,7 @@ def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> 
 
 
 def measured_windows(num_windows: int, growth: float) -> tuple[int, ...]:
-    """Indices of the first four windows, and of those each `growth` times as far as the last."""
+    """Indices of the first four windows, then of each `growth` times as long as the last."""
     found, number = [], 1
     while number <= num_windows:
         found.append(number - 1)
@@ -106,20 +101,20 @@ def interpolated(
 ) -> Float[Array, "K M"]:
     """Fills the windows between the measured ones: cubic in the logarithm of their number.
 
-    A metric grows with the prefix like a power or a logarithm, smooth in that variable.
+    A metric grows with the prefix like a power or a logarithm, which is smooth in that variable.
 
     Args:
       values: of the measured windows.
       last: of window `num_windows`.
-      length: K, static; what lies past num_windows is finite.
+      length: K, static. Entries past num_windows are finite.
     """
-    # Numbers j of the measured windows; the end is a place for `last` past all of them.
+    # Numbers j of the measured windows. The last knot is a place for `last`, past all of them.
     knots = np.append(np.array(measured, np.int32) + 1, length)
     at_knots = jnp.log(jnp.minimum(knots, jnp.maximum(num_windows, 1)).astype(jnp.float32))
     values = jnp.concatenate([values, last[None]])
     values = jnp.where((knots < num_windows)[:, None], values, last[None])
     number = jnp.arange(1, length + 1)
-    # Four knots around each window, the last of them at most the first that holds `last`.
+    # Four knots around each window. None lies past the first knot that holds `last`.
     num_knots = jnp.minimum(jnp.searchsorted(knots, num_windows) + 1, len(knots))
     around = jnp.searchsorted(knots, number) - 2
     first = jnp.clip(around, 0, jnp.maximum(num_knots - 4, 0))

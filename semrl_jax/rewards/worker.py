@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from semrl_jax.errors import UserError
-from semrl_jax.extensions import load_module
+from semrl_jax.modules import load_module
 from semrl_jax.rewards.function import NonsenseError, as_verdict, error_text, load_function
 from semrl_jax.rewards.guard import fork_under_guard
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
@@ -83,7 +83,8 @@ def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
         def verify(response: str, reference: str) -> Verdict:
             return as_verdict(function(response, reference), response)
     else:
-        module = load_module("rewards.function", settings.function or "math", VERIFIERS)
+        name = settings.function or "math"
+        module = load_module("rewards.function", name, VERIFIERS, ("prepare", "verify"))
         module.prepare()
         verify = functools.partial(module.verify, settings=settings)
 

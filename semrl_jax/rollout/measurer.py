@@ -1,6 +1,6 @@
 """Metrics of responses as they arrive, in host threads or side by side on the accelerator.
 
-The trainer measures with it, and a replica that is asked to. Loads JAX.
+Used by the trainer, and by a replica if a call asks for metrics. Loads JAX.
 """
 
 from __future__ import annotations
@@ -18,27 +18,50 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.metrics import dataset_metrics, hidden_state_metrics, mean_hidden_state
+from semrl_jax.metrics import (
+    METRICS,
+    Measurement,
+    MetricKey,
+    dataset_metrics,
+    hidden_state_metrics,
+    mean_hidden_state,
+)
+from semrl_jax.metrics.metric import load_metric
+from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
 MAX_GROUP = 16
-MAX_GROUP_ENTRIES = 2**18  # larger responses hide their call's overhead and need the threads
-MAX_HELD_BYTES = 2**31  # of hidden states on a replica; beyond them the engine waits
+MAX_GROUP_ENTRIES = 2**18  # larger responses have a call each: the overhead is small then
+MAX_HELD_BYTES = 2**31  # of hidden states on a replica; above, the engine waits
 MAX_HELD_RESPONSES = 256
-MAX_COMPILED = 32  # functions with options of their own, a program per length bucket each
-FLUSH_AFTER_S = 1.0  # without news; a caller that waits longer gives the replica up
+MAX_COMPILED = 32  # functions with different options; each has one program per length bucket
+FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica that is silent
 
 
 class Measured(NamedTuple):
-    """Metrics of one response by name, and the float32 mean of its hidden states."""
+    """Metrics of one response, floats and bools, and the float32 means of its hidden states.
 
-    metrics: dict[str, float]
-    mean_state: Float[np.ndarray, " D"]
+    One row of means per layer. `Measurer` measures one layer at a time, as if it were the final.
+    """
+
+    metrics: dict[MetricKey, Measurement]
+    mean_states: Float[np.ndarray, "L D"]
+
+
+def join_layers(measured: Mapping[int, Measured]) -> Measured:
+    """One response measured in several layers: what `Measurer` found of each, by layer."""
+    metrics = {
+        key._replace(layer=layer): found
+        for layer, of_layer in measured.items()
+        for key, found in of_layer.metrics.items()
+    }
+    return Measured(metrics, np.concatenate([part.mean_states for part in measured.values()]))
 
 
 class _Kind(NamedTuple):
-    """What the responses of one call have in common."""
+    """Properties that all responses of one call share."""
 
     bucket: int
     width: int
@@ -51,23 +74,24 @@ class _Waiting(NamedTuple):
 
 
 class Measurer:
-    """Runs `hidden_state_metrics` on what arrives.
+    """Runs `hidden_state_metrics` on responses as they arrive. Thread-safe.
 
-    Small responses of one bucket and dtype share a call, because a call costs as much as the
-    arithmetic of a small one; inside it they are measured one after the other, so that who shares a
-    call, and who arrives first, changes no bit. The call has a fixed number of places: `flush` runs
-    those that are not full. Thread-safe.
+    Small responses of one bucket, width and dtype share a call, because the overhead of a call is
+    as large as the arithmetic of a small response. Inside the call they are measured one after the
+    other, so neither the responses that share a call nor their order changes a bit. A call has a
+    fixed number of places; `flush` starts calls that are not full.
 
-    A future that is cancelled before its call starts is left out; the others of the call are
-    measured. `close` waits for the calls that run and cancels all other futures.
+    A response whose future is cancelled before the call starts is left out; the others of the call
+    are measured. `close` waits for running calls and cancels all other futures.
 
     Args:
-      max_tokens: response limit; lengths are padded to powers of two from 32 on, and at most to
-        it.
-      num_threads: calls side by side.
+      max_tokens: response limit. Lengths are padded to powers of two from 32 on, at most to
+        max_tokens.
+      num_threads: how many calls run at the same time.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
-      device_batch: 0 measures on the host. More: so many responses are decomposed side by side on
-        the first local device.
+      layers: of the rows of the mean states of a batch; `submit` takes one layer at a time.
+      device_batch: 0 measures on the host. N above 0 measures N responses at a time, side by side,
+        on the first local device.
       options: stride, window, method, names and window_growth of `hidden_state_metrics`.
     """
 
@@ -77,15 +101,19 @@ class Measurer:
         max_tokens: int,
         num_threads: int,
         dataset_stride: int = 0,
+        layers: tuple[int, ...] = (FINAL_LAYER,),
         device_batch: int = 0,
         **options,
     ):
+        self.layers = layers
         self._max_tokens = max_tokens
         self._pool = concurrent.futures.ThreadPoolExecutor(
             num_threads, thread_name_prefix="metrics"
         )
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
+        for name in options.get("names", METRICS):
+            load_metric(name)  # refuses a user's module here, and not after the first response
         self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
         self._measure_dataset = _compiled(
             dataset_metrics, **_of_dataset(options), stride=dataset_stride
@@ -101,7 +129,7 @@ class Measurer:
     ) -> concurrent.futures.Future[Measured]:
         """Measures one response of at least one token, soon or at the next `flush`.
 
-        The rows are kept by reference until then: they must not change.
+        The rows are kept by reference until then and must not change.
 
         Raises:
           ValueError: for more than `max_tokens` rows, or a width of 0.
@@ -132,18 +160,18 @@ class Measurer:
         return item.future
 
     def flush(self) -> None:
-        """Starts measuring whatever has been submitted and not been started."""
+        """Starts measuring all responses that are still waiting for a full call."""
         with self._lock:
             for kind in list(self._waiting):
                 self._start(kind)
 
     def submit_batch(
-        self, means: Sequence[Float[np.ndarray, " D"]]
+        self, means: Sequence[Float[np.ndarray, "L D"]]
     ) -> concurrent.futures.Future[dict[str, float]]:
         """Starts measuring the mean states of measured responses, in their order, as one set.
 
-        The result has `global/<metric>` and `cumulative/<metric>_{velocity,acceleration}`, those
-        that are valid; it is empty without a `dataset_stride`, and of no states.
+        The result has the valid metrics by `MetricKey.dataset_label`. It is empty without a
+        `dataset_stride`, and for no states.
         """
         with self._lock:
             self._check_open()
@@ -166,7 +194,7 @@ class Measurer:
         self.close()
 
     def _check_open(self) -> None:
-        """Refuses what nobody would measure; the caller holds the lock."""
+        """Raises RuntimeError after `close`; the caller holds the lock."""
         if self._closed:
             raise RuntimeError("this Measurer is closed: submit before close, or make another one.")
 
@@ -188,7 +216,7 @@ class Measurer:
         try:
             for item, found in zip(group, self._measured(group, kind)):
                 item.future.set_result(found)
-        except BaseException as error:  # belongs to those who wait for the results
+        except BaseException as error:  # raised where the results are awaited
             for item in group:
                 if not item.future.done():
                     item.future.set_exception(error)
@@ -201,21 +229,19 @@ class Measurer:
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return [
-            Measured({name: float(value[i]) for name, value in metrics.items()}, means[i])
-            for i in range(len(group))
-        ]
+        return [Measured(_of_response(metrics, i), means[i][None]) for i in range(len(group))]
 
-    def _measure_batch(self, means: Sequence[Float[np.ndarray, " D"]]) -> dict[str, float]:
+    def _measure_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
             return {}
-        with jax.default_device(self._host):
-            found = jax.device_get(self._measure_dataset(np.stack(means)))
-        return {
-            name: float(value)
-            for name, value in found.items()
-            if not name.endswith("_valid") and found[f"{name}_valid"]
-        }
+        result = {}
+        for layer, rows in zip(self.layers, np.stack(means, axis=1), strict=True):
+            with jax.default_device(self._host):
+                found = jax.device_get(self._measure_dataset(rows))
+            for key, (value, valid) in found.items():
+                if valid:
+                    result[key._replace(layer=layer).dataset_label] = float(value)
+        return result
 
 
 async def measure_each(
@@ -225,13 +251,13 @@ async def measure_each(
     max_tokens: int,
     keep_states: bool,
 ) -> AsyncIterator[Rollout]:
-    """Yields each rollout once it is measured, on the host, while others are still being sampled.
+    """Yields each rollout when it is measured, on the host, while others are still being sampled.
 
-    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES of them wait.
+    Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES are waiting.
 
     Args:
-      rollouts: with hidden states of layer -1, in any order; closed at the end, whatever that is.
-      params: what to measure; `dtype` is the states' own.
+      rollouts: with hidden states of layer -1, in any order; closed at the end in any case.
+      params: what to measure; `dtype` is not used, the states have it.
       max_tokens: response limit, as in `Measurer`.
       keep_states: leave `hidden_states` in the rollouts.
     """
@@ -250,7 +276,7 @@ async def measure_each(
             if arriving is None and not ended and not full:
                 arriving = asyncio.create_task(_next(rollouts))
             if arriving is None:
-                measurer.flush()  # nothing else would fill a call that has places left
+                measurer.flush()  # no other response will fill a call that has places left
             awaited = [*pending, arriving] if arriving else list(pending)
             done, _ = await asyncio.wait(
                 awaited, timeout=FLUSH_AFTER_S, return_when=asyncio.FIRST_COMPLETED
@@ -267,7 +293,7 @@ async def measure_each(
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
                 num_held -= _num_bytes(rollout)
-                metrics, mean_state = future.result()
+                metrics, (mean_state,) = future.result()
                 rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
                 yield rollout if keep_states else _without_states(rollout)
     finally:
@@ -286,7 +312,7 @@ async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
 
 
 def _num_bytes(rollout: Rollout) -> int:
-    """Of its states."""
+    """Size of its hidden states."""
     states = rollout.hidden_states, rollout.prompt_states
     return sum(array.nbytes for array in states if array is not None)
 
@@ -297,7 +323,7 @@ def _without_states(rollout: Rollout) -> Rollout:
 
 
 def _cancel(group: list[_Waiting]) -> None:
-    """Cancels futures whose measuring will not start, and tells those who wait for several."""
+    """Cancels futures that will not be measured, and notifies `concurrent.futures.wait`."""
     for item in group:
         item.future.cancel()
         item.future.set_running_or_notify_cancel()
@@ -305,18 +331,26 @@ def _cancel(group: list[_Waiting]) -> None:
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(function: Callable, **options: Hashable) -> Callable:
-    """The same function for the same options, so that every Measurer finds what one compiled.
+    """The same jitted function for the same options, so that all Measurers share its programs.
 
-    Options come from clients: programs of those not used for long are dropped.
+    Options come from clients, so the programs of the least recently used options are dropped.
     """
     return jax.jit(functools.partial(function, **options))
 
 
 def _measure(
     hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
-) -> tuple[dict[str, Array], Float[Array, "G D"]]:
+) -> tuple[dict[MetricKey, Measurement], Float[Array, "G D"]]:
     metrics = hidden_state_metrics(hidden_states, mask, **options)
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
+
+
+def _of_response(metrics: Metrics, index: int) -> dict[MetricKey, Measurement]:
+    """The metrics of one response out of those of a batch, as Python numbers."""
+    return {
+        key: Measurement(float(found.value[index]), bool(found.valid[index]))
+        for key, found in metrics.items()
+    }
 
 
 def _of_dataset(options: Mapping) -> dict:

@@ -11,9 +11,11 @@ from typing import Any
 
 import ml_collections
 
-from semrl_jax.choices import METRICS, TOKEN_INDICATORS, count_windows
+from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
+from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
+from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompts import evaluation_files
 from semrl_jax.settings import (
     algorithms,
@@ -157,41 +159,53 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
             "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
             "another source."
         )
-    if shaping.target == "none":
-        return
+    others = [layer for layer in metrics.layers if layer != FINAL_LAYER]
+    if others and source != "rollout":
+        raise UserError(
+            f"metrics.layers has {others[0]}, but hidden_states.source={source!r} has the final "
+            "layer only; set it to 'rollout', or metrics.layers=(-1,)."
+        )
     options = ShapingOptions(**shaping)
-    of_states = {
-        name + order: name for name in METRICS for order in ("", "_velocity", "_acceleration")
-    }
+    measured = [metric_name(name) for name in metrics.names]
     for indicator in options.tracked:
         if indicator in TOKEN_INDICATORS:
             continue
-        if indicator not in of_states:
+        name, _, layer = MetricKey.parse(indicator)
+        if name not in (*measured, *METRICS):
             raise UserError(
-                f"shaping uses {indicator!r}, which the trainer does not measure; of the tokens it "
-                f"measures {', '.join(TOKEN_INDICATORS)}."
+                f"shaping uses {indicator!r}, which is unknown; it may use metrics of "
+                f"metrics.names, such as {METRICS}, with _velocity and _acceleration after the "
+                f"name, and of the tokens {', '.join(TOKEN_INDICATORS)}."
             )
+        if shaping.target == "none":
+            continue
         if source == "none":
             raise UserError(
                 f"hidden_states.source='none' measures no hidden states, but the shaping uses "
                 f"{indicator!r}; set another source, shaping.target='none', or indicators of the "
                 f"tokens: {', '.join(TOKEN_INDICATORS)}."
             )
-        if of_states[indicator] not in metrics.names:
+        if layer not in metrics.layers:
+            raise UserError(
+                f"shaping uses {indicator!r}, but metrics.layers={tuple(metrics.layers)} does not "
+                "have its layer; add it there."
+            )
+        if name not in measured:
             raise UserError(
                 f"shaping uses {indicator!r}, which metrics.names={tuple(metrics.names)} does not "
                 "measure; add its metric there."
             )
-    _check_windows(config, options.used)
+    if shaping.target != "none":
+        _check_windows(config, options.used)
 
 
 def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> None:
     """Whether the longest response is long enough for the orders that the shaping uses."""
     metrics, limit = config.metrics, config.rollout.max_response_tokens
-    for order, least in (("_acceleration", 3), ("_velocity", 2)):
-        of_order = [name for name in used if name.endswith(order)]
-        found = count_windows(limit, metrics.stride, metrics.window)
-        if not of_order or found >= least:
+    found = count_windows(limit, metrics.stride, metrics.window)
+    for name in sorted(used, key=lambda name: -ORDERS[MetricKey.parse(name).order]):
+        least = ORDERS[MetricKey.parse(name).order]
+        if found >= least:
             continue
         fitting = [
             stride
@@ -202,7 +216,7 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
         raise UserError(
             f"metrics.stride={metrics.stride} leaves {found} prefixes in "
             f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, so no "
-            f"response would have the {of_order[0]!r} that the shaping uses, which takes {least}; "
+            f"response would have the {name!r} that the shaping uses, which takes {least}; "
             f"{way_out}."
         )
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semrl_jax.files import parse_json, remove, replacing, through_no_link
+from semrl_jax.metrics.records import encode
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import TOKEN_ARRAYS
 
@@ -105,7 +106,7 @@ def write_rollouts(
     directory.mkdir(exist_ok=True)
     rollouts = [item.rollout for item in scored]
     verdicts = [item.verdict for item in scored]
-    metrics = rollouts[0].metrics if rollouts else ()
+    metrics = [encode(rollout.metrics) for rollout in rollouts]
     columns = {
         "step": [step] * len(scored),
         **({} if benchmarks is None else {"benchmark": _strings(benchmarks)}),
@@ -124,8 +125,8 @@ def write_rollouts(
         values = [getattr(rollout, array.name) for rollout in rollouts]
         if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
             columns[array.name] = values
-    for name in metrics:
-        columns[f"metrics/{name}"] = [rollout.metrics[name] for rollout in rollouts]
+    for name in (metrics or [()])[0]:
+        columns[f"metrics/{name}"] = [row[name] for row in metrics]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from semrl_jax.files import read_json_object, replacing
+from semrl_jax.metrics.records import value_names
 from semrl_jax.runs.records import read_rows
 
 matplotlib.use("Agg")
@@ -158,8 +159,7 @@ def _samples(directory: pathlib.Path) -> list[dict]:
     names = ["step", "prompt", "response", "reference", "extracted", "score", "correct"]
     table = pq.read_table(files[-1])
     names = [name for name in (*names, "finish_reason") if name in table.column_names]
-    metrics = [name for name in table.column_names if name.startswith("metrics/")]
-    shown = [name for name in metrics if not name.endswith("_valid")]
+    shown = value_names(name for name in table.column_names if name.startswith("metrics/"))
     # Take responses at equal distances, because neighbours share their prompt.
     stride = max(table.num_rows // NUM_SAMPLES, 1)
     return table.select([*names, *shown]).take(list(range(0, table.num_rows, stride))).to_pylist()

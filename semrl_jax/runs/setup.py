@@ -201,6 +201,7 @@ def open_run(
                     window=config.metrics.window,
                     method=config.metrics.method,
                     names=tuple(config.metrics.names),
+                    layers=tuple(config.metrics.layers),
                     window_growth=config.metrics.window_growth,
                     device_batch=config.metrics.device_batch,
                 )

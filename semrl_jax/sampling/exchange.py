@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from semrl_jax.metrics.records import decode, encode
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -43,11 +44,11 @@ def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
     columns = {
         array.name: (array.dtype, [getattr(item.rollout, array.name) for item in scored])
         for array in TOKEN_ARRAYS
-    } | {"mean_state": ("<f4", [item.mean_state for item in scored])}
+    } | {"mean_states": ("<f4", [item.mean_states for item in scored])}
     arrays = {"records": np.frombuffer(json.dumps(list(map(_record, scored))).encode(), np.uint8)}
     for name, (dtype, parts) in columns.items():
         present = [part for part in parts if part is not None]
-        arrays[name] = np.concatenate([np.zeros(0, dtype), *present]).astype(dtype)
+        arrays[name] = np.concatenate(present or [np.zeros(0)]).astype(dtype)
         arrays[f"{name}_lengths"] = np.array([-1 if p is None else len(p) for p in parts], int)
     file = io.BytesIO()
     np.savez(file, **arrays)
@@ -56,20 +57,20 @@ def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
 
 def unpack_scored(data: bytes) -> list[ScoredRollout]:
     """Scored responses as `pack_scored` took them, without hidden states."""
-    names = [array.name for array in TOKEN_ARRAYS]
+    names = [*(array.name for array in TOKEN_ARRAYS), "mean_states"]
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         records = json.loads(arrays["records"].tobytes())
-        columns = {
-            name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in (*names, "mean_state")
-        }
+        columns = {name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in names}
+    means = columns.pop("mean_states")
     scored = []
     for index, record in enumerate(records):
         rollout = Rollout(
-            **{name: columns[name][index] for name in names},
+            **{name: column[index] for name, column in columns.items()},
             versions=tuple(
                 VersionSpan(WeightVersion(*version), start, end)
                 for version, start, end in record["versions"]
             ),
+            metrics=decode(record["metrics"]),
             **record["values"],
         )
         scored.append(
@@ -78,7 +79,7 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
                 record["response"],
                 record["reference"],
                 Verdict(**record["verdict"]),
-                columns["mean_state"][index],
+                means[index],
             )
         )
     return scored
@@ -90,13 +91,14 @@ _LOCAL = {"hidden_states", "prompt_states", "layers", "mean_state"}
 _VALUES = [
     field.name
     for field in dataclasses.fields(Rollout)
-    if field.name not in {array.name for array in TOKEN_ARRAYS} | _LOCAL | {"versions"}
+    if field.name not in {array.name for array in TOKEN_ARRAYS} | _LOCAL | {"versions", "metrics"}
 ]
 
 
 def _record(item: ScoredRollout) -> dict:
     return {
         "values": {name: getattr(item.rollout, name) for name in _VALUES},
+        "metrics": encode(item.rollout.metrics),
         "versions": [
             [dataclasses.astuple(span.version), span.start, span.end]
             for span in item.rollout.versions
@@ -108,8 +110,8 @@ def _record(item: ScoredRollout) -> dict:
 
 
 def _split(
-    values: Shaped[np.ndarray, " N"], lengths: Int[np.ndarray, " B"]
-) -> list[Shaped[np.ndarray, " _"] | None]:
+    values: Shaped[np.ndarray, "N ..."], lengths: Int[np.ndarray, " B"]
+) -> list[Shaped[np.ndarray, "_ ..."] | None]:
     """Consecutive parts of these lengths; None for a length of -1."""
     ends = np.cumsum(np.maximum(lengths, 0))
     return [None if n < 0 else values[end - n : end] for end, n in zip(ends, lengths)]

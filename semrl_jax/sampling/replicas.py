@@ -133,6 +133,13 @@ def _check_limits(
             f"replica {replica.replica_id} sends no final hidden states; set "
             "hidden_states.source='policy' and evaluation.metrics=False."
         )
+    for layer in config.metrics.layers if wanted else ():
+        if layer not in replica.layers:
+            reason = f" ({replica.layers_reason})" if replica.layers_reason else ""
+            raise UserError(
+                f"replica {replica.replica_id} sends hidden states of layers "
+                f"{list(replica.layers)}{reason}, but metrics.layers has {layer}; leave it out."
+            )
     if config.metrics.placement == "rollout":
         for name in config.metrics.names:
             if name not in replica.metric_kinds:

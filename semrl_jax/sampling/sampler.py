@@ -23,6 +23,8 @@ from semrl_jax.cluster.gathering import gather_bytes
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
+from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
@@ -218,7 +220,7 @@ class Sampler:
     def measured(
         self,
         scored: list[ScoredRollout],
-        indicators: Sequence[Mapping[str, float]],
+        indicators: Sequence[Metrics],
         states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
     ) -> list[ScoredRollout]:
         """The responses with what the training model's own pass gives.
@@ -248,7 +250,7 @@ class Sampler:
             nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
             nothing.set_result({})
             return nothing
-        return self.measurer.submit_batch([item.mean_state for item in scored])
+        return self.measurer.submit_batch([item.mean_states for item in scored])
 
     def counters(self) -> dict[str, float]:
         """Events and bytes on the wire since the last call: of one step, so that a resumed run
@@ -368,12 +370,11 @@ class Sampler:
         )
         there = measured and self.config.metrics.placement == "rollout"
         here = measured and not there
+        layers = self.measurer.layers if here else (FINAL_LAYER,) if keep_states else ()
         rollouts = self.client.generate(
             requests,
             sampling,
-            HiddenStateParams(
-                (-1,) if here or keep_states else (), self.config.hidden_states.dtype
-            ),
+            HiddenStateParams(layers, self.config.hidden_states.dtype),
             version=version,
             metrics=self.metric_params if there else None,
             resync=resync,

@@ -8,28 +8,32 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 from jaxtyping import Float
 
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.rollout.measurer import Measured, Measurer
+from semrl_jax.rollout.measurer import Measured, Measurer, join_layers
 from semrl_jax.types import Rollout
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout, its text as the verifier got it, and the verdict; `mean_state` is of it."""
+    """A rollout, its text as the verifier got it, and the verdict.
+
+    `mean_states` are float32 means of its hidden states, a row per layer that was measured.
+    """
 
     rollout: Rollout
     response: str
     reference: str
     verdict: Verdict
-    mean_state: Float[np.ndarray, " D"] | None = None
+    mean_states: Float[np.ndarray, "L D"] | None = None
 
     def with_measured(self, measured: Measured) -> ScoredRollout:
-        """The same with metrics in the rollout, and its mean state."""
+        """The same with metrics in the rollout, and its mean states."""
         return dataclasses.replace(
-            self.with_metrics(measured.metrics), mean_state=measured.mean_state
+            self.with_metrics(measured.metrics), mean_states=measured.mean_states
         )
 
-    def with_metrics(self, metrics: Mapping[str, float]) -> ScoredRollout:
+    def with_metrics(self, metrics: Metrics) -> ScoredRollout:
         """The same with more metrics in the rollout."""
         metrics = {**self.rollout.metrics, **metrics}
         return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, metrics=metrics))
@@ -42,7 +46,6 @@ def score_and_measure(
     references: Mapping[int, str],
     verifier: VerifierPool,
     measurer: Measurer | None,
-    layer: int = -1,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[ScoredRollout]:
@@ -53,8 +56,8 @@ def score_and_measure(
       decode: token ids of a response to the text that its verifier gets.
       references: reference answer of each group.
       verifier: scores text against reference.
-      measurer: measures the hidden states; None leaves `metrics` as the replica sent them.
-      layer: the layer measured.
+      measurer: measures the hidden states of its layers; None leaves `metrics` as the replica sent
+        them.
       keep_states: keep the hidden states in memory after measuring.
       arrived: called for each rollout, for progress.
     """
@@ -63,9 +66,10 @@ def score_and_measure(
         response = decode(rollout.response_ids)
         reference = references[rollout.group_id]
         verdict = verifier.submit(response, reference)
-        metrics = None
-        if measurer is not None:
-            metrics = measurer.submit(rollout.policy_states(layer))
+        metrics = {
+            layer: measurer.submit(rollout.policy_states(layer))
+            for layer in (measurer.layers if measurer is not None else ())
+        }
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
         started.append((rollout, response, reference, verdict, metrics))
@@ -75,6 +79,11 @@ def score_and_measure(
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
     scored = []
     for rollout, response, reference, verdict, metrics in started:
-        item = ScoredRollout(rollout, response, reference, verdict.result(), rollout.mean_state)
-        scored.append(item if metrics is None else item.with_measured(metrics.result()))
+        mean = rollout.mean_state
+        means = None if mean is None else mean[None]
+        item = ScoredRollout(rollout, response, reference, verdict.result(), means)
+        if metrics:
+            found = {layer: future.result() for layer, future in metrics.items()}
+            item = item.with_measured(join_layers(found))
+        scored.append(item)
     return scored

@@ -1,4 +1,4 @@
-"""Scalars of one batch of rollouts, on the host; the log keys of rewards, lengths and metrics."""
+"""Scalars of one batch of rollouts, on the host: log keys of rewards, lengths and metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import FINISH_REASONS, Rollout
 
@@ -15,7 +17,7 @@ from semrl_jax.types import FINISH_REASONS, Rollout
 def batch_scalars(
     scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
 ) -> dict[str, float]:
-    """What was sampled and how it scored.
+    """Statistics of the sampled responses and their rewards.
 
     Args:
       scored: B = P * G responses in (group, sample) order.
@@ -23,8 +25,8 @@ def batch_scalars(
 
     Returns:
       `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
-      Means by correctness are left out where no response is of that kind; invalid metrics stay out
-      of every mean and are counted in `metrics/<name>/valid_fraction`.
+      Means by correctness are left out if no response is of that kind. Invalid metrics are in no
+      mean; `metrics/<name>/valid_fraction` is the share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
@@ -55,28 +57,23 @@ def batch_scalars(
 
 
 def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
-    """`<prefix>/<metric>/...` of measured responses, and the share of valid ones."""
+    """`<prefix>/<metric>/...` of measured responses, with the share of valid ones."""
     correct = np.array([item.verdict.correct for item in scored])
     scalars = {}
-    for name in scored[0].rollout.metrics:
-        if name.endswith("_valid"):
-            continue
-        values = np.array([item.rollout.metrics[name] for item in scored])
-        valid = np.array([item.rollout.metrics[f"{name}_valid"] for item in scored], bool)
-        scalars |= _by_correctness(f"{prefix}/{name}", values, correct, valid)
-        scalars[f"{prefix}/{name}/valid_fraction"] = valid.mean()
+    for key in scored[0].rollout.metrics:
+        values, valid = map(np.array, zip(*(item.rollout.metrics[key] for item in scored)))
+        scalars |= _by_correctness(f"{prefix}/{key.label}", values, correct, valid)
+        scalars[f"{prefix}/{key.label}/valid_fraction"] = valid.mean()
     return {name: float(value) for name, value in scalars.items()}
 
 
-def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
-    """The metrics of all responses as [B] arrays: float32 values, bool validity."""
-    return {
-        name: np.array(
-            [item.rollout.metrics[name] for item in scored],
-            bool if name.endswith("_valid") else np.float32,
-        )
-        for name in scored[0].rollout.metrics
-    }
+def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[MetricKey, Measurement]:
+    """The metrics of all responses as [B] arrays: float32 values, bool validities."""
+    arrays = {}
+    for key in scored[0].rollout.metrics:
+        values, valid = zip(*(item.rollout.metrics[key] for item in scored))
+        arrays[key] = Measurement(np.array(values, np.float32), np.array(valid, bool))
+    return arrays
 
 
 def logprob_mismatch(
@@ -89,9 +86,10 @@ def logprob_mismatch(
 ) -> dict[str, float]:
     """Absolute difference of the engine's and the training model's log-probabilities, nats.
 
-    The training model's are of the whole vocabulary at `temperature`. Under top-p or top-k the
-    engine sampled from a part of it; its raw log-probabilities are then compared, which are of the
-    whole vocabulary at temperature 1. {} where temperatures differ or an engine sends no raw ones.
+    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k
+    the engine sampled from a part of the vocabulary. Its raw log-probabilities are compared then,
+    which are over the whole vocabulary at temperature 1. {} if the temperatures differ or an engine
+    sends no raw ones.
 
     Args:
       rollouts: B responses.
@@ -117,14 +115,14 @@ def logprob_mismatch(
 def state_differences(
     scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
 ) -> dict[str, float]:
-    """Rows of the engine beside the training model's: length of the difference over the length.
+    """Relative difference of the hidden states of the engine and of the training model, per row.
 
     Args:
       scored: B responses; those with hidden states are compared.
-      states: of the training model, by index of the response, as far as they are here.
+      states: of the training model, by index of the response, as far as this process has them.
 
     Returns:
-      `count`, `sum` and `max` over the rows that are here from both.
+      `count`, `sum` and `max` of |ours - theirs| / |ours| over the rows that are here from both.
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
@@ -132,7 +130,7 @@ def state_differences(
         if rollout.hidden_states is None:
             continue
         ours = row.astype(np.float32)
-        theirs = rollout.hidden_states[rollout.response_mask, 0].astype(np.float32)
+        theirs = rollout.policy_states(FINAL_LAYER).astype(np.float32)
         length = np.linalg.norm(ours, axis=1)
         relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
     values = np.concatenate(relative)
@@ -141,7 +139,7 @@ def state_differences(
 
 
 def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`state_differences` of all processes as scalars of the log; {} where none has any."""
+    """`state_differences` of all processes as log scalars; {} if no process compared a row."""
     count = sum(part["count"] for part in parts)
     if not count:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semrl_jax.errors import UserError
-from semrl_jax.extensions import module_names
+from semrl_jax.modules import module_names
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
 
 VERIFIERS = "semrl_jax.rewards.verifiers"

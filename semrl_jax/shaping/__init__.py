@@ -6,9 +6,7 @@ from semrl_jax.shaping.options import (
     EXPLORE_WEIGHTS,
     GUIDANCE,
     INDICATORS,
-    KNOWN_INDICATORS,
     ShapingOptions,
-    validate_shaping,
 )
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "EXPLORE_WEIGHTS",
     "GUIDANCE",
     "INDICATORS",
-    "KNOWN_INDICATORS",
     "ShapingOptions",
     "ShapingState",
     "Signal",
@@ -25,7 +22,6 @@ __all__ = [
     "reward_bonus",
     "shape_advantages",
     "update_shaping_state",
-    "validate_shaping",
 ]
 
 # The options are checked before JAX is loaded.

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.metrics.records import MetricKey, Metrics
 from semrl_jax.shaping.indicators import (
-    Metrics,
+    has_indicators,
     masked_correlation,
     masked_mean,
     read_indicator,
@@ -32,12 +33,13 @@ EPSILON = 1e-8
 class Signal(NamedTuple):
     """The signal of each response and how it came about.
 
-    I counts the indicators, K those with a baseline: a foreign guidance comes after them.
+    I is the number of indicators, K the number of those with a baseline: the indicators, and after
+    them the guidance if it is not an indicator.
 
     Attributes:
       phi: float32, signed, eta included; 0.0 where not valid or not active.
       valid: responses that have all used indicators.
-      active: whether there are baselines to compare with; no response has a signal otherwise.
+      active: whether there are baselines to compare with. Without them no response has a signal.
       beta: float32 in [0, 1]; 0.5 with mixing='half', 0.0 with 'sum'.
       deviations: float32 in [-5, 5], 0.0 where not compared.
       weights: float32 w of each response.
@@ -60,42 +62,42 @@ def shape_advantages(
     state: ShapingState,
     **options: Any,
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """Adds to each advantage a bonus that is never negative and never turns its sign.
+    """Adds to each advantage a bonus that is never negative and never changes its sign.
 
-    A response far above its baselines gets a bonus: judged by effective rank (explore) where its
-    acceleration is high, by the velocity (exploit) where it is low. A wrong response may get one
-    too; it shortens the penalty by |A| / kappa at most.
+    A response far above its baselines gets a bonus. It is judged by its effective rank (explore) if
+    its acceleration is high, and by its velocity (exploit) if that is low. A wrong response may get
+    a bonus too, which reduces its penalty by at most |A| / kappa.
 
     Args:
-      advantages: computed in float32; masked-out tokens may hold anything. One that is not finite
-        stays as it is, and gets no bonus.
-      metrics: `<indicator>` values of the B responses and `<indicator>_valid` beside them; what is
-        not valid may hold anything.
+      advantages: computed in float32; masked-out tokens may hold anything. An advantage that is not
+        finite stays unchanged.
+      metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
+        what is not valid may hold anything.
       response_mask: True on tokens that count.
       state: baselines before this batch.
       **options: fields of `ShapingOptions`. target: "advantage" and "both" add the bonus here;
-        "reward" and "none" leave the advantages as they are and the report of the bonus at zero
-        (see `reward_bonus`); "none" needs no metrics.
+        "reward" (see `reward_bonus`) and "none" leave the advantages unchanged and report a bonus
+        of zero; "none" needs no metrics.
 
     Returns:
-      Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and the report of
-      float32 scalars under their log keys. `shaping/active` is 0.0 while there is no baseline (the
-      first step; the first two with ema_lag=2), and nothing is shaped then. A response without a
-      used indicator gets no bonus. Means are over valid responses, those of a deviation over valid
-      responses that have this indicator, `shaping/bonus/mean` over all response tokens,
+      Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and a report of float32
+      scalars by log key. `shaping/active` is 0.0 while there is no baseline (the first step; the
+      first two with ema_lag=2), and nothing is shaped then. A response that lacks a used indicator
+      gets no bonus. Means are over valid responses. The mean of a deviation is over the valid
+      responses that have this indicator, `shaping/bonus/mean` over all response tokens, and
       `shaping/clipped_fraction/mean` over the tokens that may get a bonus.
 
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.
 
-    Source: arXiv:2509.23808. The reference implementation shapes the last token only, and the
-    documented advantage-only setting not at all; here every token of the response is shaped.
+    Source: arXiv:2509.23808. The reference implementation shapes the last token only, and with its
+    documented advantage-only setting none. Here every token of the response is shaped.
     """
     checked = ShapingOptions(**options)
     _check_arrays(advantages, response_mask)
     mask = jnp.asarray(response_mask)
     advantages = jnp.where(mask, jnp.asarray(advantages).astype(jnp.float32), 0.0)
-    if checked.target == "none" and any(name not in metrics for name in checked.tracked):
+    if checked.target == "none" and not has_indicators(metrics, checked.tracked):
         report = {"shaping/active": jnp.float32(0)} | _correlations(metrics, checked.invalid)
         return jax.lax.stop_gradient((advantages, report))
     signal = _signal(metrics, state, checked)
@@ -145,14 +147,14 @@ def shape_advantages(
 def reward_bonus(metrics: Metrics, state: ShapingState, **options: Any) -> Float[Array, " B"]:
     """Computes Phi of each response: what target='reward' and 'both' add to the last reward.
 
-    Signed and unclipped, unlike the bonus on an advantage; 0.0 for a response without a used
-    indicator and while there are no baselines. Options and errors as in `shape_advantages`.
+    Signed and not clipped, unlike the bonus on an advantage. 0.0 for a response that lacks a used
+    indicator, and while there are no baselines. Options and errors as in `shape_advantages`.
     """
     return compute_signal(metrics, state, **options).phi
 
 
 def compute_signal(metrics: Metrics, state: ShapingState, **options: Any) -> Signal:
-    """Computes Phi with all that leads to it; options and errors as in `shape_advantages`."""
+    """Computes Phi and its parts; options and errors as in `shape_advantages`."""
     return _signal(metrics, state, ShapingOptions(**options))
 
 
@@ -184,7 +186,7 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
     else:
         weights = beta[None] * explore + (1.0 - beta[None]) * exploit  # [I, B]
     phi = _scale(state, options) * jnp.sum(weights * jnp.tanh(deviations[: len(weights)]), axis=0)
-    # From zero, the first step has no baseline either: the reference implementation skips it.
+    # With ema_init="zero" the first step is skipped too, as in the reference implementation.
     active = state.num_updates > 0
     if options.ema_init == "first_batch":
         required = jnp.asarray([name in options.used for name in tracked])
@@ -203,7 +205,7 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
 
 
 def _check_arrays(advantages: Any, response_mask: Any) -> None:
-    """Raises ValueError for shapes that differ or a mask that is a weight; static."""
+    """Raises ValueError for shapes that differ or a mask that is not bool, while tracing."""
     if jnp.shape(advantages) != jnp.shape(response_mask) or jnp.ndim(advantages) != 2:
         raise ValueError(
             f"advantages has shape {jnp.shape(advantages)} and response_mask "
@@ -217,7 +219,7 @@ def _check_arrays(advantages: Any, response_mask: Any) -> None:
 
 
 def _scale(state: ShapingState, options: ShapingOptions) -> Float[Array, ""]:
-    """eta as used: in full, or falling as the mean raw reward goes from -1 to 1."""
+    """eta, or with scale="performance" eta falling to zero as the mean raw reward rises to 1."""
     eta = jnp.float32(options.eta)
     return eta if options.scale == "fixed" else eta * (1.0 - (state.reward_ema + 1.0) / 2.0)
 
@@ -231,11 +233,11 @@ def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 def _correlations(metrics: Metrics, invalid: str) -> dict[str, Float[Array, ""]]:
     """Correlation of effective rank with its two orders, where the metrics hold them."""
     report = {}
-    for name in ("effective_rank_velocity", "effective_rank_acceleration"):
-        if "effective_rank" in metrics and name in metrics:
-            rank, rank_valid = read_indicator(metrics, "effective_rank", invalid)
-            order, order_valid = read_indicator(metrics, name, invalid)
-            report[f"metrics/correlation/{name}"] = masked_correlation(
-                rank, order, rank_valid & order_valid
-            )
+    metric = "effective_rank"
+    for order in ("velocity", "acceleration"):
+        name = MetricKey(metric, order).label
+        if has_indicators(metrics, (metric, name)):
+            x, x_valid = read_indicator(metrics, metric, invalid)
+            y, y_valid = read_indicator(metrics, name, invalid)
+            report[f"metrics/correlation/{name}"] = masked_correlation(x, y, x_valid & y_valid)
     return report

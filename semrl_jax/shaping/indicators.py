@@ -1,18 +1,17 @@
-"""What the metrics say of each response under the options, and means over those responses."""
+"""Indicators of each response under the options, and means over responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
+from semrl_jax.metrics.records import MetricKey, Metrics
 from semrl_jax.shaping.options import ShapingOptions
-
-Metrics = Mapping[str, Shaped[Array | np.ndarray, " B"]]
 
 
 class Indicators(NamedTuple):
@@ -20,9 +19,9 @@ class Indicators(NamedTuple):
 
     Attributes:
       values: float32, 0.0 where not present.
-      present: which responses have which indicator; under invalid="zeros" also those too short
-        for an order.
-      valid: responses that have every used indicator, so that they can be shaped.
+      present: which responses have which indicator. With invalid="zeros", responses too short for
+        velocity or acceleration have it too.
+      valid: responses that have every used indicator and can be shaped.
     """
 
     values: Float[Array, "K B"]
@@ -31,7 +30,7 @@ class Indicators(NamedTuple):
 
 
 def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
-    """Takes the tracked indicators out of the metrics; ValueError where they do not fit."""
+    """Reads the tracked indicators; ValueError if one is missing or of another shape."""
     columns = [read_indicator(metrics, name, options.invalid) for name in options.tracked]
     sizes = {name: len(values) for name, (values, _) in zip(options.tracked, columns)}
     if len(set(sizes.values())) > 1:
@@ -43,71 +42,76 @@ def read_indicators(metrics: Metrics, options: ShapingOptions) -> Indicators:
     return Indicators(values, present, jnp.all(present[np.array(used)], axis=0))
 
 
+def has_indicators(metrics: Metrics, names: Iterable[str]) -> bool:
+    """Whether all these indicators were measured."""
+    return all(MetricKey.parse(name) in metrics for name in names)
+
+
 def read_indicator(
     metrics: Metrics, name: str, invalid: str
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Values without NaN, and which responses have one.
 
-    A missing `<name>_valid` means valid wherever finite. With invalid='zeros' an order counts as
-    0.0 where it is not valid but its metric is; what is not finite, as a value or as the hidden
-    states behind it, never counts.
+    With invalid='zeros', velocity and acceleration count as 0.0 where they are not valid but the
+    value of the metric is. A value that is not finite never counts, nor does a response whose
+    hidden states are not finite.
     """
-    if name not in metrics:
+    key = MetricKey.parse(name)
+    if key not in metrics:
+        held = ", ".join(sorted(key.label for key in metrics)) or "nothing"
         raise ValueError(
-            f"metrics has no {name!r}, which the shaping needs; it holds "
-            f"{', '.join(sorted(metrics)) or 'nothing'}. Compute it, or change shaping.indicators "
-            "or shaping.guidance."
+            f"metrics has no {name!r}, which the shaping needs; it holds {held}. Compute it, or "
+            "change shaping.indicators or shaping.guidance."
         )
-    shape = np.shape(metrics[name])
+    shape = np.shape(metrics[key].value)
     if len(shape) != 1:
         raise ValueError(
-            f"metrics[{name!r}] has shape {shape}; it must be [B], one value per response."
+            f"metrics[{name!r}] has values of shape {shape}; it must be [B], one value per "
+            "response."
         )
-    values = jax.lax.stop_gradient(jnp.asarray(metrics[name]).astype(jnp.float32))
+    values = jax.lax.stop_gradient(jnp.asarray(metrics[key].value).astype(jnp.float32))
     finite = jnp.isfinite(values)
-    present = finite & _valid(metrics, name, shape)
+    present = finite & _valid(metrics, key, shape)
     values = jnp.where(present, values, 0.0)
-    metric = name.removesuffix("_velocity").removesuffix("_acceleration")
-    if invalid == "zeros" and metric != name:
-        present = finite & _valid(metrics, metric, shape)
+    if invalid == "zeros" and key.order != "value":
+        of_metric = key._replace(order="value")
+        present = finite & _valid(metrics, of_metric, shape) if of_metric in metrics else finite
     return values, present
 
 
-def _valid(metrics: Metrics, name: str, shape: tuple[int, ...]) -> Bool[Array, " B"]:
-    """`<name>_valid`, True where there is none."""
-    if (key := f"{name}_valid") not in metrics:
-        return jnp.ones(shape, bool)
-    flags = jnp.asarray(metrics[key])
+def _valid(metrics: Metrics, key: MetricKey, shape: tuple[int, ...]) -> Bool[Array, " B"]:
+    """The validities of a metric."""
+    flags = jnp.asarray(metrics[key].valid)
     if flags.shape != shape or flags.dtype != jnp.bool_:
         raise ValueError(
-            f"metrics[{key!r}] has shape {flags.shape} and dtype {flags.dtype}; it must be "
-            f"{shape} and bool, as the metrics have one value per response."
+            f"metrics[{key.label!r}] has validities of shape {flags.shape} and dtype "
+            f"{flags.dtype}; they must be bool of shape {shape}."
         )
     return flags
 
 
 def masked_mean(values: Float[Array, "*axes"], mask: Bool[Array, "*axes"]) -> Float[Array, ""]:
-    """Mean under the mask, 0.0 of nothing."""
+    """Mean under the mask; 0.0 if nothing is under it."""
     count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-    # Divided first: a sum of large values would leave float32, and no baseline recovers from inf.
+    # Divides first: a sum of large values could overflow, and a baseline never recovers from inf.
     return jnp.sum(jnp.where(mask, values / count, 0.0))
 
 
 def masked_correlation(
     x: Float[Array, " B"], y: Float[Array, " B"], mask: Bool[Array, " B"]
 ) -> Float[Array, ""]:
-    """Pearson correlation under the mask; 0.0 of fewer than two responses or a constant."""
+    """Pearson correlation under the mask; 0.0 for fewer than two responses or a constant."""
     x, y = _standardised(x, mask), _standardised(y, mask)
     norm = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
     return jnp.where(norm > 0, jnp.sum(x * y) / jnp.where(norm > 0, norm, 1.0), 0.0)
 
 
 def _standardised(x: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, " B"]:
-    """Centred, largest entry of size 1; zeros off the mask, and all of a constant."""
-    # The rounded mean of equal values need not be that value: what is left would correlate.
+    """Centred, with a largest entry of size 1; zero outside the mask, and zeros for a constant."""
+    # The rounded mean of equal values may differ from them, and the rest would correlate.
     lowest = jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
     highest = jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
-    half = 0.5 * x  # the difference of two float32 may leave its range, of their halves not
+    half = 0.5 * x  # a difference of two float32 may overflow, that of their halves cannot
     centred = jnp.where(mask & (highest > lowest), half - masked_mean(half, mask), 0.0)
     largest = jnp.max(jnp.abs(centred), initial=0.0)
     return centred / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)

@@ -19,25 +19,6 @@ EXPLORE_WEIGHTS = (0.0, 0.0, 1.0)
 EXPLOIT_WEIGHTS = (0.0, 1.0, 0.0)
 GUIDANCE = INDICATORS[0]
 
-# Every metric of a response with its orders, and what later revisions of the reference
-# implementation take from the tokens.
-KNOWN_INDICATORS = (
-    *(
-        f"{metric}{order}"
-        for metric in (
-            "effective_rank",
-            "log_effective_rank",
-            "traditional_rank",
-            "response_entropy",
-            "curvature",
-        )
-        for order in ("", "_velocity", "_acceleration")
-    ),
-    "avg_log_probs",
-    "avg_logits_entropy",
-    "avg_response_entropy",
-)
-
 CHOICES = {
     "target": ("advantage", "reward", "both", "none"),
     "tokens": ("all", "last"),
@@ -55,25 +36,26 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class ShapingOptions:
     """All of `config.shaping`; the functions of this room take its fields as keywords.
 
-    They are Python values, fixed while tracing. One set serves all functions: each reads what
-    concerns it.
+    They are Python values, fixed while tracing. All functions take the same options; each uses the
+    ones it needs.
 
     Attributes:
-      target: where the signal goes: "advantage"; "reward", the last token's reward before the
-        estimator; "both", counted twice; "none".
+      target: what the signal is added to: "advantage"; "reward", that of the last token, before
+        the estimator; "both", which counts it twice; "none".
       tokens: "all" response tokens get the bonus, or the "last" one only.
       mixing: "adaptive": beta from the guidance; "half": beta = 0.5; "sum": both weights in full.
-      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward;
-        for rewards in [-1, 1], as above it the signal turns its sign.
+      scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.
+        For rewards in [-1, 1]: with larger rewards the signal changes its sign.
       ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
-      ema_lag: 1: step t sees means up to step t - 1; 2: up to t - 2, and q none of the first step.
-      invalid: responses too short for a needed order are "excluded", or count with "zeros"; those
-        that are not finite never count.
+      ema_lag: 1: step t uses means up to step t - 1; 2: up to t - 2, and q leaves the first step
+        out.
+      invalid: responses too short for a needed velocity or acceleration are "excluded", or count
+        with "zeros". Those that are not finite never count.
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
       eta: scale of the signal, finite and not negative.
       kappa: above 1; the bonus stays below |A| / kappa.
-      indicators: names out of KNOWN_INDICATORS, no two equal.
+      indicators: labels of what is measured, see `metrics.MetricKey.label`, no two equal.
       explore_weights, exploit_weights: one finite weight per indicator.
       guidance: the indicator the meta-controller reads; one of `indicators` or another.
 
@@ -106,7 +88,7 @@ class ShapingOptions:
             raise ValueError(
                 f"shaping.alpha={self.alpha} must lie in (0, 1]; 1 forgets all but one batch."
             )
-        # In float32, where the division happens: 1 + 1e-9 is 1 there.
+        # In float32, as in the division: 1 + 1e-9 is 1 there.
         if not np.float32(self.kappa) > 1:
             raise ValueError(
                 f"shaping.kappa={self.kappa} must be above 1 in float32, so that no bonus turns "
@@ -139,10 +121,10 @@ class ShapingOptions:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Indicators a response must have to be shaped: those of non-zero weight, the guidance."""
+        """Indicators that a response must have to be shaped: those with a weight, the guidance."""
         weights = zip(self.indicators, self.explore_weights, self.exploit_weights)
         weighted = tuple(name for name, explore, exploit in weights if explore or exploit)
-        # Fixed mixing never looks at the guidance.
+        # Only adaptive mixing uses the guidance.
         return (*weighted, self.guidance) if self.mixing == "adaptive" else weighted
 
     def _check_weights(self, field: str) -> None:
@@ -160,29 +142,23 @@ class ShapingOptions:
             _check_number(f"shaping.{field} has ", weight)
 
 
-def validate_shaping(**options: Any) -> None:
-    """Checks `ShapingOptions`: ValueError for a wrong value, TypeError for an unknown field."""
-    ShapingOptions(**options)
-
-
 def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, ...]:
-    """Indicators that need a baseline: the weighted ones, then the guidance if it is another."""
+    """Indicators that need a baseline: `indicators`, then the guidance if not among them."""
     names = tuple(indicators)
     return names if guidance in names else (*names, guidance)
 
 
 def check_names(indicators: Any, guidance: Any) -> None:
-    """Raises ValueError unless all names are known and no two indicators the same."""
+    """Raises ValueError unless all are names and no two indicators the same."""
     if isinstance(indicators, str) or not isinstance(indicators, Sequence):
         raise ValueError(
             f"shaping.indicators={indicators!r} must be a tuple of names, such as ({GUIDANCE!r},)."
         )
     for field, names in (("indicators", indicators), ("guidance", (guidance,))):
         for name in names:
-            if name not in KNOWN_INDICATORS:
+            if not isinstance(name, str) or not name:
                 raise ValueError(
-                    f"shaping.{field} names {name!r}, which is unknown; it must be one of "
-                    f"{', '.join(KNOWN_INDICATORS)}."
+                    f"shaping.{field} has {name!r}; it must be a name, such as {GUIDANCE!r}."
                 )
     if len(indicators) == 0 or len(set(indicators)) != len(indicators):
         raise ValueError(
@@ -192,7 +168,7 @@ def check_names(indicators: Any, guidance: Any) -> None:
 
 
 def _check_choice(field: str, value: Any, choices: Sequence[Any]) -> None:
-    # The type first: True is 1 to Python, and an array is neither in nor out of a tuple.
+    # The type first: True equals 1, and an array cannot be compared with the choices.
     if type(value) is not type(choices[0]) or value not in choices:
         allowed = ", ".join(map(repr, choices))
         raise ValueError(f"shaping.{field}={value!r} is unknown; it must be one of {allowed}.")

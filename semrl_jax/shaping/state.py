@@ -1,4 +1,4 @@
-"""The baselines the shaping compares with, carried from step to step and into checkpoints."""
+"""The baselines of the shaping, kept from step to step and in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from semrl_jax.shaping.indicators import Metrics, masked_mean, read_indicators
+from semrl_jax.metrics.records import Metrics
+from semrl_jax.shaping.indicators import masked_mean, read_indicators
 from semrl_jax.shaping.options import (
     GUIDANCE,
     INDICATORS,
@@ -20,17 +21,17 @@ from semrl_jax.shaping.options import (
 
 
 class ShapingState(NamedTuple):
-    """What the shaping remembers; all arrays, so it is checkpointed like any other state.
+    """The state of the shaping: arrays only, saved in checkpoints like any other state.
 
-    K counts the indicators, and the guidance after them where it is none of them.
+    K is the number of indicators, plus one for the guidance if it is not an indicator.
 
     Attributes:
-      baseline: float32 EMA of each indicator's batch mean, in the indicator's unit.
-      baseline_set: whether that EMA has taken a mean in.
-      pending: float32 mean of the last batch, which waits one step under ema_lag=2.
-      pending_set: whether one waits.
+      baseline: float32 EMA of the batch means of each indicator, in the unit of the indicator.
+      baseline_set: whether that EMA has had a batch mean.
+      pending: float32 mean of the last batch, used one step later with ema_lag=2.
+      pending_set: whether there is such a mean.
       reward_ema: float32 EMA of the mean raw reward, from 0.
-      num_updates: int32 steps taken in.
+      num_updates: int32, number of steps.
     """
 
     baseline: Float[Array, " K"]
@@ -41,7 +42,7 @@ class ShapingState(NamedTuple):
     num_updates: Int[Array, ""]
 
     def check(self, tracked: Sequence[str]) -> None:
-        """Raises ValueError if the baselines are not those of these indicators; static."""
+        """Raises ValueError unless there is one baseline per indicator; runs while tracing only."""
         if self.baseline.shape != (len(tracked),):
             raise ValueError(
                 f"state holds {self.baseline.size} baselines; indicators and guidance need "
@@ -56,7 +57,7 @@ def init_shaping_state(
     """State before the first step, without a baseline; ValueError for a wrong name."""
     check_names(indicators, guidance)
     num_tracked = len(tracked_indicators(indicators, guidance))
-    # Fresh arrays for every field: a donated state may not hold one buffer twice.
+    # A new array for every field: a donated state must not hold a buffer twice.
     return ShapingState(
         baseline=jnp.zeros(num_tracked, jnp.float32),
         baseline_set=jnp.zeros(num_tracked, bool),
@@ -74,26 +75,26 @@ def update_shaping_state(
     mean_reward: float | int | Float[Array, ""] | None = None,
     **options: Any,
 ) -> ShapingState:
-    """Takes one batch into the baselines; call it after the batch was shaped.
+    """Updates the baselines with one batch; call it after the batch was shaped.
 
     mu <- (1 - alpha) mu + alpha * mean over the responses that are valid for shaping
 
     Args:
       state: of the step just shaped.
-      metrics: `<indicator>` values of the B responses and `<indicator>_valid` beside them; what is
-        not valid may hold anything.
-      mean_reward: mean raw reward of the batch, for scale='performance'; None, or a value that is
-        not finite, leaves its EMA alone.
+      metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
+        what is not valid may hold anything.
+      mean_reward: mean raw reward of the batch, for scale='performance'. None, or a value that is
+        not finite, leaves its EMA unchanged.
       **options: fields of `ShapingOptions`, the same as for `shape_advantages`.
 
     Returns:
-      The state of the next step. A baseline no valid response speaks for stays as it was.
+      The state of the next step. A baseline stays unchanged if no valid response has its indicator.
 
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.
 
-    Source: arXiv:2509.23808. Zero start and a lag of two steps are the reference implementation's;
-    there every deviation of the first shaped step clips.
+    Source: arXiv:2509.23808. The reference implementation starts at zero with a lag of two steps;
+    there every deviation of the first shaped step is clipped.
     """
     checked = ShapingOptions(**options)
     state.check(checked.tracked)
@@ -116,7 +117,7 @@ def update_shaping_state(
         if reward.ndim != 0:
             raise ValueError(f"mean_reward has shape {reward.shape}; it must be a scalar.")
         counts = jnp.isfinite(reward)
-        if checked.ema_lag == 2:  # the reference implementation has it wait for a first baseline
+        if checked.ema_lag == 2:  # as in the reference implementation: from the second step on
             counts = counts & (state.num_updates > 0)
         reward_ema = jnp.where(counts, (1 - alpha) * reward_ema + alpha * reward, reward_ema)
     return jax.lax.stop_gradient(

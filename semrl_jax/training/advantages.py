@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.seam import Algorithm, Passes
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
+from semrl_jax.shaping.indicators import has_indicators
 from semrl_jax.types import RolloutBatch
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
 
-Metrics = Mapping[str, np.ndarray]
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -86,7 +87,7 @@ def next_baselines(
     config: ml_collections.ConfigDict,
 ) -> ShapingState:
     """The baselines of the next step; unchanged where an indicator is not measured."""
-    if not {*config.shaping.indicators, config.shaping.guidance} <= metrics.keys():
+    if not has_indicators(metrics, (*config.shaping.indicators, config.shaping.guidance)):
         return state
     return _next_baselines(state, metrics, rewards, options=tuple(config.shaping.items()))
 

@@ -20,8 +20,8 @@ from semrl_jax.training.advantages import (
     shaped_advantages,
 )
 from semrl_jax.training.learner import Learner
-from semrl_jax.training.measuring import token_indicators
 from semrl_jax.training.state import DataPosition, TrainState
+from semrl_jax.training.token_indicators import token_indicators
 
 
 class StepResult(NamedTuple):

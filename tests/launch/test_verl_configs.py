@@ -210,6 +210,7 @@ NONE = {
 # Our fields, or beginnings of them, for which the launcher has no setting.
 OURS_ALONE = {
     "seed": "the launcher fixes none",
+    "metrics.layers": "the launcher measures the final layer",
     "algorithms.name": "the launcher has one algorithm",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
     "distributed.": "connection of processes",

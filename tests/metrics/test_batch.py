@@ -7,6 +7,8 @@ import pytest
 
 from semrl_jax import metrics
 from semrl_jax.metrics.batch import _measure_batch
+from semrl_jax.metrics.names import ORDERS
+from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
 STRIDE = 5
@@ -52,40 +54,40 @@ def check(measured, states, mask, window, rtol, atol, names=metrics.METRICS):
     "window", ["exact", "later", pytest.param("release", marks=pytest.mark.slow)]
 )
 def test_all_metrics_match_float64(batch, window):
-    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, window=window)
+    measured = flat_metrics(*batch, stride=STRIDE, window=window)
     # Float32 resolves these spectra: 1e-5 of values up to 10, and differences of them.
     check(measured, *batch, window, rtol=2e-5, atol=5e-5)
 
 
 def test_gram_metrics_match_float64(batch):
     names = ("effective_rank", "response_entropy")
-    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, names=names)
+    measured = flat_metrics(*batch, stride=STRIDE, names=names)
     check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
 
 
 def test_only_the_named_orders_are_measured(batch):
-    measured = metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=("effective_rank",))
+    measured = flat_metrics(*batch, stride=STRIDE, orders=("effective_rank",))
     orders = {key for key in measured if key.endswith(("_velocity", "_acceleration"))}
     assert orders == {"effective_rank_velocity", "effective_rank_acceleration"}
-    everything = metrics.hidden_state_metrics(*batch, stride=STRIDE)
+    everything = flat_metrics(*batch, stride=STRIDE)
     for key, value in measured.items():
         # The same decompositions: another program rounds otherwise; orders are differences.
         tolerance = {"rtol": 1e-3, "atol": 5e-3} if key in orders else {"rtol": 2e-6, "atol": 1e-6}
         np.testing.assert_allclose(value, everything[key], **tolerance, err_msg=key)
-    none = metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=())
+    none = flat_metrics(*batch, stride=STRIDE, orders=())
     assert set(none) == {f"{name}{valid}" for name in metrics.METRICS for valid in ("", "_valid")}
 
 
 def test_a_response_is_the_same_alone_and_in_any_batch(batch):
     states, mask = batch
-    together = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
+    together = flat_metrics(states, mask, stride=STRIDE)
     for i in range(len(states)):
-        alone = metrics.hidden_state_metrics(states[i : i + 1], mask[i : i + 1], stride=STRIDE)
+        alone = flat_metrics(states[i : i + 1], mask[i : i + 1], stride=STRIDE)
         for key in together:
             # 2e-6 of ranks up to 8, not bits: the compiler fuses a loop body otherwise than the
             # straight program.
             np.testing.assert_allclose(together[key][i], alone[key][0], rtol=1e-5, atol=2e-5)
-    reverse = metrics.hidden_state_metrics(states[::-1], mask[::-1], stride=STRIDE)
+    reverse = flat_metrics(states[::-1], mask[::-1], stride=STRIDE)
     for key in together:
         np.testing.assert_array_equal(together[key], reverse[key][::-1])
 
@@ -94,8 +96,8 @@ def test_a_longer_bucket_changes_nothing(batch):
     states, mask = batch
     padded = np.pad(states, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)
     padded_mask = np.pad(mask, ((0, 0), (0, 9)))
-    short = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
-    long = metrics.hidden_state_metrics(padded, padded_mask, stride=STRIDE)
+    short = flat_metrics(states, mask, stride=STRIDE)
+    long = flat_metrics(padded, padded_mask, stride=STRIDE)
     for key in short:
         np.testing.assert_allclose(short[key], long[key], rtol=1e-5, atol=2e-5, err_msg=key)
 
@@ -104,8 +106,8 @@ def test_a_broken_response_harms_only_itself(batch):
     states, mask = batch
     broken = states.copy()
     broken[0, 3, 3] = np.inf
-    clean = metrics.hidden_state_metrics(states, mask, stride=STRIDE)
-    measured = metrics.hidden_state_metrics(broken, mask, stride=STRIDE)
+    clean = flat_metrics(states, mask, stride=STRIDE)
+    measured = flat_metrics(broken, mask, stride=STRIDE)
     for key in clean:
         assert measured[key][0] == 0, key  # values 0.0, valid False
         np.testing.assert_array_equal(measured[key][1:], clean[key][1:])
@@ -113,17 +115,15 @@ def test_a_broken_response_harms_only_itself(batch):
 
 def test_lengths_do_not_retrace(batch):
     states, mask = batch
-    metrics.hidden_state_metrics(states, mask, stride=STRIDE)
+    flat_metrics(states, mask, stride=STRIDE)
     num_programs = _measure_batch._cache_size()
-    metrics.hidden_state_metrics(states, mask & (np.arange(24) < 12), stride=STRIDE)
+    flat_metrics(states, mask & (np.arange(24) < 12), stride=STRIDE)
     assert _measure_batch._cache_size() == num_programs > 0
 
 
 def test_an_empty_batch_and_empty_responses_are_allowed():
     for shape in ((0, 8, 4), (1, 0, 4), (2, 0, 4)):
-        measured = metrics.hidden_state_metrics(
-            np.zeros(shape, np.float32), np.zeros(shape[:2], bool), stride=2
-        )
+        measured = flat_metrics(np.zeros(shape, np.float32), np.zeros(shape[:2], bool), stride=2)
         for key, value in measured.items():
             assert value.shape == shape[:1]
             assert not value.any(), key
@@ -142,22 +142,19 @@ def test_dataset_metrics_treat_mean_states_as_one_response(batch):
     values = oracle.series(oracle.effective_rank, rows, 1, "exact")
     velocity, acceleration = oracle.orders(values)
     np.testing.assert_allclose(
-        [
-            measured["global/effective_rank"],
-            measured["cumulative/effective_rank_velocity"],
-            measured["cumulative/effective_rank_acceleration"],
-        ],
+        [measured[metrics.MetricKey("effective_rank", order)].value for order in ORDERS],
         [oracle.effective_rank(rows), velocity, acceleration],
         rtol=1e-4,  # differences of values near 3
     )
-    assert measured["global/effective_rank_valid"]
-    assert measured["cumulative/effective_rank_acceleration_valid"]
-    assert measured["global/curvature"] == pytest.approx(oracle.curvature(rows), rel=1e-5)
+    assert all(measured[metrics.MetricKey("effective_rank", order)].valid for order in ORDERS)
+    assert measured[metrics.MetricKey("curvature")].value == pytest.approx(
+        oracle.curvature(rows), rel=1e-5
+    )
     broken = np.insert(np.asarray(means), 2, np.nan, axis=0)  # counts no more than an empty one
     row_mask = np.insert(mask.any(axis=1), 2, True)
     again = metrics.dataset_metrics(broken, stride=1, row_mask=row_mask)
-    for name, value in measured.items():
-        np.testing.assert_allclose(again[name], value, rtol=1e-5, err_msg=name)
+    for key, value in measured.items():
+        np.testing.assert_allclose(again[key], value, rtol=1e-5, err_msg=key.label)
 
 
 @pytest.mark.slow  # a program each
@@ -167,15 +164,13 @@ def test_dataset_metrics_follow_the_window(window):
     measured = metrics.dataset_metrics(rows, stride=5, window=window)
     for name, metric in oracle.METRICS.items():
         expected = metric(rows), *oracle.orders(oracle.series(metric, rows, 5, window))
-        keys = f"global/{name}", f"cumulative/{name}_velocity", f"cumulative/{name}_acceleration"
+        found = [measured[metrics.MetricKey(name, order)].value for order in ORDERS]
         # 1e-4 of values up to 20: differences of them.
-        np.testing.assert_allclose([measured[key] for key in keys], expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_every_array_is_float32_or_bool(batch):
     states, mask = batch
-    measured = metrics.hidden_state_metrics(
-        jnp.asarray(states[:1], jnp.bfloat16), mask[:1], stride=STRIDE
-    )
+    measured = flat_metrics(jnp.asarray(states[:1], jnp.bfloat16), mask[:1], stride=STRIDE)
     for key, value in measured.items():
         assert value.dtype == (bool if key.endswith("_valid") else np.float32)

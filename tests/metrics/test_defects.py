@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
+from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
 
 def of_one(states, mask=None, **options):
     """Metrics of one response as floats."""
     mask = np.ones(states.shape[0], bool) if mask is None else mask
-    found = metrics.hidden_state_metrics(states[None], mask[None], **{"stride": 20} | options)
+    found = flat_metrics(states[None], mask[None], **{"stride": 20} | options)
     return {name: float(value[0]) for name, value in found.items()}
 
 

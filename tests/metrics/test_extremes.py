@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
+from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
 
@@ -21,7 +22,7 @@ def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
     states = np.ones((6, 4, 3), np.float32)
     states[:5] *= np.float32([1e-42, 1e-30, 1.0, 2e30, 3e38])[:, None, None]
     states[5] *= np.arange(4, dtype=np.float32)[:, None]
-    found = metrics.hidden_state_metrics(states, np.ones((6, 4), bool), stride=1)
+    found = flat_metrics(states, np.ones((6, 4), bool), stride=1)
     assert np.all(found["effective_rank_velocity_valid"])
     np.testing.assert_array_equal(found["effective_rank"][:5], 1.0)
     for name, value in found.items():
@@ -66,7 +67,7 @@ def beside_one_column(size):
 
 @pytest.fixture(scope="module")
 def by_gram():
-    return functools.partial(metrics.hidden_state_metrics, stride=20, orders=("effective_rank",))
+    return functools.partial(flat_metrics, stride=20, orders=("effective_rank",))
 
 
 @pytest.mark.parametrize("size", [1e15, 1e19, 1e20, 1e30])
@@ -139,7 +140,7 @@ def test_a_wide_rank_is_counted_in_float64_near_its_threshold():
     states = ((u * sigma) @ v.T * 99).astype(np.float32)
     rank = oracle.traditional_rank(states)
     assert 10 < rank < 31  # some above, some below
-    found = metrics.hidden_state_metrics(
+    found = flat_metrics(
         states[None], np.ones((1, 42), bool), stride=50, names=("traditional_rank",)
     )
     assert found["traditional_rank"][0] == rank
@@ -159,9 +160,7 @@ def test_gradients_of_metrics_are_zero():
     assert not np.any(jax.grad(metrics.effective_rank)(states, mask))
 
     def total(states):
-        found = metrics.hidden_state_metrics(
-            states[None], mask[None], stride=3, names=("effective_rank",)
-        )
+        found = flat_metrics(states[None], mask[None], stride=3, names=("effective_rank",))
         return found["effective_rank_velocity"][0]
 
     assert not np.any(jax.grad(total)(states))
@@ -171,7 +170,7 @@ def test_gradients_of_metrics_are_zero():
 def test_results_are_32_bits_where_64_are_enabled(num_tokens):
     states, mask = np.ones((num_tokens, 3), np.float32), np.ones(num_tokens, bool)
     with jax.enable_x64(True):
-        found = metrics.hidden_state_metrics(states[None], mask[None], stride=2, window="later")
+        found = flat_metrics(states[None], mask[None], stride=2, window="later")
         found |= metrics.rank_dynamics(states, mask, stride=2, window="later")._asdict()
         found |= metrics.rank_series(states, mask, stride=2, window="later")._asdict()
         found["curvature"] = metrics.curvature(states, mask)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
+from tests.metrics.flat import flat_metrics
 
 KEYS = {
     "effective_rank": "Effective Rank",
@@ -38,7 +39,7 @@ def test_metrics_match_the_recorded_ones(golden, file):
     states = data["hidden_states_bf16_bits"].view(ml_dtypes.bfloat16).astype(np.float32)
     mask = data["mask"].astype(bool)
     for layer in range(states.shape[2]):
-        measured = metrics.hidden_state_metrics(
+        measured = flat_metrics(
             states[:, :, layer], mask, stride=int(data["stride"]), window="release"
         )
         for name, key in KEYS.items():
@@ -68,7 +69,8 @@ def test_dataset_metrics_match_the_recorded_ones(golden):
         means = jax.vmap(metrics.mean_hidden_state)(states[:, :, layer], mask)
         # The recorded mean rows are bfloat16, and so is what follows from them: 2^-8 a row.
         rounded = np.asarray(means).astype(ml_dtypes.bfloat16).astype(np.float32)
-        measured = metrics.dataset_metrics(rounded, stride=2, window="release")
+        found = metrics.dataset_metrics(rounded, stride=2, window="release")
+        measured = {key.dataset_label: value for key, (value, _) in found.items()}
         np.testing.assert_allclose(
             [measured["global/effective_rank"], measured["global/response_entropy"]],
             [

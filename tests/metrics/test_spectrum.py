@@ -11,6 +11,7 @@ from benchmarks.metrics import cases, errors
 from semrl_jax import metrics
 from semrl_jax.metrics import spectrum
 from semrl_jax.metrics.spectrum import eigenvalue_kernel, symmetric_eigenvalues
+from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
 
@@ -44,7 +45,7 @@ def test_gram_sees_what_lies_beside_one_huge_direction(share):
     expected = oracle.effective_rank(states)
     actual = metrics.effective_rank(states, mask, method="gram")
     np.testing.assert_allclose(actual, expected, rtol=1e-3)  # as promised; float32 alone: 90 % off
-    measured = metrics.hidden_state_metrics(states[None], mask[None], stride=24)
+    measured = flat_metrics(states[None], mask[None], stride=24)
     assert measured["traditional_rank"][0] == oracle.traditional_rank(states)
 
 
@@ -74,7 +75,7 @@ def test_metrics_run_inside_the_callers_shard_map(side_by_side):
     mask = np.ones((4, 16), bool)
     rows = jax.sharding.PartitionSpec("data")
     measure = functools.partial(
-        metrics.hidden_state_metrics, stride=5, orders=("effective_rank",), method="gram",
+        flat_metrics, stride=5, orders=("effective_rank",), method="gram",
         side_by_side=side_by_side,
     )  # fmt: skip
     sharded = jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(rows, rows), out_specs=rows))
@@ -245,7 +246,7 @@ def test_side_by_side_is_one_after_the_other(names):
     states[1] = beside_one_direction(3e-4, 24, 40)  # only this one needs float64
     states[2, 3] = np.nan
     mask = np.arange(24) < np.array([24, 24, 24, 7])[:, None]
-    measure = functools.partial(metrics.hidden_state_metrics, stride=5, names=names)
+    measure = functools.partial(flat_metrics, stride=5, names=names)
     expected, actual = measure(states, mask), measure(states, mask, side_by_side=True)
     for key in expected:
         # 1e-5: products of a batch round otherwise.
@@ -259,7 +260,7 @@ def test_neighbours_that_need_float64_change_no_bit_of_a_response_beside_them():
     states = np.random.default_rng(0).normal(size=(3, 24, 40)).astype(np.float32)
     mask = np.ones((3, 24), bool)
     measure = functools.partial(
-        metrics.hidden_state_metrics, stride=5, names=("effective_rank",), side_by_side=True
+        flat_metrics, stride=5, names=("effective_rank",), side_by_side=True
     )
     without = measure(states, mask)
     states[1] = beside_one_direction(3e-4, 24, 40)
@@ -273,7 +274,7 @@ def test_neighbours_that_need_float64_change_no_bit_of_a_response_beside_them():
 
 def test_side_by_side_decomposes_in_one_batch_on_accelerators():
     measure = functools.partial(
-        metrics.hidden_state_metrics, stride=8, names=("effective_rank",), side_by_side=True
+        flat_metrics, stride=8, names=("effective_rank",), side_by_side=True
     )
     shapes = jax.ShapeDtypeStruct((4, 24, 40), np.float32), jax.ShapeDtypeStruct((4, 24), bool)
     text = jax.jit(measure).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

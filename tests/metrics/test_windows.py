@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from semrl_jax import metrics
 from semrl_jax.metrics.windows import interpolated, measured_windows
+from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
 
@@ -86,7 +87,7 @@ def responses():
 def test_orders_hardly_move_when_windows_grow(window):
     states, mask = responses()
     measure = functools.partial(
-        metrics.hidden_state_metrics, states, mask, stride=6, window=window,
+        flat_metrics, states, mask, stride=6, window=window,
         names=("effective_rank", "curvature"),
     )  # fmt: skip
     every, grown = measure(), measure(window_growth=1.25)

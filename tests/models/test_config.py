@@ -5,11 +5,11 @@ import json
 
 import pytest
 import transformers
-from semrl_jax.runs.policy_setup import build_policy
 
 from configs import default
 from semrl_jax import models
 from semrl_jax.errors import UserError
+from semrl_jax.model_setup import build_policy
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {
@@ -221,7 +221,7 @@ def test_a_family_of_another_package():
     [
         ("gpt2", r"model.family='gpt2' is unknown; choose one of \('llama', 'mistral', 'qwen2'"),
         ("tests.models.missing", "cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
-        ("tests.models.conftest", "the module has no FAMILY"),
+        ("tests.models.conftest", "has no 'FAMILY'"),
         (OWN, r"model_type='llama' is not 'own', which model.family='tests.models.own_family'"),
     ],
 )

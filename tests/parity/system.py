@@ -16,6 +16,7 @@ import optax
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.seam import Passes, load_algorithm
+from semrl_jax.metrics import flatten
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -195,7 +196,7 @@ def prepare(
         state,
         config,
     )
-    found = metrics | {
+    found = flatten(metrics) | {
         "old_logprobs": old_logprobs[mask],
         "ref_logprobs": ref_logprobs[mask],
         "states": np.concatenate(states),

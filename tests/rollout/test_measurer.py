@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
+from semrl_jax.metrics.records import encode
 from semrl_jax.rollout import measurer
-from semrl_jax.rollout.wire import codec
 from semrl_jax.types import HiddenStateParams, MetricParams, WeightVersion
 from tests.rollout.client.test_client import sync
 from tests.rollout.conftest import FAKE, assert_complete, make_requests, wait_until
@@ -46,13 +46,7 @@ def expected_metrics(states, params=PARAMS):
         padded, np.arange(20)[None] < len(states), names=params.names, stride=params.stride,
         window=params.window, method=params.method, window_growth=params.window_growth,
     )  # fmt: skip
-    return {name: float(value[0]) for name, value in found.items()}
-
-
-def test_the_codec_knows_what_can_be_measured():
-    assert codec.METRIC_KINDS == metrics.METRICS
-    assert codec.METRIC_WINDOWS == metrics.WINDOWS
-    assert codec.METRIC_METHODS == metrics.METHODS
+    return {name: float(value[0]) for name, value in metrics.flatten(found).items()}
 
 
 def test_a_replica_says_what_it_measures(world):
@@ -72,15 +66,16 @@ def test_metrics_come_in_place_of_states(world, sampling, backwards):
     for rollout in rollouts:
         states = states_of(rollout, by_id[rollout.sample_id], sampling)
         expected = expected_metrics(states)
-        assert list(rollout.metrics) == sorted(expected) and set(NAMES) < set(rollout.metrics)
+        found = encode(rollout.metrics)
+        assert list(found) == sorted(expected) and set(NAMES) < set(found)
         for name, value in expected.items():
             # The same function on a longer, padded array: sums in another order.
-            assert rollout.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
         np.testing.assert_allclose(rollout.mean_state, states.mean(axis=0), rtol=1e-6)
         assert rollout.mean_state.dtype == np.float32
-        sizes.append(4 * 8 + sum(len(name) + 4 for name in rollout.metrics))
-    valid = [rollout.metrics["effective_rank_acceleration_valid"] for rollout in rollouts]
-    assert set(valid) == {0.0, 1.0}
+        sizes.append(4 * 8 + sum(len(name) + 4 for name in found))
+    key = metrics.MetricKey("effective_rank", "acceleration")
+    assert {rollout.metrics[key].valid for rollout in rollouts} == {False, True}
     counters = client.counters
     assert (counters["state_bytes"], counters["metric_bytes"]) == (0, sum(sizes))
 
@@ -94,7 +89,7 @@ def test_states_may_come_beside_metrics(world, sampling):
     assert_complete(rollouts, requests, sampling, states, version=version)
     for rollout in rollouts:
         of_states = expected_metrics(rollout.hidden_states[:, 1])
-        assert rollout.metrics == pytest.approx(of_states, rel=1e-5, abs=1e-5)
+        assert encode(rollout.metrics) == pytest.approx(of_states, rel=1e-5, abs=1e-5)
         mean = rollout.hidden_states[:, 1].mean(axis=0)
         np.testing.assert_allclose(rollout.mean_state, mean, rtol=1e-6)
     assert client.counters["state_bytes"] == sum(r.hidden_states.nbytes for r in rollouts)
@@ -112,7 +107,7 @@ def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
     for rollout in rollouts:
         assert rollout.hidden_states is None
         of_response = expected_metrics(states_of(rollout, by_id[rollout.sample_id], sampling))
-        assert rollout.metrics == pytest.approx(of_response, rel=1e-5, abs=1e-5)
+        assert encode(rollout.metrics) == pytest.approx(of_response, rel=1e-5, abs=1e-5)
 
 
 def test_options_reach_the_measuring(world, sampling, monkeypatch):
@@ -132,7 +127,7 @@ def test_options_reach_the_measuring(world, sampling, monkeypatch):
     for rollout in client.generate(requests, sampling, version=version, metrics=params):
         states = states_of(rollout, by_id[rollout.sample_id], sampling)
         expected = expected_metrics(states, params)
-        assert rollout.metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert encode(rollout.metrics) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert seen == {
         "names": ("effective_rank",), "stride": 2, "window": "later", "method": "svd",
         "window_growth": 1.5, "max_tokens": 16, "num_threads": 3,
@@ -154,7 +149,7 @@ def test_the_tokens_of_the_policy_are_measured(sampling):
             yield dataclasses.replace(rollout, response_mask=mask)
 
     async def run():
-        each = measuring.measure_each(
+        each = measurer.measure_each(
             engine(), dataclasses.replace(PARAMS, dtype="float32"), max_tokens=16, keep_states=True
         )
         return [rollout async for rollout in each]
@@ -163,7 +158,7 @@ def test_the_tokens_of_the_policy_are_measured(sampling):
     assert len(rollouts) == len(masks)
     for rollout in rollouts:
         rows = rollout.hidden_states[masks[rollout.sample_id], 0]
-        assert rollout.metrics == pytest.approx(expected_metrics(rows), rel=1e-5, abs=1e-5)
+        assert encode(rollout.metrics) == pytest.approx(expected_metrics(rows), rel=1e-5, abs=1e-5)
         np.testing.assert_allclose(rollout.mean_state, rows.mean(axis=0), rtol=1e-6)
 
 
@@ -254,7 +249,7 @@ def test_aborted_responses_come_too(world, sampling):
     assert {r.finish_reason for r in (first, *rest)} >= {"aborted"} and len(rest) == 7
     for rollout in rest:
         if rollout.finish_reason == "aborted":
-            assert rollout.metrics["effective_rank_valid"] == 0
+            assert not rollout.metrics[metrics.MetricKey("effective_rank")].valid
             np.testing.assert_array_equal(rollout.mean_state, np.zeros(8))
 
 
@@ -291,7 +286,7 @@ with EmbeddedReplica(FakeEngine()) as replica:
             (rollout,) = client.generate(
                 [request], SamplingParams(8), version=version, metrics=metrics
             )
-            print("jax" in sys.modules, "effective_rank" in rollout.metrics)
+            print("jax" in sys.modules, bool(rollout.metrics))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["False", "False", "True", "True"], result.stderr

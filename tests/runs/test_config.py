@@ -60,7 +60,14 @@ def test_evaluation_follows_the_data_until_it_is_set_itself():
         ("shaping.alpha", 0.0, "shaping.alpha=0.0"),
         ("shaping.explore_weights", (1.0,), "explore_weights"),
         ("shaping.guidance", "luck", "luck"),
-        ("shaping.guidance", "avg_response_entropy", "which the trainer does not measure"),
+        ("shaping.guidance", "avg_response_entropy", "'avg_response_entropy', which is unknown"),
+        ("shaping.guidance", "layer_3/effective_rank", "does not have its layer; add it there"),
+        ("metrics.names", ("mine.effective_rank", "effective_rank"), "'effective_rank' twice"),
+        ("metrics.layers", (0,), "metrics.layers=.0,. must have -1, the final layer"),
+        ("metrics.layers", (), "must have -1, the final layer"),
+        ("metrics.layers", (-1, -2), "must have -1, the final layer"),
+        ("metrics.layers", (-1, 0, 0), "each once"),
+        ("metrics.layers", ("-1",), "metrics.layers has '-1'; it may have whole numbers"),
         ("rollout.addresses", ("127.0.0.1",), "has '127.0.0.1'; an address is host:port"),
         ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
@@ -156,6 +163,28 @@ def test_what_a_replica_cannot_measure_is_refused(field, value, message):
     config.shaping.target = "none"
     config.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_states.source", "policy"), ("metrics.placement", "rollout")]
+)
+def test_other_layers_are_measured_where_they_are(field, value):
+    config = quickstart.get_config()
+    config.metrics.layers = (-1, 0)
+    validate(config)
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=rf"has 0, but {field}='{value}' has the final layer only"):
+        validate(config)
+
+
+def test_a_metric_of_a_users_module_needs_no_import_to_be_checked():
+    config = quickstart.get_config()
+    config.metrics.names = ("effective_rank", "my_package.spread")
+    config.shaping.guidance = "spread_velocity"
+    validate(config)
+    config.metrics.placement = "rollout"
+    with pytest.raises(UserError, match=r"'my_package.spread', but with metrics.placement="):
         validate(config)
 
 

@@ -15,6 +15,7 @@ from semrl_jax.algorithms import group_relative_advantages
 from semrl_jax.console import summary_line
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs.records import MetricWriter, read_rows, remove_rollouts, write_rollouts
 from semrl_jax.runs.report import draw_curves, write_report
 from semrl_jax.runs.workdir import open_workdir
@@ -154,10 +155,8 @@ def test_nothing_of_a_run_is_written_through_a_link(config, tmp_path):
 
 def test_statistics_by_hand():
     metrics = [
-        {"effective_rank": 4.0, "effective_rank_valid": 1.0},
-        {"effective_rank": 2.0, "effective_rank_valid": 1.0},
-        {"effective_rank": 0.0, "effective_rank_valid": 0.0},
-        {"effective_rank": 8.0, "effective_rank_valid": 1.0},
+        {MetricKey("effective_rank"): Measurement(value, value > 0)}
+        for value in (4.0, 2.0, 0.0, 8.0)
     ]
     scored = [
         make_scored(0, score=1.0, metrics=metrics[0]),
@@ -182,9 +181,9 @@ def test_statistics_by_hand():
     assert scalars["prompt/length/max"] == scalars["prompt/length/min"] == 2
     assert scalars["metrics/effective_rank/incorrect"] == 2
     assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
-    arrays = metric_arrays(scored)
-    assert arrays["effective_rank"].dtype == np.float32
-    np.testing.assert_array_equal(arrays["effective_rank_valid"], [True, True, False, True])
+    values, valid = metric_arrays(scored)[MetricKey("effective_rank")]
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(valid, [True, True, False, True])
 
 
 def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
@@ -204,7 +203,7 @@ def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
     assert found["rollout/logprob_mismatch/mean"] == 0.125
     # The engine sent a row of states for each response token; the policy has its own alone.
     states = np.repeat(np.array([1, np.nan, 1, 2], np.float32), 2).reshape(4, 1, 2)
-    rollout = dataclasses.replace(rollouts[0], hidden_states=states)
+    rollout = dataclasses.replace(rollouts[0], hidden_states=states, layers=(-1,))
     with_states = [dataclasses.replace(scored[0], rollout=rollout), scored[1]]
     ours = {0: np.ones((3, 2), np.float32), 1: np.ones((1, 2), np.float32)}
     assert state_differences(with_states, ours) == {"count": 3.0, "sum": 1.0, "max": 1.0}

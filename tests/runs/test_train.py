@@ -433,6 +433,44 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(
     assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
 
 
+def test_more_layers_are_logged_beside_the_final_one_and_change_nothing(tmp_path):
+    rows, tables = [], []
+    for layers in ((-1,), (-1, 0)):
+        config = tiny_config()
+        config.training.num_steps = 2
+        config.metrics.dataset_stride = 2
+        config.evaluation.metrics = True
+        config.metrics.layers = layers
+        workdir = tmp_path / str(len(layers))
+        assert train(config, str(workdir)) == 0
+        rows.append(stable(read_rows(workdir)))
+        tables.append(pq.read_table(workdir / "rollouts" / "step_000001.parquet"))
+    for row, more in zip(*rows, strict=True):
+        for key in row.keys() - {"rollout/state_bytes"}:
+            assert more[key] == row[key], key
+        added = more.keys() - row.keys()
+        assert added == {
+            key.replace("metrics/", "metrics/layer_0/")
+            for key in row
+            if "metrics/" in key and "/correlation/" not in key
+        }
+    assert "metrics/layer_0/effective_rank_acceleration/valid_fraction" in rows[1][0]
+    assert "metrics/layer_0/global/effective_rank" in rows[1][0]
+    assert any(key.startswith("eval/arithmetic/metrics/layer_0/") for key in rows[1][0])
+    names = set(tables[1].column_names) - set(tables[0].column_names)
+    assert {"metrics/layer_0/effective_rank", "metrics/layer_0/effective_rank_valid"} < names
+
+
+@pytest.mark.slow
+def test_another_layer_than_the_final_one_may_steer(tmp_path):
+    config = tiny_config()
+    config.training.num_steps = 2
+    config.metrics.layers = (-1, 0)
+    config.shaping.guidance = "layer_0/effective_rank_acceleration"
+    assert train(config, str(tmp_path / "run")) == 0
+    assert "shaping/baseline/layer_0/effective_rank_acceleration" in read_rows(tmp_path / "run")[1]
+
+
 @pytest.mark.slow
 def test_a_replica_that_measures_sends_states_where_they_are_compared(tmp_path, config):
     config.training.num_steps = 2

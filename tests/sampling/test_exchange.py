@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.models import AXES
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import Verdict
@@ -50,6 +51,12 @@ def test_shares_are_consecutive_and_even(count):
     assert max(sizes) - min(sizes) <= 1
 
 
+METRICS = {
+    MetricKey("effective_rank"): Measurement(1 / 3, True),
+    MetricKey("curvature", "velocity", 3): Measurement(float("nan"), False),
+}
+
+
 def scored(rng, index, measured, raw):
     length = int(rng.integers(0, 5))
     version = WeightVersion("run", "attempt", 3, "ab" * 32)
@@ -61,11 +68,11 @@ def scored(rng, index, measured, raw):
         rollout_logprobs=rng.normal(size=length).astype(np.float32),
         rollout_raw_logprobs=rng.normal(size=length).astype(np.float32) if raw else None,
         finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
-        metrics={"effective_rank": 1 / 3, "effective_rank_valid": True, "odd": float("nan")},
+        metrics=METRICS,
         generate_s=0.1, response_mask=mask,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s")
-    state = rng.normal(size=4).astype(np.float32) if measured else None
+    state = rng.normal(size=(2, 4)).astype(np.float32) if measured else None
     return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, state)
 
 

@@ -40,6 +40,16 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     assert "\n" not in str(caught.value)
 
 
+def test_a_replica_without_a_layer_is_refused_before_training(config):
+    config.metrics.layers = (-1, 1)
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    replicas._check_limits(replica, config)
+    final_only = dataclasses.replace(replica, layers=(-1, 2), layers_reason="the others stay")
+    with pytest.raises(UserError, match=r"\[-1, 2\] \(the others stay\), but .* has 1") as caught:
+        replicas._check_limits(final_only, config)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_replica_is_asked_for_the_problems_that_there_are(config):
     """Not for those that evaluation.num_problems allows per file."""
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()

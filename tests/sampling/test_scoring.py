@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.metrics import hidden_state_metrics
+from semrl_jax.metrics import MetricKey, hidden_state_metrics
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measurer import Measured, Measurer
@@ -23,6 +23,7 @@ from semrl_jax.types import WeightVersion
 from tests.fixtures import make_scored
 from tests.sampling.parts import sampler_of
 
+RANK = MetricKey("effective_rank")
 OPTIONS = {"stride": 4, "window": "exact", "method": "gram", "names": ("effective_rank",)}
 
 
@@ -41,10 +42,10 @@ def make_rollouts(num=12):
     return rollouts
 
 
-def score(rollouts, num_threads=2, **options):
+def score(rollouts, num_threads=2, layers=(-1,), **options):
     with (
         VerifierPool(num_workers=1) as verifier,
-        Measurer(max_tokens=56, num_threads=num_threads, **OPTIONS) as measurer,
+        Measurer(max_tokens=56, num_threads=num_threads, layers=layers, **OPTIONS) as measurer,
     ):
         return score_and_measure(
             rollouts,
@@ -114,22 +115,27 @@ def test_responses_are_measured_and_let_go_while_others_are_sampled():
     assert len(scored) == 17 and all(item.rollout.metrics for item in scored)
 
 
-def test_the_asked_layer_is_measured_whatever_its_place():
-    rollouts = make_rollouts(2)
-    for layer, plane in ((-1, 1), (0, 0)):
-        scored = score(rollouts, layer=layer, keep_states=True)
-        for item in scored:
-            states = item.rollout.hidden_states[None, :, plane]
+@pytest.mark.parametrize("layers", [(-1,), (0, -1), (-1, 0)])
+def test_each_asked_layer_is_measured_whatever_its_place(layers):
+    for item in score(make_rollouts(2), layers=layers, keep_states=True):
+        states = item.rollout.hidden_states  # of layers 0 and -1
+        assert {key.layer for key in item.rollout.metrics} == set(layers)
+        assert item.mean_states.shape == (len(layers), 16)
+        for row, layer in enumerate(layers):
+            plane = states[:, item.rollout.layers.index(layer)]
+            np.testing.assert_allclose(item.mean_states[row], plane.mean(axis=0), atol=1e-6)
             expected = hidden_state_metrics(
-                jnp.asarray(states), jnp.ones(states.shape[:2], bool), **OPTIONS
+                jnp.asarray(plane[None]), jnp.ones((1, len(plane)), bool), **OPTIONS
             )
             # Padding to a bucket changes the order of float32 sums.
             np.testing.assert_allclose(
-                item.rollout.metrics["effective_rank"], expected["effective_rank"][0], rtol=1e-4
+                item.rollout.metrics[RANK._replace(layer=layer)].value,
+                expected[RANK].value[0],
+                rtol=1e-4,
             )
 
 
-def test_the_tokens_of_the_policy_are_measured():
+def test_the_tokens_of_the_policy_are_measured_in_each_layer():
     random = np.random.default_rng(1)
     with_context, without = [], []
     for rollout in make_rollouts(4):
@@ -146,10 +152,23 @@ def test_the_tokens_of_the_policy_are_measured():
                 response_mask=None,
             )
         )
-    for item, expected in zip(score(with_context), score(without), strict=True):
+    scored = [score(rollouts, layers=(-1, 0)) for rollouts in (with_context, without)]
+    for item, expected in zip(*scored, strict=True):
         assert item.rollout.metrics == expected.rollout.metrics  # bit for bit
-        np.testing.assert_array_equal(item.mean_state, expected.mean_state)
-        assert np.isfinite(item.mean_state).all()  # no row of context
+        np.testing.assert_array_equal(item.mean_states, expected.mean_states)
+        assert np.isfinite(item.mean_states).all()  # no row of context
+
+
+def test_a_batch_of_several_layers_is_measured_by_layer():
+    options = OPTIONS | {"dataset_stride": 2}
+    means = np.random.default_rng(0).normal(size=(9, 2, 16)).astype(np.float32)
+    with Measurer(max_tokens=56, num_threads=1, layers=(-1, 3), **options) as measurer:
+        found = measurer.submit_batch(list(means)).result()
+    for plane, prefix in enumerate(("", "layer_3/")):
+        rank, velocity = rank_series_f64(means[:, plane], 2)[:2]
+        np.testing.assert_allclose(found[f"{prefix}global/effective_rank"], rank, rtol=1e-3)
+        key = f"{prefix}cumulative/effective_rank_velocity"
+        np.testing.assert_allclose(found[key], velocity, rtol=1e-3)
 
 
 def test_without_a_measurer_there_are_no_metrics():
@@ -170,14 +189,14 @@ def test_a_batch_is_measured_as_one_set_of_mean_states():
         measurer.flush()
         measured = [future.result() for future in measured]
         scored = [make_scored(i).with_measured(m) for i, m in enumerate(measured)]
-        found = measurer.submit_batch([item.mean_state for item in scored]).result()
-        spoilt = measured[4]._replace(mean_state=np.full(16, np.nan, np.float32))
+        found = measurer.submit_batch([item.mean_states for item in scored]).result()
+        spoilt = measured[4]._replace(mean_states=np.full((1, 16), np.nan, np.float32))
         scored[4] = scored[4].with_measured(spoilt)
-        without = measurer.submit_batch([item.mean_state for item in scored]).result()
-        few = measurer.submit_batch([item.mean_state for item in scored[:3]]).result()
+        without = measurer.submit_batch([item.mean_states for item in scored]).result()
+        few = measurer.submit_batch([item.mean_states for item in scored[:3]]).result()
     rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
     for index, item in enumerate(measured):
-        np.testing.assert_allclose(item.mean_state, rows[index], atol=1e-6)  # float32 sums
+        np.testing.assert_allclose(item.mean_states[0], rows[index], atol=1e-6)  # float32 sums
     expected = rank_series_f64(rows, 2)
     np.testing.assert_allclose(found["global/effective_rank"], expected[0], rtol=1e-3)
     np.testing.assert_allclose(found["cumulative/effective_rank_velocity"], expected[1], rtol=1e-3)
@@ -214,7 +233,7 @@ def test_neighbours_in_a_call_change_no_bit():
     for measured in found[1:]:
         for i, (metrics, mean) in measured.items():
             assert metrics == found[0][i].metrics
-            np.testing.assert_array_equal(mean, found[0][i].mean_state)
+            np.testing.assert_array_equal(mean, found[0][i].mean_states)
 
 
 @pytest.mark.slow
@@ -228,7 +247,7 @@ def test_a_full_group_starts_and_a_large_response_is_a_group():
         measurer.flush()
         assert pending[16].result(timeout=60).metrics == first.metrics
         wide = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
-        assert measurer.submit(wide).result(timeout=60).metrics["effective_rank"] > 50
+        assert measurer.submit(wide).result(timeout=60).metrics[RANK].value > 50
 
 
 def test_what_goes_wrong_reaches_everyone_who_waits():
@@ -255,7 +274,7 @@ def test_one_response_that_cannot_be_measured_harms_no_other():
         measurer.flush()
         assert first.result(timeout=60).metrics == second.result(timeout=60).metrics
         for future, rows in ((first, good), (half, good.astype(np.float16).astype(np.float32))):
-            mean = future.result(timeout=60).mean_state
+            mean = future.result(timeout=60).mean_states[0]
             np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-6)  # float32 sums
         assert cancelled.cancelled()
         assert measurer.submit_batch([]).result(timeout=60) == {}
@@ -267,7 +286,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     def measured(self, group, kind):
         started.set()
         go_on.wait(timeout=60)
-        return [Measured({}, np.zeros(kind.width, np.float32)) for _ in group]
+        return [Measured({}, np.zeros((1, kind.width), np.float32)) for _ in group]
 
     monkeypatch.setattr(Measurer, "_measured", measured)
     measurer = Measurer(max_tokens=64, num_threads=1, **OPTIONS)
@@ -277,7 +296,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     assert started.wait(timeout=60)
     queued = [measurer.submit(states)]
     measurer.flush()
-    queued.append(measurer.submit_batch([states[0]]))
+    queued.append(measurer.submit_batch([states[:1]]))
     waiting = [measurer.submit(states), measurer.submit(states)]
     assert waiting[1].cancel()
     closing = threading.Thread(target=measurer.close)
@@ -288,7 +307,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     done, pending = concurrent.futures.wait([queued[0], *waiting], timeout=10)
     assert not pending and all(future.cancelled() for future in done)
     assert queued[1].cancelled()
-    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, [states[0]])):
+    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, [states[:1]])):
         with pytest.raises(RuntimeError, match="this Measurer is closed"):
             submit(argument)
     measurer.flush()
@@ -306,9 +325,9 @@ def test_the_device_measures_the_same_side_by_side():
             measurer.flush()
             found.append([future.result(timeout=60) for future in pending])
     for host, device in zip(*found):
-        for name, value in host.metrics.items():
+        for key, value in host.metrics.items():
             # Batched products round otherwise.
-            np.testing.assert_allclose(device.metrics[name], value, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(device.metrics[key], value, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from semrl_jax import shaping
 from tests.oracles import shaping as oracle
+from tests.shaping import by_name
 
 ERA, ERV, ER = shaping.INDICATORS
 BASELINES = (0.5, 4.0, 20.0)
@@ -58,7 +59,7 @@ def shape(advantages, metrics, mask, state, **options):
 
 @functools.cache
 def _jitted(options):
-    return jax.jit(functools.partial(shaping.shape_advantages, **dict(options)))
+    return jax.jit(functools.partial(by_name.shape_advantages, **dict(options)))
 
 
 def test_bonus_by_hand():
@@ -152,7 +153,7 @@ def test_targets_send_the_signal_where_they_say():
         assert by_target[target][1]["shaping/bonus/mean"] == 0.0
     np.testing.assert_array_equal(by_target["both"][0], by_target["advantage"][0])
     assert np.any(np.asarray(by_target["both"][0]) > plain)
-    phi = shaping.reward_bonus(METRICS, state)
+    phi = by_name.reward_bonus(METRICS, state)
     expected = [
         oracle.signal(row, BASELINES, (0, 0, 1), (0, 1, 0), 0)
         for row in zip(*(METRICS[name] for name in shaping.INDICATORS))
@@ -173,8 +174,8 @@ def test_none_needs_no_metrics():
 @pytest.mark.parametrize("reward_ema, factor", [(-1.0, 1.0), (0.0, 0.5), (1.0, 0.0)])
 def test_performance_scale_fades_as_rewards_rise(reward_ema, factor):
     state = state_with(reward_ema=reward_ema)
-    full = shaping.reward_bonus(METRICS, state)
-    scaled = shaping.reward_bonus(METRICS, state, scale="performance", eta=3.0)
+    full = by_name.reward_bonus(METRICS, state)
+    scaled = by_name.reward_bonus(METRICS, state, scale="performance", eta=3.0)
     np.testing.assert_allclose(scaled, 3.0 * factor * np.asarray(full), rtol=1e-6)
 
 
@@ -182,8 +183,8 @@ def test_invalid_responses_get_nothing_unless_zeros_are_asked_for():
     rows = [(1.0, 5, 30), (0.0, 0.0, 30)]
     valid = [(True, True, True), (False, False, True)]
     metrics, state = metrics_of(rows, valid), state_with((-0.5, 4.0, 20.0))
-    np.testing.assert_array_equal(np.asarray(shaping.reward_bonus(metrics, state)) != 0, [1, 0])
-    phi = shaping.reward_bonus(metrics, state, invalid="zeros")
+    np.testing.assert_array_equal(np.asarray(by_name.reward_bonus(metrics, state)) != 0, [1, 0])
+    phi = by_name.reward_bonus(metrics, state, invalid="zeros")
     expected = oracle.signal((0, 0, 30), (-0.5, 4.0, 20.0), (0, 0, 1), (0, 1, 0), 0)
     np.testing.assert_allclose(phi[1], expected, rtol=1e-5)
 
@@ -197,7 +198,7 @@ def test_only_used_orders_decide_on_validity():
         ({"exploit_weights": (0.0, 0.0, 0.5)}, [0, 1, 0, 1]),
         ({"guidance": ER, "exploit_weights": (0.0, 0.0, 0.5)}, [1, 1, 0, 1]),
     ):
-        phi = shaping.reward_bonus(metrics, state, **options)
+        phi = by_name.reward_bonus(metrics, state, **options)
         np.testing.assert_array_equal(np.asarray(phi) != 0, expected, err_msg=str(options))
 
 
@@ -211,7 +212,7 @@ def test_foreign_guidance_has_a_baseline_of_its_own():
     }
     assert shaping.init_shaping_state(names, guidance="curvature").baseline.shape == (3,)
     metrics = METRICS | {"curvature": np.array([1.2, 1.5, 1.8, 0.9], np.float32)}
-    actual = shaping.reward_bonus(metrics, state_with((4.0, 20.0, 1.4)), **options)
+    actual = by_name.reward_bonus(metrics, state_with((4.0, 20.0, 1.4)), **options)
     expected = [
         oracle.signal(row, (4.0, 20.0, 1.4), (0, 1), (1, 0), 2)
         for row in zip(metrics[ERV], metrics[ER], metrics["curvature"])
@@ -263,7 +264,7 @@ def test_correlations_of_values_near_the_end_of_float32_are_finite():
 
 def test_nothing_has_a_gradient():
     def total(advantages, metrics, state):
-        return shaping.shape_advantages(advantages, metrics, jnp.asarray(MASK), state)[0].sum()
+        return by_name.shape_advantages(advantages, metrics, jnp.asarray(MASK), state)[0].sum()
 
     values = {k: jnp.asarray(v) for k, v in METRICS.items() if not k.endswith("_valid")}
     gradients = jax.grad(total, argnums=(0, 1))(jnp.ones((4, 5)), values, state_with())
@@ -290,7 +291,7 @@ def test_empty_rows_and_batches_stay_finite():
         ({"explore_weights": (0.0,) * 3, "exploit_weights": (0.0,) * 3}, "all zero"),
         ({"indicators": (ER, ER, ERV)}, "each once"),
         ({"indicators": (ERA, ERV, "rank")}, "'rank'"),
-        ({"guidance": "rank"}, "'rank'"),
+        ({"guidance": "rank"}, "state holds 3 baselines"),
         ({"guidance": "curvature"}, "state holds 3 baselines"),
         *(({field: "odd"}, f"{field}='odd'") for field in ("target", "tokens", "mixing", "scale")),
         *(({field: "odd"}, f"{field}='odd'") for field in ("ema_init", "invalid")),
@@ -315,9 +316,9 @@ def test_wrong_shapes_and_missing_metrics_are_refused():
         shape(np.ones((4, 5)), {ER: METRICS[ER]}, MASK, state_with())
     unchecked = inspect.unwrap(shaping.shape_advantages)  # the annotations would refuse it first
     with pytest.raises(ValueError, match="metrics hold 4 responses, advantages 3"):
-        unchecked(np.ones((3, 5)), METRICS, MASK[:3], state_with())
+        unchecked(np.ones((3, 5)), by_name.records(METRICS), MASK[:3], state_with())
     with pytest.raises(ValueError, match="response_mask"):
-        unchecked(np.ones((4, 5)), METRICS, MASK[:, :3], state_with())
+        unchecked(np.ones((4, 5)), by_name.records(METRICS), MASK[:, :3], state_with())
 
 
 @pytest.mark.parametrize(
@@ -332,8 +333,8 @@ def test_wrong_shapes_and_missing_metrics_are_refused():
 )
 def test_mistakes_in_the_baseline_options_are_refused(options, message):
     for call in (
-        lambda: shaping.validate_shaping(**options),
-        lambda: shaping.update_shaping_state(shaping.init_shaping_state(), METRICS, **options),
+        lambda: shaping.ShapingOptions(**options),
+        lambda: by_name.update_shaping_state(shaping.init_shaping_state(), METRICS, **options),
     ):
         with pytest.raises(ValueError) as error:
             call()
@@ -351,19 +352,19 @@ def test_mistakes_in_the_baseline_options_are_refused(options, message):
         ({"indicators": ER}, "shaping.indicators='effective_rank' must be a tuple of names"),
         ({"indicators": None}, "shaping.indicators=None must be a tuple of names"),
         ({"indicators": ()}, "must name one or more"),
-        ({"guidance": (ERA,)}, "shaping.guidance names"),
+        ({"guidance": (ERA,)}, "shaping.guidance has"),
         ({"explore_weights": None}, "shaping.explore_weights=None must be a tuple of numbers"),
         ({"explore_weights": ("a", "b", "c")}, "explore_weights has 'a' must be a Python number"),
     ],
 )
 def test_wrong_types_are_refused(options, message, unannotated):
     with pytest.raises(ValueError) as error:
-        shaping.validate_shaping(**options)
+        shaping.ShapingOptions(**options)
     assert message in str(error.value)
 
 
 def test_an_option_is_no_traced_array(unannotated):
-    traced = jax.jit(lambda kappa: shaping.reward_bonus(METRICS, state_with(), kappa=kappa))
+    traced = jax.jit(lambda kappa: by_name.reward_bonus(METRICS, state_with(), kappa=kappa))
     with pytest.raises(ValueError, match="close over it or name it in static_argnames"):
         traced(2.0)
 
@@ -371,18 +372,18 @@ def test_an_option_is_no_traced_array(unannotated):
 @pytest.mark.parametrize(
     "broken, message",
     [
-        ({ER: np.float32(1.0)}, r"metrics\['effective_rank'\] has shape \(\)"),
+        ({ER: np.float32(1.0)}, r"metrics\['effective_rank'\] has values of shape \(\)"),
         ({ER: np.ones((4, 1), np.float32)}, r"shape \(4, 1\); it must be \[B\]"),
         ({ER: np.ones(1, np.float32), f"{ER}_valid": np.ones(1, bool)}, "numbers that differ"),
         # One flag would be spread over all responses.
-        ({f"{ER}_valid": np.ones(1, bool)}, r"_valid'\] has shape \(1,\)"),
-        ({f"{ER}_valid": np.ones(4, np.float32)}, "dtype float32; it must be"),
+        ({f"{ER}_valid": np.ones(1, bool)}, r"'\] has validities of shape \(1,\)"),
+        ({f"{ER}_valid": np.ones(4, np.float32)}, "dtype float32; they must be"),
     ],
 )
 def test_metrics_of_a_wrong_shape_are_refused(broken, message, unannotated):
     for call in (
-        lambda metrics: shaping.reward_bonus(metrics, state_with()),
-        lambda metrics: shaping.update_shaping_state(state_with(), metrics),
+        lambda metrics: by_name.reward_bonus(metrics, state_with()),
+        lambda metrics: by_name.update_shaping_state(state_with(), metrics),
     ):
         with pytest.raises(ValueError, match=message):
             call(METRICS | broken)
@@ -391,16 +392,14 @@ def test_metrics_of_a_wrong_shape_are_refused(broken, message, unannotated):
 def test_a_mask_that_is_no_bool_is_refused(unannotated):
     for dtype in (np.int32, np.float32):
         with pytest.raises(ValueError, match="response_mask has dtype"):
-            shaping.shape_advantages(np.ones((4, 5)), METRICS, MASK.astype(dtype), state_with())
+            by_name.shape_advantages(np.ones((4, 5)), METRICS, MASK.astype(dtype), state_with())
 
 
 def test_states_and_rewards_that_do_not_fit_are_refused(unannotated):
     with pytest.raises(ValueError, match="state holds 3 baselines"):
-        shaping.update_shaping_state(state_with(), METRICS, guidance="curvature")
+        by_name.update_shaping_state(state_with(), METRICS, guidance="curvature")
     with pytest.raises(ValueError, match=r"mean_reward has shape \(2,\)"):
-        shaping.update_shaping_state(state_with(), METRICS, mean_reward=np.ones(2, np.float32))
-    with pytest.raises(ValueError, match="'rank'"):
-        shaping.init_shaping_state(("rank",))
+        by_name.update_shaping_state(state_with(), METRICS, mean_reward=np.ones(2, np.float32))
     with pytest.raises(ValueError, match="must be a tuple of names"):
         shaping.init_shaping_state(ER)
 
@@ -409,14 +408,14 @@ def test_every_combination_of_options_is_accepted():
     from semrl_jax.shaping.options import CHOICES
 
     for values in itertools.product(*CHOICES.values()):
-        shaping.validate_shaping(**dict(zip(CHOICES, values)))
+        shaping.ShapingOptions(**dict(zip(CHOICES, values)))
 
 
 def test_an_indicator_without_a_baseline_is_not_compared():
     # Under fixed mixing nothing needs ERA; the first response to have one would deviate by 5.
     state = shaping.init_shaping_state()
     without = METRICS | {f"{ERA}_valid": np.zeros(4, bool)}
-    state = shaping.update_shaping_state(state, without, mixing="half")
+    state = by_name.update_shaping_state(state, without, mixing="half")
     _, report = shape(np.ones((4, 5)), METRICS, MASK, state, mixing="half")
     assert report["shaping/active"] == 1.0
     assert report[f"shaping/deviation/{ERA}/mean"] == 0.0

@@ -9,6 +9,7 @@ import pytest
 
 import semrl_jax.evaluation
 from semrl_jax import algorithms, shaping
+from tests.shaping import by_name
 
 ERA, ERV, ER = shaping.INDICATORS
 
@@ -21,7 +22,7 @@ def metrics_of(era, erv, er):
 def state_after(*batches, **options):
     state = shaping.init_shaping_state()
     for batch in batches:
-        state = shaping.update_shaping_state(state, batch, **options)
+        state = by_name.update_shaping_state(state, batch, **options)
     return state
 
 
@@ -33,10 +34,10 @@ def test_shaping_the_advantage_alone_shapes_it():
     # The release computes the signal only if it also goes into the reward.
     state, mask = state_after(AVERAGE), jnp.ones((2, 4), bool)
     advantages = jnp.array([[1.0] * 4, [-1.0] * 4])
-    shaped, report = shaping.shape_advantages(advantages, HIGH, mask, state)  # the defaults
+    shaped, report = by_name.shape_advantages(advantages, HIGH, mask, state)  # the defaults
     assert report["shaping/bonus/mean"] > 0.1
     assert np.all(np.asarray(shaped - advantages) > 0.1)
-    with_reward, _ = shaping.shape_advantages(advantages, HIGH, mask, state, target="both")
+    with_reward, _ = by_name.shape_advantages(advantages, HIGH, mask, state, target="both")
     np.testing.assert_array_equal(with_reward, shaped)  # counted here once, whatever the reward got
 
 
@@ -46,9 +47,9 @@ def test_the_bonus_is_not_diluted_by_the_length():
     for num_tokens in (4, 400):
         mask = jnp.ones((2, num_tokens), bool)
         advantages = jnp.ones((2, num_tokens))
-        shaped, _ = shaping.shape_advantages(advantages, HIGH, mask, state)
+        shaped, _ = by_name.shape_advantages(advantages, HIGH, mask, state)
         means.append(float(jnp.mean(shaped - advantages)))
-        last, _ = shaping.shape_advantages(advantages, HIGH, mask, state, tokens="last")
+        last, _ = by_name.shape_advantages(advantages, HIGH, mask, state, tokens="last")
         diluted = float(jnp.mean(last - advantages))
         np.testing.assert_allclose(diluted, means[-1] / num_tokens, rtol=1e-4)
     assert means[0] > 0.1
@@ -60,9 +61,9 @@ def test_an_average_response_deviates_by_nothing_from_the_second_step_on():
     mask, advantages = jnp.ones((2, 3), bool), jnp.ones((2, 3))
     state, seen = shaping.init_shaping_state(), []
     for _ in range(5):
-        report = shaping.shape_advantages(advantages, AVERAGE, mask, state)[1]
+        report = by_name.shape_advantages(advantages, AVERAGE, mask, state)[1]
         seen.append([float(report[f"shaping/deviation/{n}/mean"]) for n in shaping.INDICATORS])
-        state = shaping.update_shaping_state(state, AVERAGE)
+        state = by_name.update_shaping_state(state, AVERAGE)
     np.testing.assert_allclose(np.array(seen)[1:], 0.0, atol=1e-6)
 
 
@@ -85,7 +86,7 @@ def test_rewards_and_bonus_keep_what_bfloat16_would_round_away():
     # A bonus of about 1e-3 on an advantage of 1 is below that spacing as well.
     slightly = metrics_of([1.0, 1.0], [5.01, 5.01], [20.04, 20.04])
     mask, ones = jnp.ones((2, 3), bool), jnp.ones((2, 3))
-    shaped, _ = shaping.shape_advantages(ones, slightly, mask, state_after(AVERAGE))
+    shaped, _ = by_name.shape_advantages(ones, slightly, mask, state_after(AVERAGE))
     assert shaped.dtype == jnp.float32
     # beta = 1/2 and both deviations are 0.002.
     np.testing.assert_allclose(shaped - ones, np.tanh(0.002), rtol=1e-3)

@@ -6,6 +6,7 @@ import pytest
 
 from semrl_jax import shaping
 from tests.oracles import shaping as oracle
+from tests.shaping import by_name
 
 
 @pytest.mark.parametrize("tokens", ["all", "last"])
@@ -18,7 +19,7 @@ def test_bonus_matches_the_recorded_one(golden, tokens):
     eta = 2 * float(np.abs(aux).max())
     values = (1 + np.arctanh(aux / eta)).astype(np.float32)
     state = shaping.init_shaping_state(("effective_rank",), guidance="effective_rank")
-    state = shaping.update_shaping_state(
+    state = by_name.update_shaping_state(
         state,
         {"effective_rank": np.ones(1, np.float32)},
         indicators=("effective_rank",),
@@ -26,7 +27,7 @@ def test_bonus_matches_the_recorded_one(golden, tokens):
         exploit_weights=(1.0,),
         guidance="effective_rank",
     )
-    actual, _ = shaping.shape_advantages(
+    actual, _ = by_name.shape_advantages(
         jnp.asarray(data["grpo_advantages"]),
         {"effective_rank": values},
         jnp.asarray(mask),

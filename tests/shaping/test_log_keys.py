@@ -14,6 +14,7 @@ from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
 from semrl_jax.sampling.statistics import batch_scalars
 from tests.fixtures import make_scored
+from tests.shaping import by_name
 from tests.tiny import tiny_config
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "log_keys.md").read_text()
@@ -96,14 +97,14 @@ def test_no_key_of_the_release_is_left_out():
 
 def test_what_is_computed_a_step_is_on_the_page():
     names = ("effective_rank", "effective_rank_velocity", "effective_rank_acceleration")
-    values = dict.fromkeys(names, 1.0) | {f"{name}_valid": True for name in names}
+    values = by_name.records(dict.fromkeys(names, 1.0))
     scored = [make_scored(i, score=float(i % 2), metrics=values) for i in range(4)]
     keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
     keys |= set(greedy.scalars("a_set", [[item] for item in scored], len(scored)))
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}
     state = shaping.init_shaping_state(guidance="curvature")
     mask = jnp.ones((4, 2), bool)
-    _, report = shaping.shape_advantages(jnp.ones((4, 2)), found, mask, state, guidance="curvature")
+    _, report = by_name.shape_advantages(jnp.ones((4, 2)), found, mask, state, guidance="curvature")
     assert "shaping/deviation/curvature/mean" in report  # a guidance that is no indicator
     assert undocumented(keys | set(report)) == []
     assert undocumented({"shaping/odd", "metrics/effective_rank/odd"}) != []

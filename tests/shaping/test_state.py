@@ -7,6 +7,7 @@ import pytest
 
 from semrl_jax import shaping
 from tests.oracles import shaping as oracle
+from tests.shaping import by_name
 
 ERA, ERV, ER = shaping.INDICATORS
 MASK = np.ones((2, 3), bool)
@@ -19,7 +20,7 @@ def metrics_of(era, erv, er, valid=True):
 
 
 def report_of(state, metrics, **options):
-    advantages, report = shaping.shape_advantages(
+    advantages, report = by_name.shape_advantages(
         jnp.ones(MASK.shape), metrics, jnp.asarray(MASK), state, **options
     )
     return np.asarray(advantages), report
@@ -31,7 +32,7 @@ def test_baselines_match_loops(ema_init, ema_lag):
     rng = np.random.default_rng(0)
     state, means = shaping.init_shaping_state(), []
     update = jax.jit(
-        lambda state, metrics: shaping.update_shaping_state(
+        lambda state, metrics: by_name.update_shaping_state(
             state, metrics, alpha=0.3, ema_init=ema_init, ema_lag=ema_lag
         )
     )
@@ -57,8 +58,8 @@ def test_first_step_is_not_shaped_and_says_so():
         np.testing.assert_array_equal(advantages, 1.0)
         assert report["shaping/active"] == 0.0
         assert report["shaping/phi/mean"] == 0.0
-        assert not np.any(shaping.reward_bonus(high, state, ema_init=ema_init))
-    state = shaping.update_shaping_state(state, metrics_of([1.0, 3], [4.0, 4], [8.0, 8]))
+        assert not np.any(by_name.reward_bonus(high, state, ema_init=ema_init))
+    state = by_name.update_shaping_state(state, metrics_of([1.0, 3], [4.0, 4], [8.0, 8]))
     np.testing.assert_array_equal(state.baseline, [2, 4, 8])
     advantages, report = report_of(state, high)
     assert report["shaping/active"] == 1.0
@@ -71,7 +72,7 @@ def test_lag_of_two_waits_for_two_steps():
     active = []
     for _ in range(4):
         active.append(float(report_of(state, batch)[1]["shaping/active"]))
-        state = shaping.update_shaping_state(state, batch, ema_lag=2)
+        state = by_name.update_shaping_state(state, batch, ema_lag=2)
     assert active == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -83,7 +84,7 @@ def test_zero_start_and_lag_two_give_the_recorded_deviations():
     for _ in range(12):
         report = report_of(state, batch, ema_init="zero")[1]
         seen.append(float(report[f"shaping/deviation/{ER}/mean"]))
-        state = shaping.update_shaping_state(state, batch, ema_init="zero", ema_lag=2)
+        state = by_name.update_shaping_state(state, batch, ema_init="zero", ema_lag=2)
     np.testing.assert_allclose(seen[:5], [0.0, 5.0, 2.33, 0.96, 0.52], atol=5e-3)
     np.testing.assert_allclose(seen[11], 0.03, atol=5e-3)
 
@@ -91,13 +92,13 @@ def test_zero_start_and_lag_two_give_the_recorded_deviations():
 def test_invalid_responses_stay_out_of_the_mean():
     metrics = metrics_of([1.0, np.nan, 7.0], [2.0, 9.0, 8.0], [3.0, 9.0, 9.0])
     metrics[f"{ERA}_valid"] = np.array([True, True, False])
-    state = shaping.update_shaping_state(shaping.init_shaping_state(), metrics)
+    state = by_name.update_shaping_state(shaping.init_shaping_state(), metrics)
     # Response 2 is not finite, response 3 has no ERA: neither is shaped, neither is a baseline.
     np.testing.assert_array_equal(state.baseline, [1, 2, 3])
-    zeros = shaping.update_shaping_state(shaping.init_shaping_state(), metrics, invalid="zeros")
+    zeros = by_name.update_shaping_state(shaping.init_shaping_state(), metrics, invalid="zeros")
     # Response 3 is too short and counts; response 2 is broken, whatever the option.
     np.testing.assert_allclose(zeros.baseline, [1 / 2, 10 / 2, 12 / 2], rtol=1e-6)
-    half = shaping.update_shaping_state(shaping.init_shaping_state(), metrics, mixing="half")
+    half = by_name.update_shaping_state(shaping.init_shaping_state(), metrics, mixing="half")
     np.testing.assert_allclose(half.baseline, [1, 19 / 3, 21 / 3], rtol=1e-6)
 
 
@@ -105,13 +106,13 @@ def test_reward_average_starts_at_zero_and_skips_what_is_not_finite():
     state = shaping.init_shaping_state()
     batch = metrics_of([1.0], [1.0], [1.0])
     for mean_reward, expected in ((1.0, 0.3), (-1.0, -0.09), (None, -0.09), (np.nan, -0.09)):
-        state = shaping.update_shaping_state(state, batch, mean_reward=mean_reward)
+        state = by_name.update_shaping_state(state, batch, mean_reward=mean_reward)
         np.testing.assert_allclose(state.reward_ema, expected, rtol=1e-5)
 
 
 def test_state_is_a_pytree_of_fixed_shapes_and_no_shared_buffers():
     state = shaping.init_shaping_state()
-    update = jax.jit(shaping.update_shaping_state, donate_argnums=0)
+    update = jax.jit(by_name.update_shaping_state, donate_argnums=0)
     batch = metrics_of([1.0], [1.0], [1.0])
     after = update(update(state, batch), batch)
     fresh = shaping.init_shaping_state()

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from semrl_jax.algorithms.seam import Passes, load_algorithm
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training import advantages
 from semrl_jax.training.advantages import group_rewards, next_baselines
@@ -19,8 +20,10 @@ def shaped_advantages(rewards, metrics, mask, state, config):
 
 def make_metrics(seed=0, num=8):
     random = np.random.default_rng(seed)
-    metrics = {name: random.uniform(1, 2, num).astype(np.float32) for name in INDICATORS}
-    return metrics | {f"{name}_valid": np.ones(num, bool) for name in INDICATORS}
+    return {
+        key: Measurement(random.uniform(1, 2, num).astype(np.float32), np.ones(num, bool))
+        for key in map(MetricKey.parse, INDICATORS)
+    }
 
 
 def test_shuffled_rewards_are_the_same_rewards_elsewhere(config):
@@ -47,7 +50,7 @@ def test_options_reach_estimator_and_shaping(config):
     assert report["shaping/active"] == 0
     state = next_baselines(state, make_metrics(), rewards, config)
     np.testing.assert_allclose(
-        state.baseline, [make_metrics()[name].mean() for name in INDICATORS], rtol=1e-6
+        state.baseline, [found.value.mean() for found in make_metrics().values()], rtol=1e-6
     )
     shaped, report = shaped_advantages(rewards, make_metrics(1), mask, state, config)
     bonus = np.asarray(shaped) - np.asarray(first)

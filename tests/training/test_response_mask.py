@@ -10,9 +10,10 @@ import pytest
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.analysis import runs
+from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
-from semrl_jax.training.measuring import token_indicators
+from semrl_jax.training.token_indicators import token_indicators
 from semrl_jax.training.update import TokenPass, batch_logprobs
 from tests.fixtures import read_rows
 from tests.oracles import algorithms as oracle
@@ -153,7 +154,9 @@ def test_token_indicators_are_means_over_the_tokens_of_the_policy():
     )
     for row, own in enumerate(MASK):
         for name, values in (("avg_log_probs", logprobs), ("avg_logits_entropy", entropies)):
-            assert found[row][name] == pytest.approx(np.mean(values[row, own].astype(np.float64)))
+            value, valid = found[row][MetricKey(name)]
+            assert valid
+            assert value == pytest.approx(np.mean(values[row, own].astype(np.float64)))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from semrl_jax.errors import UserError
-from semrl_jax.extensions import load_module, module_names
+from semrl_jax.modules import load_module, module_names
 
 Fields = Mapping[str, Any]  # of a config.json
 
@@ -58,12 +58,14 @@ def find_family(name: str) -> Family:
     Raises:
       UserError: if there is none.
     """
-    module = load_module("model.family", name, __name__)
-    family = getattr(module, "FAMILY", None)
-    if not isinstance(family, Family):
+    if "." not in name and name not in model_types():
         raise UserError(
-            f"model.family={name!r}: the module has no FAMILY = semrl_jax.models.Family(...)."
+            f"model.family={name!r:.100} is unknown; choose one of {model_types()}, or name a "
+            "module of your own as 'my_package.my_module'."
         )
+    family = load_module("model.family", name, __name__, ("FAMILY",)).FAMILY
+    if not isinstance(family, Family):
+        raise UserError(f"model.family={name!r}: FAMILY must be a semrl_jax.models.Family.")
     return family
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from semrl_jax.errors import UserError
+from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.guard import Refused
 from semrl_jax.rollout.wire import bounds, codec
@@ -79,7 +80,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._replica_id = replica_id
         self._limits = engine.describe()
         if -1 in self._limits.layers and importlib.util.find_spec("jax"):
-            self._limits = dataclasses.replace(self._limits, metric_kinds=codec.METRIC_KINDS)
+            self._limits = dataclasses.replace(self._limits, metric_kinds=METRICS)
         self._version: WeightVersion | None = None
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed

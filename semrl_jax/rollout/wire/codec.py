@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
+from semrl_jax.metrics import METHODS, WINDOWS, Measurement, MetricKey
+from semrl_jax.metrics.records import decode, encode
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
@@ -46,16 +48,6 @@ _SPARE_ENTRIES = 16
 # chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
-# What `semrl_jax.metrics` has, which this cannot import: it loads JAX. Tested to be the same.
-METRIC_KINDS = (
-    "effective_rank",
-    "log_effective_rank",
-    "traditional_rank",
-    "response_entropy",
-    "curvature",
-)
-METRIC_WINDOWS = ("exact", "release", "later")
-METRIC_METHODS = ("gram", "svd")
 BYTES_ARRAYS = tuple(array for array in TOKEN_ARRAYS if array.wire)
 WEIGHT_DTYPES = {**STATE_DTYPES, "float16": np.dtype(np.float16)}
 
@@ -269,7 +261,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     for span in rollout.versions:
         response.versions.add(version=encode_version(span.version), start=span.start, end=span.end)
     response.layers.extend(rollout.layers)
-    response.metrics.update(rollout.metrics)
+    response.metrics.update(encode(rollout.metrics))
     response.generate_s = rollout.generate_s
     if rollout.mean_state is not None:
         response.mean_state = rollout.mean_state.astype("<f4", copy=False).tobytes()
@@ -386,7 +378,7 @@ class RolloutDecoder:
             replica_id=self._replica_id,
             **states,
             layers=tuple(message.layers),
-            metrics=dict(sorted(message.metrics.items())),  # a map has no order
+            metrics=decode(message.metrics),
             generate_s=message.generate_s,
             mean_state=mean_state,
         )
@@ -484,9 +476,8 @@ class RolloutDecoder:
             if message.mean_state:
                 raise ValueError(f"{name}: a mean state was sent; nothing was to be measured.")
             return None
-        missing = {
-            key for kind in asked.names for key in (kind, f"{kind}_valid")
-        } - message.metrics.keys()
+        wanted = encode({MetricKey(kind): Measurement(0.0, True) for kind in asked.names})
+        missing = wanted.keys() - message.metrics.keys()
         if missing:
             raise ValueError(f"{name} was sent without {sorted(missing)[0]!r}, a metric asked for.")
         data = message.mean_state
@@ -593,8 +584,8 @@ def _decode_metric_params(
     if len(set(message.names)) < len(message.names):
         raise ValueError(f"metrics.names={list(message.names)} names a metric twice.")
     check("stride", message.stride >= 1, "at least 1")
-    check("window", message.window in METRIC_WINDOWS, f"one of {METRIC_WINDOWS}")
-    check("method", message.method in METRIC_METHODS, f"one of {METRIC_METHODS}")
+    check("window", message.window in WINDOWS, f"one of {WINDOWS}")
+    check("method", message.method in METHODS, f"one of {METHODS}")
     growth = message.window_growth
     check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
     check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")

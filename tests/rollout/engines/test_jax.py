@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
+from semrl_jax.metrics import MetricKey
+from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.rollout.measurer import Measurer, join_layers
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
+from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 
@@ -106,6 +110,40 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
             np.testing.assert_allclose(
                 rollout.hidden_states[:, plane], final_states, rtol=1e-4, atol=1e-4
             )
+
+
+def test_metrics_of_each_layer_are_those_of_its_states(policy, params):
+    """Beside float64, on states that do not come from the engine: embeddings, and the full pass."""
+    layers, states = (-1, 0), HiddenStateParams((-1, 0), "float32")
+    with synced_client(policy, params) as (client, version):
+        rollouts = list(
+            client.generate(make_requests(), SamplingParams(20), states, version=version)
+        )
+    options = {"stride": 4, "method": "svd", "names": ("effective_rank", "curvature")}
+    with Measurer(max_tokens=20, num_threads=1, layers=layers, **options) as measurer:
+        futures = [
+            {layer: measurer.submit(r.hidden_states[:, i]) for i, layer in enumerate(layers)}
+            for r in rollouts
+        ]
+        measurer.flush()
+        measured = {
+            rollout.sample_id: join_layers({layer: f.result() for layer, f in found.items()})
+            for rollout, found in zip(rollouts, futures)
+        }
+    table = np.asarray(params["embed"]["embedding"])
+    for rollout, final_states, _ in full_forward(policy, params, rollouts):
+        read = np.concatenate([rollout.prompt_ids[-1:], rollout.response_ids[:-1]])
+        found = measured[rollout.sample_id]
+        assert len(found.metrics) == 2 * len(layers) * len(ORDERS)
+        for layer, rows, mean in zip(layers, (final_states, table[read]), found.mean_states):
+            np.testing.assert_allclose(mean, rows.mean(axis=0), rtol=1e-4, atol=1e-4)
+            for name in options["names"]:
+                metric = oracle.METRICS[name]
+                series = oracle.series(metric, rows, 4, "exact")
+                for order, expected in zip(ORDERS, (metric(rows), *oracle.orders(series))):
+                    actual = found.metrics[MetricKey(name, order, layer)]
+                    # Differences of ranks up to 20, of states that agree to 1e-4.
+                    np.testing.assert_allclose(actual.value, expected or 0.0, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("max_bytes", [decoding.MAX_PROMPT_STATE_BYTES, 1])

@@ -8,6 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.metrics.names import METHODS, ORDERS, WINDOWS
+from semrl_jax.metrics.names import METRICS as KINDS
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
@@ -30,6 +33,10 @@ SPECS = (TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (4,), "bfloat16"))
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+keys = st.builds(
+    MetricKey, st.sampled_from(KINDS), st.sampled_from(list(ORDERS)), st.integers(-1, 99)
+)
+measurements = st.builds(Measurement, float32s, st.booleans())
 
 
 def wire(message):
@@ -95,7 +102,7 @@ def assert_same(actual, expected):
     raw=st.booleans(),
     sample_id=names,
     reason=st.sampled_from(FINISH_REASONS),
-    metrics=st.dictionaries(names, float32s, max_size=3),
+    metrics=st.dictionaries(keys, measurements, max_size=3),
     kinds=st.sampled_from([("decode",), ("prefill",), ("decode", "prefill")]),
     context=st.booleans(),
 )
@@ -429,8 +436,8 @@ def change_metrics(change, metrics=METRICS, **states):
 
 @given(
     stride=st.integers(1, 2**31 - 1),
-    window=st.sampled_from(codec.METRIC_WINDOWS),
-    method=st.sampled_from(codec.METRIC_METHODS),
+    window=st.sampled_from(WINDOWS),
+    method=st.sampled_from(METHODS),
     growth=st.floats(1, 1e6),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     threads=st.integers(1, 1024),
@@ -470,18 +477,20 @@ def test_states_that_travel_are_those_that_are_measured():
 
 
 MEASURED = {
-    name + suffix: 1.0 for name in ("effective_rank", "curvature") for suffix in ("", "_valid")
+    MetricKey("curvature"): Measurement(1.0, True),
+    MetricKey("effective_rank"): Measurement(0.0, False),
 }
 
 
 def test_measured_response_round_trip():
     call = make_call()._replace(metrics=METRICS)
     mean = np.array([0.5, -1e-30, np.inf], np.float32)
-    rollout = make_rollout(metrics=MEASURED | {"effective_rank_velocity": 0.1}, mean_state=mean)
+    more = {MetricKey("effective_rank", "velocity", 3): Measurement(0.5, True)}
+    rollout = make_rollout(metrics=more | MEASURED, mean_state=mean)
     (decoded,) = decode(call, rollout)
     assert decoded.mean_state.tobytes() == mean.tobytes()
-    assert decoded.metrics == rollout.metrics | {"effective_rank_velocity": float(np.float32(0.1))}
-    assert list(decoded.metrics) == sorted(decoded.metrics)
+    assert decoded.metrics == rollout.metrics
+    assert list(decoded.metrics) == list(MEASURED | more)
 
 
 @pytest.mark.parametrize(

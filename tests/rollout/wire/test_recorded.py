@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
@@ -75,7 +76,7 @@ SMALL = Rollout(
     versions=(VersionSpan(VERSION, 0, 2),),
     hidden_states=np.arange(-6, 6).reshape(2, 2, 3).astype(ml_dtypes.bfloat16),
     layers=(-1, 24),
-    metrics={"effective_rank": 1.5},
+    metrics={MetricKey("effective_rank"): Measurement(1.5, True)},
     generate_s=0.25,
 )
 LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
@@ -96,7 +97,7 @@ MEASURED = dataclasses.replace(
     SMALL,
     hidden_states=None,
     layers=(),
-    metrics={"effective_rank": 1.5, "effective_rank_valid": 1.0},
+    metrics={MetricKey("effective_rank"): Measurement(1.5, True)},
     mean_state=np.array([0.5, -2.0, 1e-30], np.float32),
 )
 ALL_STATES = HiddenStateParams((-1, 24), "bfloat16", ("prefill", "decode"))  # 1.2
@@ -136,7 +137,7 @@ def messages():
     found = {
         "describe_response": codec.encode_description(DESCRIPTION),
         "generate_request": codec.encode_request(REQUESTS, SAMPLING, STATES, VERSION),
-        "generate_response_inline": next(small),
+        "generate_response_inline": without_validity(next(small)),
         "generate_response_chunked": next(large),
         "update_begin": pb.UpdateWeightsRequest(begin=begin),
         "update_chunk": pb.UpdateWeightsRequest(chunk=chunk),
@@ -150,6 +151,12 @@ def messages():
         state_chunk.state_chunk.data = state_chunk.state_chunk.data[:16]  # the files stay small
         found[f"state_chunk_{i}"] = state_chunk
     return found
+
+
+def without_validity(message):
+    """As it was recorded: values alone."""
+    del message.response.metrics["effective_rank_valid"]
+    return message
 
 
 def messages_of_1_1():
@@ -171,14 +178,14 @@ def messages_of_1_2():
         "generate_request_all_states": codec.encode_request(
             REQUESTS, SAMPLING, ALL_STATES, VERSION
         ),
-        "generate_response_all_states": whole,
+        "generate_response_all_states": without_validity(whole),
     }
 
 
 def messages_of_1_3():
     """What version 1.2 did not have."""
     (with_context,) = codec.encode_rollout(WITH_CONTEXT)
-    return {"generate_response_with_context": with_context}
+    return {"generate_response_with_context": without_validity(with_context)}
 
 
 def recorded(name, kind, version="1.0"):

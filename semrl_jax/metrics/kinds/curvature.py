@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray, Rows, compact
+from semrl_jax.metrics.metric import Metric
 
-MIN_STEP = 1e-6  # steps no longer than this have no direction
-BLOCK_STEPS = 64  # of 3584 dimensions they stay in a core's cache
+MIN_STEP = 1e-6  # a step of at most this length has no direction
+BLOCK_STEPS = 64  # with 3584 dimensions they fit in the cache of a core
 
 
 def curvature(
@@ -31,33 +33,37 @@ def curvature(
     Raises:
       ValueError: for a wrong rank, shape or dtype.
 
-    Source: the reference implementation, which works in bfloat16 and loses the pairs at every
-    256th step; neither is copied.
+    Source: the reference implementation. It works in bfloat16 and loses the pairs at every 256th
+    step; this function does neither.
     """
     rows = compact(hidden_states, response_mask)
-    angles, kept = turning_angles(rows)
-    return jnp.where(rows.finite, mean_angle(angles, kept, rows.num_tokens), 0.0)
+    return jnp.where(rows.finite, prefix_curvature(rows)(rows.num_tokens), 0.0)
+
+
+def prefix_curvature(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
+    """Curvature of the first rows, as a function of their number."""
+    return functools.partial(mean_angle, *turning_angles(rows))
 
 
 def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
-    """Angle at each step to the last step before it that has a direction, and whether it exists.
+    """The angle between each step and the last earlier step with a direction; whether it exists.
 
-    Entry t is of the step from row t to row t + 1, N = max(T - 1, 0).
+    Entry t belongs to the step from row t to row t + 1; N = max(T - 1, 0).
     """
-    # No metric has a gradient, and that of the root would be NaN on a straight line.
+    # Metrics have no gradient. That of the square root would be NaN on a straight line.
     states, num_tokens = jax.lax.stop_gradient(rows.states), rows.num_tokens
     num_steps = max(states.shape[0] - 1, 0)
     if num_steps == 0:
         return jnp.zeros(num_steps, jnp.float32), jnp.zeros(num_steps, bool)
     position = jnp.arange(num_steps)
-    # By blocks of steps: nothing of the size of the states is written.
+    # In blocks of steps, so that no array of the size of the states is written.
     by_blocks = functools.partial(jax.lax.map, batch_size=min(BLOCK_STEPS, num_steps))
 
     def step(t: Int[Array, ""]) -> Float[Array, " D"]:
         return states[t + 1] - states[t]
 
     def norm(t: Int[Array, ""]) -> Float[Array, ""]:
-        largest = jnp.max(jnp.abs(step(t)))  # squares of small steps beside huge rows vanish
+        largest = jnp.max(jnp.abs(step(t)))  # the squares of small steps could underflow
         ratios = step(t) / jnp.where(largest > 0, largest, 1.0)
         return largest * jnp.sqrt(jnp.sum(ratios**2))
 
@@ -69,7 +75,7 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 
     def angle(t: Int[Array, ""], earlier: Int[Array, ""]) -> Float[Array, ""]:
         unit, previous = step(t) / lengths[t], step(earlier) / lengths[earlier]
-        # Half-angle form of arccos(cos): the arccosine itself loses half the digits near 0 and pi.
+        # The half-angle form of arccos(cos): arccos loses half of the digits near 0 and pi.
         difference = jnp.sqrt(jnp.sum((unit - previous) ** 2))
         return 2.0 * jnp.arctan2(difference, jnp.sqrt(jnp.sum((unit + previous) ** 2)))
 
@@ -80,7 +86,10 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 def mean_angle(
     angles: Float[Array, " N"], kept: Bool[Array, " N"], num_rows: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Curvature of the first `num_rows` rows: the angles of the steps between them."""
+    """Curvature of the first `num_rows` rows: the mean of the angles between their steps."""
     kept = kept & (jnp.arange(angles.shape[0]) < num_rows - 1)
     count = jnp.sum(kept, dtype=jnp.float32)
     return jnp.sum(jnp.where(kept, angles, 0.0)) / jnp.maximum(count, 1.0)
+
+
+METRIC = Metric(of_states=prefix_curvature, min_tokens=3)

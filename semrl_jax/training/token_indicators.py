@@ -1,4 +1,4 @@
-"""Indicators of the tokens, from the training model's own pass."""
+"""Indicators of the tokens of a response, from the training model's own pass."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import numpy as np
 from jaxtyping import Bool
 
 from semrl_jax.choices import TOKEN_INDICATORS
+from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.training.update import TokenPass
 
 
 def token_indicators(
     names: Sequence[str], tokens: TokenPass, mask: Bool[np.ndarray, "B T"]
-) -> list[dict[str, float]]:
-    """Means over the tokens of each response, nats; out of TOKEN_INDICATORS."""
-    found: list[dict[str, float]] = [{} for _ in mask]
+) -> list[dict[MetricKey, Measurement]]:
+    """Means over the tokens of each response, nats; `names` are of TOKEN_INDICATORS."""
+    found: list[dict[MetricKey, Measurement]] = [{} for _ in mask]
     for name in names:
         values = getattr(tokens, TOKEN_INDICATORS[name]).astype(np.float64)
         means = np.mean(values, axis=1, where=mask)
         for metrics, mean in zip(found, means):
-            metrics |= {name: float(mean), f"{name}_valid": bool(np.isfinite(mean))}
+            metrics[MetricKey(name)] = Measurement(float(mean), bool(np.isfinite(mean)))
     return found

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
-from semrl_jax.metrics.rank import EPSILON, whole_response
+from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.prefixes import EPSILON, whole_response
 
 ORDER = 1.0001
 
@@ -43,14 +44,17 @@ def response_entropy_of(
     sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
 ) -> Float[Array, ""]:
     """Renyi entropy of a spectrum, in nats; sigma in units of `scale`."""
-    # Roots are compared, and squares are those of ratios: others leave the range of float32.
+    # Compares roots, and squares ratios only: other squares could leave the range of float32.
     kept = jnp.where(sigma > EPSILON**0.5 / scale, sigma, 0.0)
     largest = jnp.max(kept, initial=0.0)
     eigenvalues = (kept / jnp.where(largest > 0, largest, 1.0)) ** 2
     total = jnp.sum(eigenvalues)
     q = eigenvalues / jnp.where(total > 0, total, 1.0)
     log_q = jnp.log(jnp.where(q > 0, q, 1.0))
-    # sum q^a = 1 + sum q (q^(a-1) - 1), and its distance from 1 is what the logarithm needs.
+    # sum q^a = 1 + sum q (q^(a-1) - 1). log1p takes the second term without rounding it away.
     excess = jnp.sum(q * jnp.expm1((ORDER - 1.0) * log_q))
-    entropy = jnp.abs(jnp.log1p(excess)) / (ORDER - 1.0)  # of no sign: 0.0, never -0.0
+    entropy = jnp.abs(jnp.log1p(excess)) / (ORDER - 1.0)  # 0.0, never -0.0
     return jnp.where(num_rows >= 2, entropy, 0.0)
+
+
+METRIC = Metric(of_spectrum=response_entropy_of, min_tokens=2)

@@ -1,0 +1,36 @@
+"""The logarithm of the effective rank of one response."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.metrics.inputs import AnyArray
+from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.prefixes import EPSILON, whole_response
+
+
+def log_effective_rank(
+    hidden_states: Float[AnyArray, "T D"],
+    response_mask: Bool[AnyArray, " T"],
+    *,
+    method: str = "svd",
+) -> Float[Array, ""]:
+    """Computes log ER in nats; arguments and zeros as in `effective_rank`.
+
+    The relative error is 1e-5 under "svd"; under "gram" the absolute one is 1e-3.
+    """
+    return whole_response(log_effective_rank_of, hidden_states, response_mask, method)
+
+
+def log_effective_rank_of(
+    sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
+) -> Float[Array, ""]:
+    """Entropy of the normalised spectrum, in nats; sigma in units of `scale`."""
+    total = jnp.sum(sigma) + EPSILON / scale
+    p = sigma / jnp.where(total > 0, total, 1.0)  # a huge scale rounds the 1e-8 to zero
+    entropy = jnp.abs(jnp.sum(p * jnp.log(p + EPSILON)))  # 0.0, never -0.0
+    return jnp.where(num_rows >= 2, entropy, 0.0)
+
+
+METRIC = Metric(of_spectrum=log_effective_rank_of, min_tokens=2)

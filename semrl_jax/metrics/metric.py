@@ -1,0 +1,59 @@
+"""How a metric is declared and found. Loads no JAX until a metric is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric of the hidden states of one response, declared once as `METRIC` of its module.
+
+    The name of the module is the name of the metric. Velocity and acceleration follow from the
+    values of prefixes, so that a metric declares values only. Exactly one of `of_spectrum` and
+    `of_states` is given; both are JAX functions, and called while tracing.
+
+    Attributes:
+      min_tokens: from how many tokens on a response has the metric.
+      of_spectrum: (sigma [S], scale, num_rows, width) -> scalar. `sigma` are the singular values of
+        the centred rows in descending order, zeros after them. They are in units of `scale`, the
+        float power of two that the rows were divided by. `num_rows` is the int32 number of rows,
+        `width` their Python int D. float32 or float64, as `sigma` is. One decomposition of each
+        prefix serves all such metrics.
+      of_states: (rows) -> function of the int32 number of rows of a prefix -> float32 scalar.
+        `rows` are `inputs.Rows` [T, D]. The first function does what all prefixes share; the second
+        one is called for each prefix, under `jax.vmap`.
+      needs_all_values: for `of_spectrum`: float32 must resolve every singular value, else the
+        response is measured in float64.
+    """
+
+    min_tokens: int
+    of_spectrum: Callable[..., Any] | None = None
+    of_states: Callable[..., Any] | None = None
+    needs_all_values: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.of_spectrum is None) == (self.of_states is None):
+            raise ValueError("a Metric takes one of of_spectrum and of_states.")
+
+
+@functools.cache
+def load_metric(path: str) -> Metric:
+    """Imports the module of a metric and returns its `METRIC`.
+
+    Args:
+      path: a name of METRICS, or the dotted path of a user's module.
+
+    Raises:
+      UserError: if the module cannot be imported, or declares no metric.
+    """
+    metric = load_module("metrics.names", path, "semrl_jax.metrics.kinds", ("METRIC",)).METRIC
+    if not isinstance(metric, Metric):
+        raise UserError(f"metrics.names={path!r}: METRIC must be a semrl_jax.metrics.Metric.")
+    return metric

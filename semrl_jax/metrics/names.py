@@ -1,0 +1,67 @@
+"""Names of metrics, orders, methods and windows, and what they require. Loads no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from semrl_jax.errors import UserError
+from semrl_jax.modules import module_names
+
+METRICS = module_names("semrl_jax.metrics.kinds")
+# Order -> the number of windows from which it is valid.
+ORDERS = {"value": 0, "velocity": 2, "acceleration": 3}
+METHODS = ("gram", "svd")
+WINDOWS = ("exact", "release", "later")
+RELEASE_TOKENS = 512
+FINAL_LAYER = -1  # after the final norm
+
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_RESERVED = ("_valid", "_velocity", "_acceleration")  # endings of keys as text
+
+
+def metric_name(path: str) -> str:
+    """The name of the metric that a module declares: the last part of the module's path."""
+    return path.rpartition(".")[2]
+
+
+def check_metrics(field: str, names: Any) -> tuple[str, ...]:
+    """Returns names or module paths of metrics as a tuple.
+
+    A name without a dot is one of METRICS. A path with dots is a user's module, which is imported
+    later, see `load_metric`.
+
+    Raises:
+      UserError: unless they are a sequence of them, no two of the same name.
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise UserError(f"{field}={names!r} must be a tuple of names, such as ('curvature',).")
+    names = tuple(names)
+    for name in names:
+        if not isinstance(name, str) or not (name in METRICS or _MODULE.fullmatch(name)):
+            raise UserError(
+                f"{field} has {name!r}; it may have {METRICS} and paths of modules, such as "
+                "'my_package.my_metric', one for each flag."
+            )
+        if metric_name(name).endswith(_RESERVED):
+            raise UserError(
+                f"{field} has {name!r}; the name of a metric must not end with one of "
+                f"{', '.join(_RESERVED)}: rename the module."
+            )
+    found = [metric_name(name) for name in names]
+    for name in found:
+        if found.count(name) > 1:
+            raise UserError(f"{field} has {name!r} twice; each metric needs a name of its own.")
+    return names
+
+
+def count_windows(num_tokens: int, stride: int, window: str) -> int:
+    """The number K of windows of a response with `num_tokens` tokens, as in `PrefixDynamics`."""
+    if window == "exact":
+        return num_tokens // stride
+    if window == "release":
+        num_tokens = min(num_tokens, RELEASE_TOKENS)
+    if num_tokens < 2 * stride:
+        return 0
+    return (num_tokens - 1) // stride + (window == "later")

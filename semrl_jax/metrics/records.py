@@ -1,0 +1,109 @@
+"""Keys and values of measured metrics, and their names on the wire, in files and in logs.
+
+Loads no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from semrl_jax.metrics.names import FINAL_LAYER
+
+_VALID = "_valid"
+_LABEL = re.compile(r"(?:layer_(\d{1,6})/)?(.+?)(?:_(velocity|acceleration))?")
+
+
+class MetricKey(NamedTuple):
+    """What was measured.
+
+    Attributes:
+      name: of a metric. Indicators of tokens, such as "avg_log_probs", are filed under the final
+        layer.
+      order: "value", "velocity" or "acceleration".
+      layer: -1 is the final layer after the final norm; i is the input of layer i.
+    """
+
+    name: str
+    order: str = "value"
+    layer: int = FINAL_LAYER
+
+    @property
+    def label(self) -> str:
+        """The key as text: `[layer_<i>/]<name>[_velocity]`, without `layer_` for the final layer.
+
+        Log keys, Parquet columns, names on the wire and `shaping.indicators` use it.
+        """
+        return f"{self._layer_label}{self._name_label}"
+
+    @property
+    def dataset_label(self) -> str:
+        """The label of a metric of a set of responses: `[layer_<i>/]{global,cumulative}/...`."""
+        part = "global" if self.order == "value" else "cumulative"
+        return f"{self._layer_label}{part}/{self._name_label}"
+
+    @classmethod
+    def parse(cls, label: str) -> MetricKey:
+        """The key that has this label."""
+        found = _LABEL.fullmatch(label)
+        if found is None:
+            return cls(label)
+        layer, name, order = found.groups()
+        return cls(name, order or "value", FINAL_LAYER if layer is None else int(layer))
+
+    @property
+    def _layer_label(self) -> str:
+        return "" if self.layer == FINAL_LAYER else f"layer_{self.layer}/"
+
+    @property
+    def _name_label(self) -> str:
+        return self.name if self.order == "value" else f"{self.name}_{self.order}"
+
+
+class Measurement(NamedTuple):
+    """One metric in one order.
+
+    Attributes:
+      value: float32 array, or float of one response on the host. 0.0 where not valid.
+      valid: bool array of the same shape, or bool. False where the response is too short for this
+        metric and order, or not finite.
+    """
+
+    value: Any
+    valid: Any
+
+
+Metrics = Mapping[MetricKey, Measurement]
+
+
+def flatten(metrics: Metrics) -> dict[str, Any]:
+    """Values under `<label>` and validities under `<label>_valid`, sorted by name."""
+    flat = {}
+    for key, (value, valid) in metrics.items():
+        flat |= {key.label: value, f"{key.label}{_VALID}": valid}
+    return dict(sorted(flat.items()))
+
+
+def encode(metrics: Metrics) -> dict[str, float]:
+    """The metrics of one response as named floats; a validity is 1.0 or 0.0."""
+    return {name: float(value) for name, value in flatten(metrics).items()}
+
+
+def decode(scalars: Mapping[str, float]) -> dict[MetricKey, Measurement]:
+    """The inverse of `encode`, sorted by name.
+
+    A value without a validity, as the first release sent them, is valid where it is finite.
+    """
+    return {
+        MetricKey.parse(name): Measurement(
+            scalars[name], bool(scalars.get(f"{name}{_VALID}", math.isfinite(scalars[name])))
+        )
+        for name in value_names(sorted(scalars))
+    }
+
+
+def value_names(names: Iterable[str]) -> list[str]:
+    """The names that are no validity."""
+    return [name for name in names if not name.endswith(_VALID)]
