@@ -295,7 +295,7 @@ def test_a_split_that_does_not_fit_is_refused(tensor, copies, change, message):
     [
         (0, 1, "rollout.jax_tensor_parallelism=0 must be at least 1, or -1"),
         (1, -2, "rollout.jax_data_parallelism=-2 must be at least 1, or -1"),
-        (-1, -1, "one of them at most takes the devices left over"),
+        (-1, -1, "only one of them can take the remaining devices"),
     ],
 )
 def test_settings_that_contradict_are_refused(tensor, copies, message):
