@@ -11,6 +11,7 @@ import pytest
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
+from semrl_jax.rollout import building
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
