@@ -1,5 +1,7 @@
 """Context between the policy's tokens is attended to, and no other number depends on it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from tests.oracles import shaping as shaping_oracle
 from tests.shaping.test_advantages import BASELINES, METRICS, shape, state_with
 from tests.training.test_packing import batch_of
 from tests.training.test_update import (
-    LOSS,
+    OPTIONS,
     PLANS,
     assert_near,
     make_batch,
@@ -87,7 +89,7 @@ def test_the_loss_matches_float64_over_the_tokens_of_the_policy(aggregation):
     )
     counts = mask.sum(axis=1, keepdims=True)
     share = 1 / mask.sum() if aggregation == "token_mean" else 1 / (len(mask) * counts)
-    options = dict(LOSS)
+    options = dataclasses.asdict(OPTIONS)
     expected = oracle.policy_loss(
         found.logprobs, found.entropies, *values, np.where(mask, share, 0),
         eps=options["clip_epsilon"], c_kl=options["kl_coefficient"],
