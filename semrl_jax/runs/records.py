@@ -125,7 +125,7 @@ def write_rollouts(
         values = [getattr(rollout, array.name) for rollout in rollouts]
         if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
             columns[array.name] = values
-    for name in (metrics or [()])[0]:
+    for name in metrics[0] if metrics else ():
         columns[f"metrics/{name}"] = [row[name] for row in metrics]
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:

@@ -18,7 +18,7 @@ from semrl_jax.types import Rollout
 class ScoredRollout:
     """A rollout, its text as the verifier got it, and the verdict.
 
-    `mean_states` are float32 means of its hidden states, a row per layer that was measured.
+    `mean_states` are float32 means of its hidden states, one row per measured layer.
     """
 
     rollout: Rollout

@@ -1,4 +1,4 @@
-"""Checks of `config.evaluation`; `training.prompts` checks the settings of each file."""
+"""Checks of `config.evaluation`; `sampling.prompts` checks the settings of each file."""
 
 from __future__ import annotations
 

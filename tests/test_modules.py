@@ -1,0 +1,36 @@
+"""Modules that a config names: found, or refused in one line."""
+
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module, module_names
+
+SCORES = "semrl_jax.evaluation.scores"
+
+
+def test_modules_are_found_by_name_and_by_path(tmp_path, monkeypatch):
+    (tmp_path / "users_score.py").write_text("plan = scalars = print")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "greedy" in module_names(SCORES)
+    assert load_module("a.field", "greedy", SCORES, ("plan",)).__name__ == f"{SCORES}.greedy"
+    assert load_module("a.field", f"{SCORES}.greedy", "", ()).__name__ == f"{SCORES}.greedy"
+    assert load_module("a.field", "users_score", "", ("plan",)).plan is print
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "message"),
+    [
+        ("gredy", SCORES, "a.field='gredy' is unknown: .*; did you mean 'greedy'"),
+        ("x", SCORES, "'x' is unknown: .* name one of yours as 'my_package.my_module'"),
+        ("users.nowhere", SCORES, r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
+        ("nowhere", "", r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
+        ("odd_import", "", r"cannot be imported .OSError: two lines"),
+        ("tests.tiny", SCORES, "tests.tiny has no 'plan'; it has to define plan, scalars"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(name, package, message, tmp_path, monkeypatch):
+    (tmp_path / "odd_import.py").write_text("raise OSError('two\\nlines')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        load_module("a.field", name, package, ("plan", "scalars"))
+    assert "\n" not in str(error.value)
