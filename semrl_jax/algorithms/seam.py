@@ -8,7 +8,9 @@ An algorithm is a module with these names:
 - `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping.
 - `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
-  of a micro-batch in the loss of its mini-batch, and scalars to be summed like it.
+  of a micro-batch in the loss of its mini-batch, and scalars to be summed like it. `policy/loss` is
+  one of the scalars. Arrays that the algorithm does not need are None. With
+  `Needs.sequence_ids` there is one more argument, `sequence_ids`; see `sum_over_sequences`.
 
 The functions are pure and run under `jax.jit`.
 """
@@ -37,11 +39,13 @@ class Needs(NamedTuple):
       groups: at least two responses per prompt.
       old_logprobs: log-probabilities of the policy at the start of the update.
       reference: log-probabilities of the frozen reference.
+      sequence_ids: which sequence of its row each token belongs to, for the loss.
     """
 
     groups: bool = False
     old_logprobs: bool = False
     reference: bool = False
+    sequence_ids: bool = False
 
 
 class Passes(NamedTuple):

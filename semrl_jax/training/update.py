@@ -199,7 +199,8 @@ def update_rows(
         logprobs, entropy = policy.token_logprobs(
             params, states, micro_rows.response_ids, temperature=temperature
         )
-        return algorithm.loss(logprobs, entropy, **values._asdict())
+        ids = {"sequence_ids": micro_rows.sequence_ids} if algorithm.needs.sequence_ids else {}
+        return algorithm.loss(logprobs, entropy, **values._asdict(), **ids)
 
     def accumulate(index, sums):
         (_, scalars), gradient = jax.value_and_grad(loss_of, has_aux=True)(

@@ -1,0 +1,52 @@
+"""Every example of docs/extending.md is one file, and trains for two steps."""
+
+import re
+
+import pytest
+
+from tests.fixtures import read_rows
+from tests.launch.conftest import ROOT, TINY, run
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+EXAMPLE = re.compile(
+    r"`my_package/(?P<name>\w+)\.py`.*?```python\n(?P<code>.*?)```\n\n```bash\n(?P<command>.*?)```",
+    re.DOTALL,
+)
+EXAMPLES = {found["name"]: found for found in EXAMPLE.finditer(PAGE)}
+# What the row of a run has with the example alone.
+SHOWN = {
+    "leave_one_out": "policy/entropy",
+    "mean_norm": "metrics/mean_norm/mean",
+    "any_of_four": "eval/arithmetic/any_of_four",
+    "doubles": "eval/doubles/greedy_accuracy",
+    "short": "reward/mean",
+    "normed": "policy/loss",
+}
+
+
+def test_every_example_of_the_page_is_run():
+    assert EXAMPLES.keys() == SHOWN.keys()
+    assert PAGE.count("```python") == len(SHOWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_one_file_and_trains(name, tmp_path):
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / f"{name}.py").write_text(EXAMPLES[name]["code"])  # and nothing else
+    flags = re.findall(r"--config\.\S+", EXAMPLES[name]["command"])
+    assert any(f"my_package.{name}" in flag for flag in flags)
+    done = run(
+        "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags,
+        "--config.training.num_steps=2", env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert SHOWN[name] in rows[0]
+    if name == "leave_one_out":  # needs neither
+        assert not any(key.startswith("policy/kl") for key in rows[0])
+        assert "time/ref_logprobs_s" not in rows[0] and "time/old_logprobs_s" not in rows[0]
+    if name == "short":
+        assert len({row["reward/max"] for row in rows[:2]} - {0.0, 1.0}) > 0
