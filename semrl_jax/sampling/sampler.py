@@ -370,7 +370,8 @@ class Sampler:
         )
         there = measured and self.config.metrics.placement == "rollout"
         here = measured and not there
-        layers = self.measurer.layers if here else (FINAL_LAYER,) if keep_states else ()
+        measured_layers = tuple(self.config.metrics.layers)
+        layers = measured_layers if here else (FINAL_LAYER,) if keep_states else ()
         rollouts = self.client.generate(
             requests,
             sampling,
