@@ -22,6 +22,7 @@ PURE = {"metrics", "shaping", "algorithms"}
 EXCEPTIONS = {
     ("analysis", "runs"),  # checkpoint files
     ("data", "rewards"),  # the marks that end a response
+    ("data", "settings"),  # the rule of a choice
 }
 
 
