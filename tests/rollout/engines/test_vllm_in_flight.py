@@ -16,7 +16,6 @@ from tests.rollout.engines.test_vllm import (
 )
 from tests.rollout.engines.vllm_replica import serving
 
-SAMPLING = SamplingParams(max_tokens=300, temperature=0.8)
 LONG = SamplingParams(max_tokens=440, temperature=0.8)
 
 
@@ -44,8 +43,8 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
                 requests = requests_of(prompts, group_size)
                 return list(caller.generate(requests, sampling, BOTH, version=version))
 
-            call = pool.submit(generate, old, SAMPLING)
-            time.sleep(0.7)  # 300 tokens take 2 s and more
+            call = pool.submit(generate, old, LONG)
+            time.sleep(0.5)  # 440 tokens take 1 s and more
             new = models[1].sync(client, 1)
             rollouts = call.result(timeout=60)
             # Kept over an update, then aborted: of 60, eight at a time, some are.
@@ -61,18 +60,20 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
         versions = [span.version for span in rollout.versions]
         assert versions in ([[new, again], [again]] if in_flight == "keep" else [[new]])
         assert rollout.versions[-1].end == len(rollout.response_ids) < 440
+    assert in_flight == "abort" or any(len(rollout.versions) == 2 for rollout in rollouts)
     of_version = {old: models[0], new: models[1]}
     assert len(rollouts) == len(prompts)
     for rollout in rollouts:
         length = len(rollout.response_ids)
         versions = [span.version for span in rollout.versions]
         if in_flight == "keep":
-            assert versions == [old, new] and rollout.finish_reason == "length"
+            # On a fast machine a response may end before the new weights come.
+            assert versions in ([old, new], [old]) and rollout.finish_reason == "length"
         else:
             assert versions == [old] and rollout.finish_reason == "aborted"
         ends = [span.end for span in rollout.versions]
         assert [span.start for span in rollout.versions] == [0, *ends[:-1]] and ends[-1] == length
-        assert 0 < ends[0] < 300
+        assert 0 < ends[0] <= 440
         assert_prompt_right(rollout, of_version[versions[0]])
         for span in rollout.versions:
             states, _ = of_version[span.version].states_and_logits(rollout)
