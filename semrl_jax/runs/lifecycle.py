@@ -22,7 +22,7 @@ from semrl_jax.runs.config import validate
 from semrl_jax.runs.consistency import check_same
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
-from semrl_jax.runs.warm_start import starting_directory
+from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps

@@ -31,7 +31,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.run import Run
-from semrl_jax.runs.warm_start import starting_directory
+from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import owning_processes
 from semrl_jax.sampling.prompts import (
