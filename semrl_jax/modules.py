@@ -42,15 +42,17 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
             ) from error
     else:
         full = f"{package}.{name}"
-        known = module_names(package)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+        try:
+            module = importlib.import_module(full)
+        except ModuleNotFoundError as error:
+            if error.name != full:
+                raise  # the module is there; something that it imports is not
+            near = difflib.get_close_matches(name, module_names(package), 1)
             hint = f"did you mean {near[0]!r}? Or " if near else ""
             raise UserError(
                 f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
                 "of yours as 'my_package.my_module'."
-            )
-        module = importlib.import_module(full)
+            ) from None
     if missing := [part for part in parts if not hasattr(module, part)]:
         raise UserError(
             f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "

@@ -189,6 +189,7 @@ def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
     assert "metrics/curvature/mean" in read_rows(tmp_path / "run")[0]
 
 
+@pytest.mark.slow
 def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
     """The first update has no baselines and is the same; from the second on the bonus tells.
 
@@ -433,6 +434,7 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(
     assert largest_difference(params["trainer"], params["rollout"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_more_layers_are_logged_beside_the_final_one_and_change_nothing(tmp_path):
     rows, tables = [], []
     for layers in ((-1,), (-1, 0)):

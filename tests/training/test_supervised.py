@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from semrl_jax import data, models
 from semrl_jax.training.supervised import fit_supervised
@@ -25,6 +26,7 @@ def fit(seed=0, num_steps=30):
     return params, losses
 
 
+@pytest.mark.slow
 def test_loss_falls_from_the_uniform_one_and_repeats_exactly():
     params, losses = fit()
     assert len(losses) == 30

@@ -168,7 +168,7 @@ def expected(window, context):
 
 
 MARKS = {
-    (4, "three rows"): (),
+    (4, "three rows"): pytest.mark.slow,
     (4, "packed"): (),
     (None, "packed"): pytest.mark.slow,
     (None, "one row"): pytest.mark.slow,
