@@ -63,7 +63,9 @@ class Evaluator:
         for plan, scores in plans_of(self.scores, self.config.evaluation).items():
             with clock("evaluate"):
                 found = self._sample(plan, step, clock, first_sample=len(scored))
-            scalars |= self._scalars(found, scores)
+            # The log has one set of keys of metrics: those of the first plan's responses.
+            logs_metrics = self.config.evaluation.metrics and not scored
+            scalars |= self._scalars(found, scores, logs_metrics)
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
@@ -95,7 +97,7 @@ class Evaluator:
         )
 
     def _scalars(
-        self, scored: Sequence[ScoredRollout], scores: Sequence[ModuleType]
+        self, scored: Sequence[ScoredRollout], scores: Sequence[ModuleType], logs_metrics: bool
     ) -> dict[str, float]:
         scalars: dict[str, float] = {}
         sizes = collections.Counter(problem.data_source for problem in self.problems)
@@ -106,7 +108,7 @@ class Evaluator:
                 by_problem.setdefault(item.rollout.group_id, []).append(item)
             for score in scores:
                 scalars |= score.scalars(benchmark, list(by_problem.values()), num_problems)
-            if self.config.evaluation.metrics and of_it:
+            if logs_metrics and of_it:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(of_it, prefix)
                 over_all = self.sampler.measurer.submit_batch([s.mean_states for s in of_it])

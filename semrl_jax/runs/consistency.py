@@ -1,4 +1,4 @@
-"""Whether the processes of a run are of one mind before they begin."""
+"""Checks before a run begins that its processes have the same settings, code and packages."""
 
 from __future__ import annotations
 

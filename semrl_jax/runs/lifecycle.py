@@ -169,7 +169,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
             f"{directory.path} has behind it; raise it or name a new workdir."
         )
     run.begin_rows(first_step)
-    opened.sampler.counters()  # what opening the run took is no step's
+    opened.sampler.counters()  # drops the counts of the setup, which belong to no step
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
             for result in run_steps(

@@ -47,7 +47,7 @@ def check_files(config: ml_collections.ConfigDict) -> None:
 def training_prompts(
     config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
 ) -> data.PromptDataset:
-    """Prompts of the generator or of `data.files`; `report` hears what was left out of those.
+    """Prompts of the generator or of `data.files`; `report` gets a line about rows left out.
 
     Raises:
       UserError: for a file, row or template that cannot be used.

@@ -1,4 +1,4 @@
-"""Weights of several processes to their replicas: all gather each tensor at once, or none."""
+"""Sends the weights of several processes to their replicas: all gather a tensor, or none does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def send_together(
 ) -> WeightVersion | None:
     """One process's part of a sync of weights; all have to call it.
 
-    The first tensor is read once every owner has a replica that answers: until then all wait where
-    who is missing is named. From then on all read to the end, whatever becomes of their replicas.
+    The first tensor is read when every owner has a replica that answers. Until then all wait, and
+    the missing process is named. From then on all read to the end, even if their replicas fail.
 
     Args:
       sync: of an owner, `RolloutClient.sync_weights`, given what starts a pass over the arrays; the
@@ -41,7 +41,7 @@ def send_together(
 
     def agree(work: Callable[[], Any]) -> None:
         nonlocal agreed, reading
-        with stop.deferred():  # who left in the middle would keep the others
+        with stop.deferred():  # leaving in the middle would block the others
             agreed = True
             run_phase(peers, "await_replicas", work)
             reading = True

@@ -58,7 +58,7 @@ class ForwardPasses(NamedTuple):
 
 @dataclasses.dataclass
 class Learner:
-    """Never sees text, addresses or files."""
+    """Computes the passes and updates; it never sees text, addresses or files."""
 
     config: ml_collections.ConfigDict
     algorithm: Algorithm
@@ -190,7 +190,7 @@ class Learner:
           params: float32, taken over; None: the reference's.
         """
         if params is None:
-            params = jax.tree.map(jnp.copy, self.reference)  # updates donate theirs
+            params = jax.tree.map(jnp.copy, self.reference)  # an update donates its parameters
         return init_state(params, self.optimizer, self._first_baselines(), self.mesh)
 
     def _first_baselines(self) -> ShapingState:

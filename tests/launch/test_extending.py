@@ -37,6 +37,8 @@ def test_an_example_is_one_file_and_trains(name, tmp_path):
     (package / f"{name}.py").write_text(EXAMPLES[name]["code"])  # and nothing else
     flags = re.findall(r"--config\.\S+", EXAMPLES[name]["command"])
     assert any(f"my_package.{name}" in flag for flag in flags)
+    if name == "any_of_four":  # responses of two plans in one record
+        flags.append("--config.evaluation.metrics=True")
     done = run(
         "launch.train", f"--config={TINY}", f"--workdir={tmp_path / 'run'}", *flags,
         "--config.training.num_steps=2", env={"PYTHONPATH": str(tmp_path)},
@@ -48,5 +50,7 @@ def test_an_example_is_one_file_and_trains(name, tmp_path):
     if name == "leave_one_out":  # needs neither
         assert not any(key.startswith("policy/kl") for key in rows[0])
         assert "time/ref_logprobs_s" not in rows[0] and "time/old_logprobs_s" not in rows[0]
+    if name == "any_of_four":
+        assert "eval/arithmetic/metrics/effective_rank/mean" in rows[0]
     if name == "short":
         assert len({row["reward/max"] for row in rows[:2]} - {0.0, 1.0}) > 0
