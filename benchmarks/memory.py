@@ -47,7 +47,7 @@ from benchmarks.critical_path import median_interval
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.seam import Algorithm
-from semrl_jax.training.packing import Layout, RowPlan, lay_out
+from semrl_jax.training.packing import Layout, RowPlan, lay_out, take_values
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import SlotValues, update_policy, update_rows
@@ -115,7 +115,7 @@ def measured_bytes(
 ) -> tuple[Any, Layout, int]:
     """Memory analysis of the compiled update, its layout, and the number of parameters."""
     layout = lay_out(batch, plan)
-    values = SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4)
+    values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 4)
     params = policy.shapes()
     compiled = update_rows.lower(
         params, jax.eval_shape(optimizer.init, params), *plan.put((layout.rows, values)),

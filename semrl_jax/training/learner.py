@@ -49,7 +49,7 @@ class ForwardPasses(NamedTuple):
     """The passes over one batch; None where nothing needs one."""
 
     old: TokenPass | None
-    ref_logprobs: Float[np.ndarray, "B T"] | None
+    ref_logprobs: Float[Array, "B T"] | None
 
     def arrays(self) -> Passes:
         """What an algorithm may take for its advantages."""
@@ -111,13 +111,16 @@ class Learner:
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
         with self.peers.phase("logprobs"), self.device_lock:
-            return batch_logprobs(
-                params,
-                batch,
-                policy=self.policy,
-                temperature=self.config.rollout.temperature,
-                plan=row_plan(self.mesh, self.config.training),
-                **with_also,
+            # A replica in this process must not begin a program before this one has ended.
+            return jax.block_until_ready(
+                batch_logprobs(
+                    params,
+                    batch,
+                    policy=self.policy,
+                    temperature=self.config.rollout.temperature,
+                    plan=row_plan(self.mesh, self.config.training),
+                    **with_also,
+                )
             )
 
     def update(
@@ -139,8 +142,7 @@ class Learner:
         params, opt_state, skipped = state.params, state.optimizer, int(state.skipped_in_row)
         num_updates = num_optimizer_updates(opt_state)
         history = []
-        old_logprobs, ref_logprobs = passes.arrays()
-        arrays = (batch, old_logprobs, ref_logprobs, np.asarray(advantages))
+        arrays = (batch, *passes.arrays(), advantages)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
             with self.peers.phase("update"), self.device_lock:

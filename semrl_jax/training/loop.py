@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import ml_collections
+import numpy as np
 
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.clock import Clock
@@ -76,7 +77,7 @@ def run_steps(
         scalars = {}
         if passes.old is not None:
             logprobs, _, states = passes.old
-            scalars |= sampler.mismatch(scored, logprobs, states, step)
+            scalars |= sampler.mismatch(scored, np.asarray(logprobs), states, step)
             with clock("metrics"):
                 found = token_indicators(indicators, passes.old, batch.response_mask)
                 scored = sampler.measured(scored, found, states)

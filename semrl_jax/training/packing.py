@@ -7,8 +7,11 @@ a row apart, and positions start from 0 in each.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
-attended to, but has no slot. Values of response tokens are moved between [B, T] and [M, R, U] on
-the host, by index. Columns and slots that no sequence fills are padding: segment 0, weight 0.
+attended to, but has no slot. Columns and slots that no sequence fills are padding: segment 0,
+weight 0.
+
+The host computes where everything goes, from token ids and masks. Values of response tokens stay on
+the devices; `take_values` moves them between [B, T] and [M, R, U] by index.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.hosts import from_host
@@ -83,14 +87,18 @@ class RowPlan:
         """The next multiple of the sequence axis, which would hold other sizes unsharded."""
         return size + -size % self.mesh.shape["sequence"]
 
+    @property
+    def sharding(self) -> NamedSharding:
+        """Of arrays [M, R, ...]: rows over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(None, DATA_AXES))
+
     def put(self, tree: Any) -> Any:
         """Host arrays [M, R, ...] as device arrays with their rows over the data axes.
 
         Where several processes form the mesh, all hold the same host arrays and each copies its
         own rows.
         """
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, DATA_AXES))
-        return jax.tree.map(lambda leaf: from_host(leaf, sharding), tree)
+        return jax.tree.map(lambda leaf: from_host(leaf, self.sharding), tree)
 
 
 def row_plan(mesh: Mesh, training: ml_collections.ConfigDict) -> RowPlan:
@@ -116,16 +124,12 @@ class Layout:
     slots: Int[np.ndarray, "B T"]
     shard_tokens: Int[np.ndarray, " shards"]
 
-    def to_slots(self, values: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "M R U"]:
-        """Values of the policy's tokens in their slots; 0 in slots without one."""
-        found = np.zeros(self.rows.sources.shape, values.dtype)
+    def tokens(self) -> Int[np.ndarray, "M R U"]:
+        """Index into the B * T response tokens of each slot; -1 in slots without one."""
+        found = np.full(self.rows.sources.shape, -1, np.int32)
         held = self.slots >= 0
-        found.reshape(-1)[self.slots[held]] = values[held]
+        found.reshape(-1)[self.slots[held]] = np.flatnonzero(held)
         return found
-
-    def from_slots(self, values: Float[np.ndarray, "M R U"]) -> Float[np.ndarray, "B T"]:
-        """Undoes `to_slots`; 0 for padding and context."""
-        return np.where(self.slots >= 0, values.reshape(-1)[self.slots], np.zeros((), values.dtype))
 
     def responses(
         self, shards: Mapping[int, Float[np.ndarray, "M r U D"]]
@@ -154,6 +158,13 @@ class Layout:
             "policy/padding_fraction": float(1 - self.shard_tokens.sum() / computed),
             "policy/shard_imbalance": float(self.shard_tokens.max() / self.shard_tokens.mean()),
         }
+
+
+def take_values(
+    values: Shaped[Array | np.ndarray, "*_"], index: Int[Array | np.ndarray, "*shape"]
+) -> Shaped[Array, "*shape"]:
+    """Values at an index into all of them, as `Layout.slots` and `Layout.tokens` are; 0 at -1."""
+    return jnp.where(index >= 0, values.reshape(-1)[index], 0)
 
 
 def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
@@ -199,7 +210,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
     to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`
     held = batch.response_mask
     slots = (row_of * num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
-    slots = np.where(held, slots, -1)  # [B, T]
+    slots = np.where(held, slots, -1).astype(np.int32)  # [B, T]
     # The state before a token produced it.
     sources = starts[:, None] + batch.positions[:, prompt_columns:] - 1  # [B, T]
 

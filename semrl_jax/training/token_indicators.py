@@ -18,7 +18,7 @@ def token_indicators(
     """Means over the tokens of each response, nats; `names` are of TOKEN_INDICATORS."""
     found: list[dict[MetricKey, Measurement]] = [{} for _ in mask]
     for name in names:
-        values = getattr(tokens, TOKEN_INDICATORS[name]).astype(np.float64)
+        values = np.asarray(getattr(tokens, TOKEN_INDICATORS[name]), np.float64)
         means = np.mean(values, axis=1, where=mask)
         for metrics, mean in zip(found, means):
             metrics[MetricKey(name)] = Measurement(float(mean), bool(np.isfinite(mean)))

@@ -1,7 +1,8 @@
 """Log-probabilities of a batch, and one optimiser step on a mini-batch; both in micro-batches.
 
-`batch_logprobs` and `update_policy` take and return responses as [B, T] on the host; the layout of
-`packing.py` puts them into rows. `row_logprobs` and `update_rows` are the compiled programs.
+`batch_logprobs` and `update_policy` take and return values of response tokens as [B, T] on the
+devices; the layout of `packing.py` puts them into rows. `row_logprobs` and `update_rows` are the
+compiled programs.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms.seam import Algorithm
-from semrl_jax.models import Params, Policy
-from semrl_jax.models.hosts import own_rows, to_host
-from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
+from semrl_jax.models import Params, Policy, replicated
+from semrl_jax.models.hosts import own_rows
+from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values
 from semrl_jax.types import RolloutBatch
 
 
 class TokenPass(NamedTuple):
-    """What a forward pass says of B responses, in NumPy; 0 at padding.
+    """What a forward pass computes of B responses; 0 at padding.
 
     Attributes:
-      logprobs: of each token, float32 nats.
-      entropies: of the distribution each token was drawn from, float32 nats; None unless asked for.
-      states: [T, D] of responses, without padding, in the compute dtype, by their index: of those
-        that lie in a data shard of this process; None unless asked for.
+      logprobs: of each token, float32 nats, on every device of the mesh.
+      entropies: of the distribution each token was drawn from, float32 nats, on every device; None
+        unless asked for.
+      states: [T, D] of responses, without padding, in the compute dtype, in NumPy, by their index:
+        of those that lie in a data shard of this process; None unless asked for.
     """
 
-    logprobs: Float[np.ndarray, "B T"]
-    entropies: Float[np.ndarray, "B T"] | None
+    logprobs: Float[Array, "B T"]
+    entropies: Float[Array, "B T"] | None
     states: Mapping[int, Float[np.ndarray, "_ D"]] | None
 
 
@@ -84,9 +87,10 @@ def batch_logprobs(
         with_states=with_states,
         with_entropies=with_entropies,
     )
+    in_batch = functools.partial(_in_batch, index=layout.slots, sharding=replicated(plan.mesh))
     return TokenPass(
-        layout.from_slots(to_host(found.logprobs)),
-        layout.from_slots(to_host(found.entropies)) if with_entropies else None,
+        in_batch(found.logprobs),
+        in_batch(found.entropies) if with_entropies else None,
         layout.responses(own_rows(found.states, plan.mesh)) if with_states else None,
     )
 
@@ -95,9 +99,9 @@ def update_policy(
     params: Params,
     opt_state: Any,
     batch: RolloutBatch,
-    old_logprobs: Float[np.ndarray, "B T"] | None,
-    ref_logprobs: Float[np.ndarray, "B T"] | None,
-    advantages: Float[np.ndarray, "B T"],
+    old_logprobs: Float[Array | np.ndarray, "B T"] | None,
+    ref_logprobs: Float[Array | np.ndarray, "B T"] | None,
+    advantages: Float[Array | np.ndarray, "B T"],
     *,
     policy: Policy,
     optimizer: optax.GradientTransformation,
@@ -105,7 +109,9 @@ def update_policy(
     plan: RowPlan,
     algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""] | float]]:
-    """One optimiser step on one mini-batch of NumPy arrays; `params` and `opt_state` are donated.
+    """One optimiser step on one mini-batch; `params` and `opt_state` are donated.
+
+    `batch` is in NumPy; the other [B, T] arrays are on every device of the mesh, or in NumPy.
 
     The token weights sum to 1 over the mini-batch, so how it is laid out changes nothing but
     rounding.
@@ -115,14 +121,18 @@ def update_policy(
       scalars, `policy/update_skipped` (0 or 1) and those of the layout among them.
     """
     layout = lay_out(batch, plan)
-    mask = jnp.asarray(batch.response_mask)
-    weights = np.asarray(algorithm.token_weights(mask))
-    values = (old_logprobs, ref_logprobs, advantages, weights)
-    values = SlotValues(*(value if value is None else layout.to_slots(value) for value in values))
+    values = _slot_values(
+        (old_logprobs, ref_logprobs, advantages),
+        batch.response_mask,
+        plan.put(layout.tokens()),
+        algorithm=algorithm,
+        sharding=plan.sharding,
+    )
     params, opt_state, scalars = update_rows(
         params,
         opt_state,
-        *plan.put((layout.rows, values)),
+        plan.put(layout.rows),
+        values,
         np.int32(layout.num_micro),
         policy=policy,
         optimizer=optimizer,
@@ -130,6 +140,18 @@ def update_policy(
         algorithm=algorithm,
     )
     return params, opt_state, scalars | layout.scalars()
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _in_batch(values, index, *, sharding: NamedSharding):
+    return jax.lax.with_sharding_constraint(take_values(values, index), sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "sharding"))
+def _slot_values(arrays, mask, index, *, algorithm: Algorithm, sharding: NamedSharding):
+    arrays = (*arrays, algorithm.token_weights(mask))
+    slots = jax.tree.map(lambda values: take_values(values, index), arrays)
+    return SlotValues(*jax.lax.with_sharding_constraint(slots, sharding))
 
 
 def response_states(params: Params, rows: TokenRows, policy: Policy) -> Float[Array, "R U D"]:

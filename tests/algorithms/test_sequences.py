@@ -1,5 +1,7 @@
 """Sums over sequences, whether one lies in a row or several."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax.algorithms import sum_over_sequences, token_weights
-from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from tests.training.test_packing import batch_of, mesh_of
 
 summed = jax.jit(sum_over_sequences)
@@ -51,20 +53,21 @@ def test_padded_and_packed_rows_give_the_same_sums_and_gradients(name, seed):
     mask = batch.response_mask
     layout = lay_out(batch, RowPlan(mesh_of(1), **PLANS[name]))
     ids = layout.rows.sequence_ids
+    in_slots = functools.partial(take_values, index=layout.tokens())
     # On padding and context anything.
     logprobs, old, advantages = (
         np.where(mask, random.normal(size=mask.shape), np.nan).astype(np.float32) for _ in range(3)
     )
     padded = summed(logprobs, mask.astype(np.int32))
-    rows = np.stack([summed(*micro) for micro in zip(layout.to_slots(logprobs), ids)])
+    rows = np.stack([summed(*micro) for micro in zip(in_slots(logprobs), ids)])
     expected = np.where(mask, np.nansum(logprobs, axis=1, keepdims=True, dtype=np.float64), 0)
-    for found in (padded, layout.from_slots(rows)):
+    for found in (padded, take_values(rows, layout.slots)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
     weights = np.asarray(token_weights(jnp.asarray(mask), aggregation="response_mean"))
     arrays = (logprobs, old, advantages, weights)
     padded_loss, padded_gradient = loss_and_gradient(*arrays, mask.astype(np.int32))
-    slots = zip(*map(layout.to_slots, arrays), ids)
+    slots = zip(*map(in_slots, arrays), ids)
     losses, gradients = zip(*(loss_and_gradient(*micro) for micro in slots))
     ratios = [
         np.exp(np.mean(logprobs[row, own] - old[row, own], dtype=np.float64))
@@ -75,6 +78,6 @@ def test_padded_and_packed_rows_give_the_same_sums_and_gradients(name, seed):
     )
     for found in (padded_loss, np.sum(losses)):
         np.testing.assert_allclose(found, by_hand, rtol=1e-4, atol=1e-5)
-    found = layout.from_slots(np.stack(gradients))
+    found = take_values(np.stack(gradients), layout.slots)
     np.testing.assert_allclose(found, padded_gradient, rtol=1e-4, atol=1e-6)
     assert not np.asarray(padded_gradient)[~mask].any()

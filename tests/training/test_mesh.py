@@ -17,7 +17,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.seam import Algorithm
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import abstract_state, init_state, make_optimizer
 from semrl_jax.training.update import (
     SlotValues,
@@ -237,7 +237,9 @@ def compiled(case, program):
     if program == "row_logprobs":
         settings |= {"with_states": True, "with_entropies": True}
         return row_logprobs.lower(state.params, rows, num_micro, **settings).compile()
-    values = plan.put(SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4))
+    values = plan.put(
+        SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 4)
+    )
     settings |= {"optimizer": OPTIMIZER, "algorithm": ALGORITHM}
     return update_rows.lower(
         state.params, state.optimizer, rows, values, num_micro, **settings

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import models
-from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out
+from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out, take_values
 from semrl_jax.training.rollout_batch import pad_batch
 from tests.fixtures import make_scored
 
@@ -62,7 +62,7 @@ def test_packed_rows_by_hand():
     values = np.arange(rows.sources.size, dtype=np.float32).reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
     np.testing.assert_array_equal(
-        layout.from_slots(values), [[0, 1, 0], [2, 3, 4], [width, width + 1, 0]]
+        take_values(values, layout.slots), [[0, 1, 0], [2, 3, 4], [width, width + 1, 0]]
     )
 
 
@@ -83,7 +83,7 @@ def test_context_has_columns_and_no_slots():
     values = values.reshape(layout.rows.sources.shape)
     width = rows.sources.shape[1]
     np.testing.assert_array_equal(
-        layout.from_slots(values), [[1, 0, 0], [2, 0, 3], [0, 1 + width, 0]]
+        take_values(values, layout.slots), [[1, 0, 0], [2, 0, 3], [0, 1 + width, 0]]
     )
     assert layout.scalars() == without.scalars()
 
@@ -159,12 +159,12 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     np.testing.assert_array_equal(rows.sequence_ids, np.where(with_token, at_sources, 0))
     # There and back.
     np.testing.assert_array_equal(
-        layout.from_slots(rows.response_ids.astype(np.float32))[mask], batch.response_ids[mask]
+        take_values(rows.response_ids, layout.slots)[mask], batch.response_ids[mask]
     )
     values = np.where(mask, np.random.default_rng(0).random(mask.shape), np.nan).astype(np.float32)
-    in_slots = layout.to_slots(values)
+    in_slots = np.asarray(take_values(values, layout.tokens()))
     assert np.isfinite(in_slots).all()  # what padding held stays behind
-    np.testing.assert_array_equal(layout.from_slots(in_slots), np.where(mask, values, 0))
+    np.testing.assert_array_equal(take_values(in_slots, layout.slots), np.where(mask, values, 0))
     blocks = dict(enumerate(np.split(in_slots[..., None], shards, axis=1)))
     found = layout.responses(blocks)
     assert list(found) == list(range(len(lengths)))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, token_weights
 from semrl_jax.algorithms.seam import Algorithm
-from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import (
     SlotValues,
@@ -316,7 +316,7 @@ def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=1
     plan = plan_of({"micro_batch_size": rows}, num_shards)
     batch = batch_of([(4, response_tokens)] * rows)
     layout = lay_out(batch, plan)
-    values = SlotValues(*[layout.to_slots(batch.rollout_logprobs)] * 4)
+    values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 4)
     params = policy.shapes()
     opt_state = jax.eval_shape(optimizer.init, params)
     compiled = update_rows.lower(
