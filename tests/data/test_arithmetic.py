@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import (
+from semrl_jax.data.arithmetic import (
     Problem,
+    demonstration_problems,
     demonstration_texts,
     held_out_problems,
+    prompt_text,
+    reference_answer,
     training_problems,
     worked_response,
 )
-from semrl_jax.data.arithmetic import demonstration_problems, prompt_text, reference_answer
 
 ALL = (True, True, True)
 

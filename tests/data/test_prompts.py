@@ -12,8 +12,8 @@ from semrl_jax.data import (
     arithmetic_prompts,
     build_dataset,
     next_prompts,
-    prompt_order,
 )
+from semrl_jax.data.prompts import prompt_order
 from semrl_jax.errors import UserError
 
 

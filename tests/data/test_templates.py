@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 import transformers
 
-from semrl_jax.data import TEMPLATES, load_prompts, prompt_renderer
+from semrl_jax.data import load_prompts
+from semrl_jax.data.templates import TEMPLATES, prompt_renderer
 from semrl_jax.errors import UserError
 
 QUESTION = "What is {1}+{input}?"
