@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from semrl_jax import analysis
+from semrl_jax.analysis import responses
 from semrl_jax.metrics import MetricKey, flatten
 from tests.oracles import metrics as oracle
 
@@ -100,20 +101,20 @@ def test_broken_states_are_shown_as_invalid(batch, tmp_path):
     assert list(rows[0]) == [
         "response",
         "tokens",
-        *(key.label for key in analysis.COLUMNS.values()),
+        *(key.label for key in responses.COLUMNS.values()),
     ]
     assert float(rows[0]["effective_rank"]) == rank
     assert set(list(rows[1].values())[2:]) == {""}
 
 
-def test_a_long_table_is_cut(measured):
+def test_a_long_table_is_truncated(measured):
     many = jax.tree.map(lambda values: np.resize(values, 100), measured)
     text = io.StringIO()
     Console(file=text, width=120).print(analysis.response_table(many))
     assert text.getvalue().count("\n") < 60 and "60 more" in text.getvalue()
 
 
-def test_the_mean_is_drawn_while_half_of_the_responses_go_on(batch, tmp_path):
+def test_the_mean_is_drawn_while_half_of_the_responses_last(batch, tmp_path):
     states, mask = batch
     curves = [analysis.rank_curve(*response, stride=STRIDE) for response in zip(states, mask)]
     assert [len(curve.num_tokens) for curve in curves] == [5, 3, 2, 0, 0, 0]
