@@ -118,12 +118,7 @@ class VerifierPool:
         return future
 
     def wait_ready(self) -> None:
-        """Waits until a worker has started.
-
-        Raises:
-          UserError: if the user's function cannot be imported.
-          RuntimeError: if workers do not start.
-        """
+        """Waits until a worker has started; raises the errors of the future of `submit`."""
         self._started.result(timeout=(START_TIMEOUT_S + 5) * MAX_START_ATTEMPTS)
 
     def validate(self, response: str, reference: str) -> Verdict:
@@ -291,13 +286,7 @@ class _Worker:
         return str(reply.get("problem", ""))
 
     def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
-        """Gets a verdict.
-
-        Raises:
-          TimeoutError: after `timeout_s`.
-          OSError: if the worker has ended.
-          ValueError: if its reply is not a verdict on this response.
-        """
+        """Gets a verdict; raises TimeoutError, OSError or ValueError if the worker sends none."""
         self.num_jobs += 1
         reply = self._exchange({"response": response, "reference": reference}, timeout_s)
         error = str(reply.pop("error", ""))

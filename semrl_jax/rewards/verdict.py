@@ -79,6 +79,5 @@ def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> flo
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
     """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
-    wrong = verdict_score(False, boxed, settings)
-    score = settings.failure_score if settings.is_users else wrong
+    score = settings.failure_score if settings.is_users else verdict_score(False, boxed, settings)
     return Verdict(score, False, boxed, None, error)
