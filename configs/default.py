@@ -155,9 +155,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rewards.unboxed_penalty = -1.0  # for wrong and unboxed responses, in independent mode
     config.rewards.timeout_s = 10.0
     config.rewards.num_workers = 2
-    config.rewards.shuffle = (
-        False  # True permutes rewards over the batch; such a run must not learn
-    )
+    config.rewards.shuffle = False  # True: permuted over the batch, a control that must not learn
 
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # 0: none

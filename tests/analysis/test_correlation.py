@@ -1,4 +1,4 @@
-"""ER beside ERV and ERA: coefficients, growth laws, and the responses of a run."""
+"""Correlations of ER with ERV and ERA: coefficients, growth laws, responses of a run."""
 
 import csv
 import io
@@ -78,7 +78,7 @@ def test_responses_are_measured_as_the_oracle_does(found):
             assert c.tokens[i] == len(rows)
             expected = oracle.orders(oracle.series(oracle.effective_rank, rows, 10, c.window))
             np.testing.assert_allclose(c.effective_rank[i], oracle.effective_rank(rows), rtol=1e-3)
-            # 1e-3 is what "gram" promises of ranks near 5.
+            # "gram" is accurate to 1e-3, and the ranks are near 5.
             np.testing.assert_allclose(
                 [c.velocity[i], c.acceleration[i]], expected, atol=5e-3, err_msg=c.window
             )
@@ -92,7 +92,7 @@ def test_table_file_and_picture_hold_every_correlation(found, tmp_path):
     correlations = [*found[1], correlation_of([8, 9], [1, 2], [1, 2], [1, 2])]
     text = io.StringIO()
     Console(file=text, width=80).print(analysis.correlation_table(correlations))
-    assert "…" not in text.getvalue()  # fits where the output is no terminal
+    assert "…" not in text.getvalue()  # fits if the output is not a terminal
     lines = text.getvalue().splitlines()
     assert any(f"{correlations[0].with_rank('velocity'):.2f}" in line for line in lines)
     analysis.write_correlations(tmp_path / "c.csv", correlations)

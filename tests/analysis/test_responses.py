@@ -1,4 +1,4 @@
-"""The table and the curve of single responses."""
+"""The table and the rank curves of single responses."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ ORACLE = {
 
 @pytest.fixture(scope="module")
 def batch():
-    """Six responses, the last four too short for something; holes in the first; NaN around."""
+    """Six responses: four too short for some metrics, gaps in the first, NaN outside the masks."""
     rng = np.random.default_rng(0)
     states = np.full((6, 44, 12), np.nan, np.float32)
     mask = np.zeros((6, 44), bool)
@@ -121,7 +121,7 @@ def test_the_mean_is_drawn_while_half_of_the_responses_last(batch, tmp_path):
     figure = analysis.draw_rank_curves(curves)
     *lines, mean = figure.axes[0].get_lines()
     assert len(lines) == 3
-    np.testing.assert_array_equal(mean.get_xdata(), [8, 16, 24])  # past that one is left
+    np.testing.assert_array_equal(mean.get_xdata(), [8, 16, 24])  # beyond that, one curve is left
     np.testing.assert_allclose(
         mean.get_ydata()[:2], np.mean([c.effective_rank[:2] for c in curves[:3]], axis=0)
     )

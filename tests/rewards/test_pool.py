@@ -74,7 +74,7 @@ def test_bad_verifier_fails_its_own_job_only(obey, command, error, counter):
     assert changed == {counter, "num_verdicts"} and after[counter] == before[counter] + 1
 
 
-def test_prints_and_reads_do_not_reach_the_protocol(obey):
+def test_prints_and_reads_do_not_reach_the_pipes(obey):
     assert obey.submit("print", "7").result(timeout=10) == RIGHT
     assert obey.submit("print", "read").result(timeout=10).error.startswith("exception: EOFError")
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
@@ -101,7 +101,7 @@ def test_late_worker_is_killed_with_its_children(obey, tmp_path):
 
 @pytest.mark.parametrize("command", ["forge later", "child answers"])
 def test_a_reply_without_a_request_costs_no_job(obey, command):
-    """Taken for the next verdict, it would shift all later ones by one."""
+    """If it counted as the next verdict, all later verdicts would be shifted by one."""
     before = obey.counters
     assert obey.submit(command, "").result(timeout=10) == RIGHT
     time.sleep(0.15)
@@ -112,7 +112,7 @@ def test_a_reply_without_a_request_costs_no_job(obey, command):
 
 def test_a_reply_without_end_does_not_fill_the_memory(obey, monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_REPLY_BYTES", 200_000)
-    assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before its time-out
+    assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before the timeout
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
 
 
