@@ -10,7 +10,7 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     """The default configuration; `semrl_jax.runs.validate` checks combinations of settings."""
     config = ml_collections.ConfigDict()
-    config.seed = 0  # all randomness follows from it
+    config.seed = 0  # of all random numbers
 
     config.distributed = ml_collections.ConfigDict()  # docs/clusters.md
     config.distributed.coordinator = ""  # host:port of process 0; empty: from the cluster
@@ -22,8 +22,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.model = ml_collections.ConfigDict()
     config.model.path = ""  # Hugging Face directory or hub id; empty: random, sizes as below
-    # A family of semrl_jax/models/families, or "my_package.my_module" with one of your own; empty:
-    # by the model_type of its config.json. A random model is a qwen2 unless this says otherwise.
+    # A family of semrl_jax/models/families, or "my_package.my_module" with your own; empty: by the
+    # model_type of its config.json, and qwen2 for a random model.
     config.model.family = ""
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
     config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the reference
@@ -43,7 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.data = ml_collections.ConfigDict()
     config.data.task = "arithmetic"  # the built-in generator; or files: the files named below
-    config.data.num_prompts = 4096  # training prompts that the generator makes
+    config.data.num_prompts = 4096  # training prompts from the generator
     config.data.prompts_per_step = 48
     config.data.files = ()  # .jsonl and .parquet, repeat the flag; docs/data.md
     config.data.row_format = "question_answer"  # or simplerl
@@ -134,7 +134,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms = ml_collections.ConfigDict()
     # A module of semrl_jax.algorithms, or "my_package.my_module"; docs/extending.md
     config.algorithms.name = "grpo"
-    config.algorithms.options = ml_collections.ConfigDict()  # those that are not named below
+    config.algorithms.options = ml_collections.ConfigDict()  # options without a field below
     config.algorithms.advantage = ml_collections.ConfigDict()
     config.algorithms.advantage.epsilon = 1e-6
     config.algorithms.loss = ml_collections.ConfigDict()
@@ -149,13 +149,13 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.rewards = ml_collections.ConfigDict()
     config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md
-    config.rewards.failure_score = 0.0  # if that function raises, hangs or returns nonsense
+    config.rewards.failure_score = 0.0  # if that function raises, hangs or returns no verdict
     config.rewards.memory_limit_gib = 2.0  # of one worker; 0: no limit
     config.rewards.mode = "independent"  # independent or mix
     config.rewards.unboxed_penalty = -1.0  # for wrong and unboxed responses, in independent mode
     config.rewards.timeout_s = 10.0
     config.rewards.num_workers = 2
-    config.rewards.shuffle = False  # True permutes rewards over the batch: must not learn
+    config.rewards.shuffle = False  # True: permuted over the batch, a control that must not learn
 
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # 0: none
@@ -192,7 +192,7 @@ def get_config() -> ml_collections.ConfigDict:
     # FILE:setting=value:... to set a field below, num_problems or name for this file; docs/data.md
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
-    config.evaluation.benchmarks = ()  # beside those above, "my_package.module"; docs/extending.md
+    config.evaluation.benchmarks = ()  # more of them, "my_package.module"; docs/extending.md
     config.evaluation.metrics = False  # True: measure hidden states of evaluated responses too
     # These follow data unless set. Without identity(), setting one would change data's field too.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()

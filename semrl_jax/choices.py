@@ -1,11 +1,6 @@
-"""What settings may be, by name: shared by the rooms that read them and the check of a config.
+"""Allowed values of settings, for the check of a config and the rooms that use them; no JAX."""
 
-Loads no JAX, so that a wrong setting is refused before anything that takes seconds.
-"""
-
-from __future__ import annotations
-
-# Indicators that the pass behind `old_logprobs` gives, and where it has them.
+# Indicator -> the field with it, in the result of the pass that computes `old_logprobs`.
 TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropies"}
 
 DTYPES = ("float32", "bfloat16")

@@ -11,11 +11,7 @@ Item = TypeVar("Item")
 
 
 class Clock:
-    """Adds up seconds by phase; `scalars` names them `time/<phase>_s`.
-
-    Args:
-      say: told in words of every phase that begins, those inside another one apart.
-    """
+    """Adds up seconds by phase; `say` gets the name of each phase that begins outside another."""
 
     def __init__(self, say: Callable[[str], None] = lambda phase: None):
         self.say = say
@@ -37,7 +33,7 @@ class Clock:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - started
 
     def iterate(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Times only the waiting for items, not what the caller does with them."""
+        """Times only the wait for items, not the work of the caller."""
         iterator = iter(items)
         while True:
             with self(phase):

@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
-MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB; above it, the oldest unused are removed
+MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB
 TOLD_FROM_S = 1.0  # a compilation of at least this time is reported; a cached read takes ms
 
 # JAX announces the beginning of each compilation as a scalar, its end as a duration.
@@ -32,14 +32,13 @@ def keep_programs() -> None:
     """Makes JAX keep compiled programs in a directory of the user, for later processes.
 
     The key of a program covers everything it depends on: the computation, the versions, XLA's flags
-    and the instructions of the processor. A program that is read equals the compiled one.
+    and the instructions of the processor.
 
     JAX's own variables have priority. With $JAX_COMPILATION_CACHE_DIR, this function does nothing.
     With $JAX_ENABLE_COMPILATION_CACHE=0, nothing is kept. $JAX_COMPILATION_CACHE_MAX_SIZE replaces
-    the limit MAX_KEPT_BYTES, in bytes. The limit is applied only here, at a start. JAX's own
-    removal is not used: it scans the directory for every program, and it stops working after a
-    process was killed during it. If the directory cannot be written, one line on standard error
-    says so and nothing is kept.
+    the limit MAX_KEPT_BYTES, in bytes. The limit is applied only here, because JAX's own removal
+    scans the directory for every program, and stops working after a process was killed during it.
+    If the directory cannot be written, nothing is kept and standard error gets one line.
     """
     import jax
 
@@ -58,12 +57,11 @@ def keep_programs() -> None:
             probe.write(bytes(2**20))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         reason = getattr(error, "strerror", None) or error
-        print(
+        line = (
             f"compiled programs are not kept for later starts ({directory}: {reason}); set "
-            "JAX_COMPILATION_CACHE_DIR to a directory that can be written",
-            file=sys.stderr,
-            flush=True,
+            "JAX_COMPILATION_CACHE_DIR to a directory that can be written"
         )
+        print(line, file=sys.stderr, flush=True)
         return
     config.update("jax_compilation_cache_dir", str(directory))
     config.update("jax_compilation_cache_max_size", -1)
@@ -76,9 +74,8 @@ def keep_programs() -> None:
 def clean(directory: pathlib.Path, limit: int) -> None:
     """Removes incomplete files of killed writers, and above `limit` bytes the longest unused ones.
 
-    JAX does not write a program atomically, and does not replace one that it cannot read. Other
-    processes may use the directory at the same time. If a program of theirs is removed, they
-    compile it again.
+    JAX does not write a program atomically, and does not replace one that it cannot read. If a
+    program of another process is removed, that process compiles it again.
     """
     checked = directory / "checked"
     since = checked.stat().st_mtime if checked.exists() else 0.0
@@ -112,7 +109,7 @@ def _is_whole(entry: bytes) -> bool:
 
 @contextlib.contextmanager
 def watching(say: Callable[[str], None]) -> Iterator[None]:
-    """Tracks compilations in the block for `current`; reports the first long one in one line."""
+    """Tracks compilations in the block for `current`; reports the first long one in a line."""
     import jax
 
     told = threading.Event()

@@ -8,16 +8,8 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Column
 from rich.text import Text
 
@@ -26,13 +18,13 @@ from semrl_jax import compilation
 RECENT_UNITS = 8
 
 
-class StatusColumn(ProgressColumn):
-    """The status of the current unit, and the program that is being compiled, if any."""
+class StatusColumn(rich_progress.ProgressColumn):
+    """The status of the current unit, and the program that is compiled now, if any."""
 
     def __init__(self):
         super().__init__(Column(no_wrap=True))
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich_progress.Task) -> Text:
         program = compilation.current()
         parts = (task.fields["status"], program and f"compiling {program}")
         return Text(", ".join(filter(None, parts)))
@@ -50,16 +42,13 @@ class Reporter:
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:
-        """Shows a bar over `total` units; `advance` and `status` of the yielded `Bar` update it.
-
-        If the output is not a terminal, no bar is shown; the lines of the phase are still printed.
-        """
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[pace]}"),
-            TimeElapsedColumn(),
+        """Shows a bar over `total` units, if the output is a terminal."""
+        progress = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(bar_width=20),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TextColumn("{task.fields[pace]}"),
+            rich_progress.TimeElapsedColumn(),
             StatusColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -71,43 +60,40 @@ class Reporter:
 
 
 class Bar:
-    """Updates one task and estimates its end.
+    """Updates the only task of `progress` and estimates its end.
 
     The first unit is not part of the estimate, because it compiles, also when a run is resumed.
     """
 
-    def __init__(self, progress: Progress, unit: str):
+    def __init__(self, progress: rich_progress.Progress, unit: str):
         self._progress = progress
+        self._task = progress.tasks[0]
         self._unit = unit
-        self._last_end: float | None = None  # None until the first unit is over
-        self._paces: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)  # seconds
+        self._last_end: float | None = None  # None before the end of the first unit
+        self._unit_s: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)
 
     def advance(self, status: str = "") -> None:
         """Counts one finished unit."""
         now = time.monotonic()
         if self._last_end is not None:
-            self._paces.append(now - self._last_end)
+            self._unit_s.append(now - self._last_end)
         self._last_end = now
         self._progress.advance(self._task.id)
         pace = ""
-        if self._paces:
-            rate = 1 / max(statistics.median(self._paces), 1e-9)
+        if self._unit_s:
+            rate = 1 / max(statistics.median(self._unit_s), 1e-9)
             pace = f"{rate:.3g} {self._unit}/s, left {duration(self.left_s())}"
         self._progress.update(self._task.id, pace=pace, status=status)
 
     def left_s(self) -> float | None:
         """Seconds to the end, from the median of the last few units; None before two are done."""
-        if not self._paces:
+        if not self._unit_s:
             return None
-        return (self._task.total - self._task.completed) * statistics.median(self._paces)
+        return (self._task.total - self._task.completed) * statistics.median(self._unit_s)
 
     def status(self, status: str) -> None:
         """Shows what the current unit does."""
         self._progress.update(self._task.id, status=status)
-
-    @property
-    def _task(self) -> Task:
-        return self._progress.tasks[0]
 
 
 def duration(seconds: float) -> str:

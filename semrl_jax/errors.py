@@ -1,4 +1,4 @@
-"""Errors that cross rooms: a user mistake, a request to end, an error of the disk."""
+"""Errors that several rooms use: a user's mistake, a request to end, an error of the disk."""
 
 import errno
 import os
@@ -18,15 +18,15 @@ class UserError(ValueError):
 class Preempted(BaseException):
     """The run was asked to end; the train state in memory is that of the last finished step.
 
-    It is not a subclass of Exception. It can be raised at any point of the main thread, and a
-    library that catches every Exception would swallow it.
+    It can be raised at any point of the main thread. It is not a subclass of Exception, because
+    some libraries catch every Exception.
     """
 
 
 def disk_refusal(error: BaseException | None) -> OSError | None:
     """The disk error that caused the error of a write; None if there was another cause.
 
-    Libraries in C++ and Rust raise their own errors, whose text contains the system's message.
+    Libraries in C++ and Rust raise their own errors, with the system's message in the text.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno:

@@ -1,4 +1,4 @@
-"""Reads JSON files from outside with limits; writes files completely and never through links."""
+"""Reads untrusted JSON files with limits; writes files completely and never through links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_JSON_DEPTH = 100  # so that recursive code over the value cannot exhaust the
 
 
 def read_json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON object in a file of any content. If a key occurs twice, the last one counts.
+    """Reads the JSON object in an untrusted file. If a key occurs twice, the last one counts.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -52,11 +52,7 @@ def read_json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parses a JSON text that may be hostile.
-
-    Raises:
-      ValueError: with a short reason. It may be a subclass from json or codecs.
-    """
+    """Parses an untrusted JSON text; raises ValueError, or a subclass, with a short reason."""
     too_deep = f"nested more than {MAX_JSON_DEPTH} deep"
     try:
         value = json.loads(content.decode())
@@ -74,14 +70,11 @@ def parse_json(content: bytes) -> Any:
 
 @contextlib.contextmanager
 def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `file`, and renames it to `file` if the block succeeds.
+    """Opens `file` with the suffix ".writing", and renames it to `file` if the block succeeds.
 
     The file therefore appears completely or not at all. An existing file or link at either name is
-    replaced. Nothing is written through a link.
-
-    Args:
-      file: the file to replace. The temporary file has the ending ".writing" instead of its own.
-      durable: whether the content is on the disk before the rename.
+    replaced. Nothing is written through a link. With `durable`, the content is on the disk before
+    the rename.
 
     Raises:
       UserError: if a directory lies at either name.
@@ -89,7 +82,7 @@ def replacing(file: pathlib.Path, *, durable: bool = False) -> Iterator[BinaryIO
     staging = file.with_suffix(".writing")
     for path in (staging, file):
         if path.is_dir() and not path.is_symlink():
-            raise UserError(f"{path} is a directory, and a file is to be written there; remove it.")
+            raise UserError(f"{path} is a directory, but a file must be written there; remove it.")
     staging.unlink(missing_ok=True)
     try:
         with open(staging, "xb") as out:  # "x" follows no link

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Makes the `__getattr__` of a package.
-
-    Args:
-      package: name of the package.
-      modules: for each public name, the module of the package that defines it.
-    """
+    """Makes the `__getattr__` of a package; `modules` has public names and their modules."""
 
     def find(name: str) -> Any:
         if name not in modules:

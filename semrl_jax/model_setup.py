@@ -9,30 +9,19 @@ import jax
 import ml_collections
 from jax.sharding import Mesh
 
-from semrl_jax import data
+from semrl_jax import data, models
 from semrl_jax.errors import UserError
-from semrl_jax.models import (
-    DecoderConfig,
-    Params,
-    Policy,
-    eos_token_ids,
-    find_directory,
-    find_family,
-    load_config,
-    load_params,
-    parameter_shardings,
-)
 
 
-def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
+def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]:
     """Architecture and transformers tokenizer of `model.path`, or of a random model.
 
     Raises:
       UserError: if the directory is missing, unsupported or has no fitting tokenizer.
     """
     if config.model.path:
-        directory = find_directory(config.model.path)
-        architecture = load_config(directory, config.model.family)
+        directory = models.find_directory(config.model.path)
+        architecture = models.load_config(directory, config.model.family)
         tokenizer = data.load_tokenizer(directory)
         if len(tokenizer) > architecture.vocab_size:
             raise UserError(
@@ -41,45 +30,40 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
             )
     else:
         tokenizer = data.character_tokenizer()
-        architecture = random_architecture(config, len(tokenizer))
-    return Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
+        sizes = config.model
+        family = sizes.family or "qwen2"
+        architecture = models.DecoderConfig(
+            model_type=models.find_family(family).model_type,
+            family=family if "." in family else "",
+            vocab_size=len(tokenizer),
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.hidden_size // sizes.num_heads,
+            max_position_embeddings=2048,
+            tie_embeddings=sizes.tie_embeddings,
+        )
+    return models.Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
 
 
 def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's, and those `model.path` names beside it."""
+    """Tokens that end a response: that of the tokenizer, and those named in `model.path`."""
     ids = {tokenizer.eos_token_id}
     if config.model.path:
-        ids.update(eos_token_ids(find_directory(config.model.path)))
+        ids.update(models.eos_token_ids(models.find_directory(config.model.path)))
     return tuple(sorted(ids))
 
 
 def starting_params(
-    directory: pathlib.Path, policy: Policy, mesh: Mesh, dtype: str = "float32"
-) -> Params:
+    directory: pathlib.Path, policy: models.Policy, mesh: Mesh, dtype: str = "float32"
+) -> models.Params:
     """The parameters of a model directory on the mesh.
 
     Raises:
       UserError: if the weights are missing or do not fit the architecture or the mesh.
     """
-    shardings = parameter_shardings(policy.shapes(), mesh)
-    params = load_params(directory, policy.config, shardings)
+    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    params = models.load_params(directory, policy.config, shardings)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:
-    """The architecture of `config.model`'s sizes."""
-    model = config.model
-    family = model.family or "qwen2"
-    return DecoderConfig(
-        model_type=find_family(family).model_type,
-        family=family if "." in family else "",
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.hidden_size // model.num_heads,
-        max_position_embeddings=2048,
-        tie_embeddings=model.tie_embeddings,
-    )

@@ -1,4 +1,4 @@
-"""Parts of a run that a config names by their module: built in, or the user's own."""
+"""Imports the modules, built in or the user's own, that a config names."""
 
 from __future__ import annotations
 
@@ -18,41 +18,37 @@ def module_names(package: str) -> tuple[str, ...]:
 
 
 def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
-    """The module that a config names.
+    """Imports the module that a config names.
 
     Args:
-      field: of the config, for messages.
+      field: of the config, for error messages.
       name: of a module of `package`, or "my_package.my_module".
-      package: where names without a dot are looked up; "" where there are none built in.
-      parts: what the module has to define.
+      package: contains the modules whose names have no dot; "" if there are none built in.
+      parts: names that the module must define.
 
     Raises:
       UserError: if there is no such module, if a user's module cannot be imported, or if a part is
         missing.
     """
-    if "." in name or not package:
-        full = name
-        try:
-            module = importlib.import_module(full)
-        except Exception as error:  # a user's module may fail in any way
+    is_users = "." in name or not package
+    full = name if is_users else f"{package}.{name}"
+    try:
+        module = importlib.import_module(full)
+    except Exception as error:  # a user's module may fail in any way
+        if is_users:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
                 f"{field}={name!r:.100} cannot be imported ({reason}); the module must be on "
                 "PYTHONPATH or in the directory the command was started in."
             ) from error
-    else:
-        full = f"{package}.{name}"
-        try:
-            module = importlib.import_module(full)
-        except ModuleNotFoundError as error:
-            if error.name != full:
-                raise  # the module is there; something that it imports is not
-            near = difflib.get_close_matches(name, module_names(package), 1)
-            hint = f"did you mean {near[0]!r}? Or " if near else ""
-            raise UserError(
-                f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
-                "of yours as 'my_package.my_module'."
-            ) from None
+        if not isinstance(error, ModuleNotFoundError) or error.name != full:
+            raise  # the module exists, but something that it imports does not
+        near = difflib.get_close_matches(name, module_names(package), 1)
+        hint = f"did you mean {near[0]!r}? Or " if near else ""
+        raise UserError(
+            f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
+            "of yours as 'my_package.my_module'."
+        ) from None
     if missing := [part for part in parts if not hasattr(module, part)]:
         raise UserError(
             f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "

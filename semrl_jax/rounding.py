@@ -1,4 +1,4 @@
-"""Sizes that arrays are padded to, so that few programs are compiled."""
+"""Padded sizes of arrays, so that few programs are compiled."""
 
 
 def next_power_of_two(number: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from jax import Array
 
 FinishReason = Literal["eos", "stop", "length", "aborted"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("eos", "stop", "length", "aborted")
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of one weight on the wire, in Hugging Face names."""
+    """One weight on the wire, with its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,11 +36,11 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class WeightVersion:
-    """Identity of one set of weights; equality is on all four fields.
+    """Identity of one set of weights.
 
     Attributes:
       run_id: the run that trained the weights; a replica belongs to one run.
-      attempt_id: new at every start of the trainer. Step 12 of a resumed run is never mistaken for
+      attempt_id: new at every start of the trainer, so that step 12 of a resumed run differs from
         step 12 of an earlier attempt.
       step: the training step that will sample with these weights, from 0.
       digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors.
@@ -82,8 +82,8 @@ class SamplingParams:
       top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
       top_k: keeps the k likeliest tokens; 0 keeps all.
       max_tokens: response limit in tokens, the end token included.
-      eos_token_ids: end a response with finish reason "eos"; the token stays in the response.
-      stop_token_ids: end a response with finish reason "stop"; the token stays in the response.
+      eos_token_ids, stop_token_ids: end a response with finish reason "eos" or "stop"; the token
+        stays in the response.
     """
 
     max_tokens: int
@@ -96,14 +96,14 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStateParams:
-    """Which hidden states travel with a response.
+    """Which hidden states are sent with a response.
 
     Attributes:
       layers: Hugging Face indices: -1 (or the number of layers) is the final layer after the final
         norm, i the input of layer i; empty sends none.
       dtype: "bfloat16" or "float32" on the wire.
-      kinds: "decode", the states that the response's tokens were sampled from, "prefill", those at
-        the prompt's tokens, or both.
+      kinds: "decode", the states from which response tokens were sampled; "prefill", those at
+        prompt tokens; or both.
     """
 
     layers: tuple[int, ...] = ()
@@ -117,7 +117,7 @@ class MetricParams:
 
     Attributes:
       names: of the replica's `metric_kinds`.
-      stride, window, method, window_growth: as `metrics.hidden_state_metrics` takes them.
+      stride, window, method, window_growth: as in `metrics.hidden_state_metrics`.
       dtype: "bfloat16" or "float32", of the states it measures.
       num_threads: responses measured at the same time; at most the replica's processors.
     """
@@ -137,10 +137,10 @@ class SampleRequest:
 
     Attributes:
       sample_id: deterministic and unique in the call, so that no response of a retry counts twice.
-      group_id: the prompt draw; the same for the G samples of one draw.
+      group_id: the same for all requests of one group.
       sample_index: 0..G-1 within the group.
       prompt_ids: int32 token ids.
-      seed: unsigned 64-bit; all randomness of this response follows from it.
+      seed: unsigned 64-bit, of all random numbers of this response.
     """
 
     sample_id: str
@@ -155,30 +155,25 @@ class Rollout:
     """A prompt, one response and all that was recorded with it.
 
     Attributes:
-      sample_id, group_id, sample_index: as in the request.
-      prompt_ids: int32 token ids.
-      response_ids: int32 token ids, the end or stop token included. What the policy sampled, and
-        between it context, such as an environment's text; `response_mask` tells them apart.
+      sample_id, group_id, sample_index, prompt_ids: as in the request.
+      response_ids: int32 token ids, the end or stop token included: tokens that the policy sampled,
+        and between them context, such as an environment's text.
       rollout_logprobs: float32 nats, under the distribution sampled from (after temperature, top-k
         and top-p); 0 at context.
-      rollout_raw_logprobs: float32 nats, of the unmodified logits; 0 at context; None where the
-        engine has none.
-      finish_reason: "eos", "stop", "length" or "aborted".
+      rollout_raw_logprobs: float32 nats, of the unmodified logits; 0 at context; None if the engine
+        has none.
       versions: spans of weight versions over the response tokens, context included; one span
-        unless the weights changed in the middle.
-      replica_id: which replica sampled it.
-      hidden_states: [T, L, D] bfloat16 or float32; row t is the state whose logits produced
-        response token t, and may hold anything where that token is context. None if not asked for.
-      prompt_states: [P, L, D] of the same dtype; row p is the state at prompt token p, so that the
-        last one gave response token 0. None if not asked for; no rows in a response that was
-        aborted before its first token.
+        unless the weights changed during the response.
+      hidden_states: bfloat16 or float32; row t is the state whose logits produced response token t,
+        and may hold anything at context. None if not requested.
       layers: the layer index of each of the L planes.
-      metrics: floats and bools, of this response.
-      mean_state: float32 mean of the rows of layer -1 that were measured, where the replica
-        measured them.
       generate_s: seconds from the call's admission to this response's end, on the replica.
-      response_mask: True on tokens that the policy sampled, False on context; True throughout if
-        not given. The policy attends to context, but context has no log-probability, no row in a
+      mean_state: float32 mean of the measured rows of layer -1, if the replica measured them.
+      prompt_states: [P, L, D] of the dtype of `hidden_states`; row p is the state at prompt token
+        p, so that the last one produced response token 0. None if not requested; no rows if the
+        response was aborted before its first token.
+      response_mask: True on tokens that the policy sampled, False on context; all True if not
+        given. The policy attends to context, but context has no log-probability, no row in a
         metric, no advantage and no loss, and no length or mean over tokens counts it. At least
         one token is True, unless the response was aborted.
     """
@@ -207,26 +202,24 @@ class Rollout:
 
     @property
     def num_policy_tokens(self) -> int:
-        """Response tokens that the policy sampled: the length of the response in all statistics."""
+        """The length of the response in all statistics: context does not count."""
         return int(self.response_mask.sum())
 
     def policy_states(self, layer: int) -> Float[np.ndarray, "_ D"]:
-        """Hidden states of a layer, without the rows of context; a view where there is none."""
+        """Hidden states of a layer without the rows of context; a view if there is no context."""
         states = self.hidden_states[:, self.layers.index(layer)]
         return states if self.response_mask.all() else states[self.response_mask]
 
 
 class TokenArray(NamedTuple):
-    """How a field of `Rollout` with one entry per token is stored.
-
-    The wire, the exchange between processes and the Parquet files follow `TOKEN_ARRAYS`.
+    """How the wire, the exchange between processes and the Parquet files store a field of rollouts.
 
     Attributes:
-      name: the field.
+      name: the field, with one entry per token.
       dtype: its NumPy dtype, little-endian.
-      wire: the bytes field of the message `Response`; "" if the codec has a rule of its own.
+      wire: the bytes field of the message `Response`; "" if the codec has its own rule.
       is_recorded: whether the Parquet files of a run have a column of this name.
-      is_optional: whether messages and files may do without it; see `is_left_out`.
+      is_optional: whether messages and files may omit it; see `is_left_out`.
     """
 
     name: str
@@ -236,7 +229,7 @@ class TokenArray(NamedTuple):
     is_optional: bool = False
 
     def is_left_out(self, values: np.ndarray | None) -> bool:
-        """Whether a message does without these values: None, or a mask that is True throughout."""
+        """Whether a message omits these values: None, or a mask that is all True."""
         return self.is_optional and (
             values is None or (values.dtype == np.bool_ and bool(values.all()))
         )
@@ -260,16 +253,14 @@ class ReplicaDescription:
     Attributes:
       protocol_major, protocol_minor: of the wire; the trainer refuses another major.
       replica_id: unique name of the process.
-      engine, engine_version: "jax", "vllm" or "fake".
+      engine: "jax", "vllm" or "fake".
       model_hash: hex SHA-256 of the architecture; the trainer compares it with its own.
-      tokenizer_hash: hex SHA-256 of the tokenizer, "" where the replica has none.
+      tokenizer_hash: hex SHA-256 of the tokenizer, "" if the replica has none.
       vocab_size: rows of the embedding, padding included.
-      layers: hidden-state layers the engine can send, Hugging Face indices.
-      state_kinds: "decode", "prefill".
-      logprob_kinds: "sampling", "raw".
-      metric_kinds: names the replica can compute itself.
-      max_prompts: sequences a call may carry.
-      max_prompt_tokens, max_response_tokens: per sequence.
+      layers: hidden-state layers that the engine can send, Hugging Face indices.
+      state_kinds, logprob_kinds: from "decode", "prefill" and from "sampling", "raw".
+      metric_kinds: metrics that the replica can compute itself.
+      max_prompts: sequences per call; max_prompt_tokens and max_response_tokens are per sequence.
       version: the weights it serves, None before the first update.
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
     """
@@ -304,11 +295,9 @@ class RolloutBatch(NamedTuple):
     A row is [prompt, left-padded to P | response, right-padded to T], S = P + T columns.
 
     Attributes:
-      token_ids: int32; the pad id where padded.
-      positions: int32; from 0 at the first prompt token, 0 where padded.
-      segment_ids: int32; 1 on tokens, 0 on padding.
-      response_mask: bool; True on response tokens that the policy sampled, the end token included;
-        False on padding, and on context between them, which `segment_ids` counts as tokens.
+      token_ids, positions, segment_ids: int32, as in `data.padding.PaddedTokens`.
+      response_mask: True on response tokens that the policy sampled, the end token included; False
+        on padding, and on context between them, which `segment_ids` counts as tokens.
       rollout_logprobs: float32 nats as the engine reported; 0 where `response_mask` is False.
     """
 

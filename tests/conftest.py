@@ -55,7 +55,7 @@ MAX_RESIDENT_BYTES = 2**30  # of a worker at the end of a file; above it, progra
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # Each worker takes whole files. The longest files come first, so that none runs alone at the end.
-# The tests of peers mostly wait: begun first, they leave the processors to the other workers.
+# The tests of peers mostly wait, so they start first and leave the processors to other workers.
 LONGEST_FILES = (
     "cluster/test_peers.py",
     "runs/test_train.py",

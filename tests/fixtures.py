@@ -1,4 +1,4 @@
-"""Small runs and made-up responses."""
+"""Small runs and artificial responses."""
 
 import concurrent.futures
 import json
@@ -13,7 +13,7 @@ from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
 from tests.tiny import tiny_config
 
-# What two runs of one config may differ in.
+# Parts of the log keys whose values differ between two runs of one config.
 VOLATILE = ("time/", "_per_s")
 
 
@@ -50,7 +50,7 @@ def config():
 
 @pytest.fixture
 def pair():
-    """Two peers of one run, each called from a thread of its own."""
+    """Two peers of one run, each made in its own thread."""
     key = b"secret of the test"
     listener = listen("127.0.0.1", key)
     address = listener.address
@@ -71,7 +71,7 @@ def read_rows(workdir) -> list[dict]:
 
 
 def stable(rows) -> list[dict]:
-    """Rows without what the clock decides."""
+    """Rows without the values that depend on the clock."""
     return [
         {key: value for key, value in row.items() if not any(part in key for part in VOLATILE)}
         for row in rows
@@ -79,8 +79,8 @@ def stable(rows) -> list[dict]:
 
 
 def scores_by_length(scored, config, step):
-    """For `loop.group_rewards`: an untrained policy solves nothing, and equal rewards teach
-    nothing. The verifier and all else stay real."""
+    """Replaces `loop.group_rewards`: without it, an untrained policy gets equal rewards, from which
+    it cannot learn. The verifier still runs."""
     lengths = np.array([len(item.rollout.response_ids) for item in scored], np.float32)
     tokens = np.array([item.rollout.response_ids[0] for item in scored], np.float32)
     return (lengths + tokens).reshape(-1, config.rollout.group_size)
@@ -96,11 +96,11 @@ def rewarded(monkeypatch):
 
 @pytest.fixture
 def report():
-    """For tests that look at the report of a run; see `reports_where_looked_at`."""
+    """For tests that read the report of a run; see `reports_where_looked_at`."""
 
 
 @pytest.fixture
 def reports_where_looked_at(request, monkeypatch):
-    """Drawing a report takes longer than a small run: only for tests that ask for `report`."""
+    """Draws reports only for tests with `report`: a report takes longer than a small run."""
     if "report" not in request.fixturenames:
         monkeypatch.setattr("semrl_jax.runs.run.write_report", lambda workdir: None)

@@ -1,11 +1,11 @@
-"""Processes that a test waits for."""
+"""The state of a process."""
 
 import pathlib
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended, waited for or not."""
+    """Whether the process exists and has not ended; a zombie has ended."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:  # gone, or going while it is read
+    except OSError:  # it ended before or during the read
         return False

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, what is removed there, and that compiling is said."""
+"""Where compiled programs are kept, which are removed, and how a compilation is reported."""
 
 import os
 import time
@@ -20,7 +20,7 @@ OPTIONS = (
 
 @pytest.fixture
 def unset(monkeypatch, tmp_path):
-    """JAX as it is where nobody has set a cache; $XDG_CACHE_HOME is `tmp_path`."""
+    """JAX without settings of a cache; $XDG_CACHE_HOME is `tmp_path`."""
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)  # JAX's own
@@ -35,11 +35,11 @@ def test_programs_are_kept_in_the_users_cache(unset, capfd):
     compilation.keep_programs()
     assert jax.config.jax_compilation_cache_dir == str(unset)
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
-    assert unset.stat().st_mode & 0o077 == 0  # who may write there may run code here
+    assert unset.stat().st_mode & 0o077 == 0  # whoever can write there can run code here
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_relative_cache_home_counts_for_nothing(unset, monkeypatch, tmp_path):
+def test_a_relative_cache_home_is_ignored(unset, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     monkeypatch.setenv("HOME", str(tmp_path))
     compilation.keep_programs()
@@ -58,9 +58,9 @@ def test_the_users_choice_comes_first(unset, name, value):
     assert jax.config.jax_persistent_cache_min_compile_time_secs != 0.0
 
 
-def test_a_directory_that_cannot_be_written_is_one_line(unset, capfd):
+def test_a_directory_that_cannot_be_written_is_reported_in_one_line(unset, capfd):
     unset.parent.mkdir()
-    unset.write_text("")  # in the way
+    unset.write_text("")  # a file instead of the directory
     compilation.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
     out, err = capfd.readouterr()
@@ -68,7 +68,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(unset, capfd):
     assert f"not kept for later starts ({unset}: File exists)" in err
 
 
-def test_torn_programs_are_removed(tmp_path):
+def test_incomplete_programs_are_removed(tmp_path):
     whole = zlib.compress(bytes(range(256)) * 100)
     entries = {"whole": whole, "torn": whole[:-7], "empty": b"", "other": b"\x28\xb5\x2f\xfd"}
     for name, content in entries.items():
@@ -77,7 +77,7 @@ def test_torn_programs_are_removed(tmp_path):
     compilation.clean(tmp_path, 2**20)
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"whole-cache", "other-cache", "notes", "checked"}
-    # What was found whole is not read again: one that breaks afterwards, unlike its time, stays.
+    # A file older than the last check is not read again, so it stays although it is incomplete.
     old = time.time() - 1000
     (tmp_path / "old-cache").write_bytes(whole[:-7])
     os.utime(tmp_path / "old-cache", (old, old))
@@ -85,7 +85,7 @@ def test_torn_programs_are_removed(tmp_path):
     assert (tmp_path / "old-cache").exists()
 
 
-def test_what_was_unused_for_longest_makes_room(unset):
+def test_the_longest_unused_programs_are_removed(unset):
     jax.config.update("jax_compilation_cache_max_size", 250)
     unset.mkdir(parents=True)
     for age, name in enumerate(("newest", "used", "oldest", "old")):
@@ -121,4 +121,4 @@ def test_the_program_that_compiles_has_a_name(monkeypatch):
         assert lines[0].startswith("compiling programs; later starts read them from ")
         lines.clear()
     jax.jit(a_program)(jnp.ones(5))
-    assert not lines  # nobody watches any more
+    assert not lines  # watching has ended

@@ -1,4 +1,4 @@
-"""What a person sees: the bar, its estimates and the line of a step."""
+"""The progress bar, its estimates, and the lines of steps and evaluations."""
 
 import io
 import re
@@ -36,7 +36,7 @@ def drawn(bar, output) -> str:
     return re.sub(r"\x1b\[\S*?[A-Za-z]|\r", "", output.getvalue())
 
 
-def test_estimates_leave_the_first_unit_out(terminal, now):
+def test_estimates_exclude_the_first_unit(terminal, now):
     reporter, output = terminal
     with reporter.bar("train", 10, "steps") as bar:
         now[0] = 60.0  # compiles
@@ -50,13 +50,13 @@ def test_estimates_leave_the_first_unit_out(terminal, now):
         assert "3/10 0.5 steps/s, left 0:14" in drawn(bar, output)
 
 
-def test_the_bar_says_the_phase_and_what_compiles(terminal, monkeypatch):
+def test_the_bar_shows_the_phase_and_the_program_that_compiles(terminal, monkeypatch):
     reporter, output = terminal
     with reporter.bar("train", 10, "steps") as bar:
         clock = Clock(bar.status)
         with clock("sample"):
             bar.status("sample 32/32")
-            with clock("generate"):  # inside a phase: its count remains
+            with clock("generate"):  # inside another phase: the status does not change
                 assert "sample 32/32" in drawn(bar, output)
         with clock("old_logprobs"):
             monkeypatch.setattr(compilation, "_running", {1: "row_logprobs"})

@@ -1,4 +1,4 @@
-"""JSON from outside is read within bounds; what we write goes through no link."""
+"""Untrusted JSON is read with limits; files are not written through links."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_hostile_json_is_the_users_error(tmp_path, case):
     assert text.startswith(f"{file} ") and message in text and len(text) < 300
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
+def test_other_than_regular_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros", "."):
@@ -66,7 +66,7 @@ def test_replacing_writes_through_no_link(tmp_path, at):
     assert files.read_json_object(tmp_path / "file.json") == {"a": 1}
 
 
-def test_a_file_that_could_not_be_written_stays_as_it_was(tmp_path):
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path):
     file = tmp_path / "file.json"
     files.write_json(file, {"a": 1})
     with pytest.raises(OSError, match="No space"), files.replacing(file) as out:
@@ -79,14 +79,14 @@ def test_a_file_that_could_not_be_written_stays_as_it_was(tmp_path):
         files.write_json(file, {})
 
 
-def test_nothing_is_added_through_a_link(tmp_path):
+def test_appending_through_a_link_is_refused(tmp_path):
     (tmp_path / "log.txt").symlink_to(tmp_path / "thesis.tex")
     with pytest.raises(UserError, match=r"log\.txt is a symbolic link"):
         open(tmp_path / "log.txt", "a", opener=files.through_no_link).close()
     assert not (tmp_path / "thesis.tex").exists()
 
 
-def test_nothing_waits_for_the_other_end_of_a_pipe(tmp_path):
+def test_appending_to_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "log.txt")
     with pytest.raises(UserError, match=r"log\.txt is a pipe"):
         open(tmp_path / "log.txt", "a", opener=files.through_no_link).close()

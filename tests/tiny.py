@@ -4,7 +4,7 @@ from configs import quickstart
 
 
 def tiny_config():
-    """The quickstart's parts on 8 forced devices, in seconds."""
+    """The quickstart with sizes for a run of seconds on 8 forced devices."""
     config = quickstart.get_config()
     config.model.hidden_size = 32
     config.model.intermediate_size = 32

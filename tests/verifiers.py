@@ -7,7 +7,7 @@ print("a verifier may print")
 
 
 def by_length(response, reference):
-    """A score that an untrained policy already varies in."""
+    """A score that differs between responses of an untrained policy."""
     return {"score": float(len(response) % 7), "correct": len(response) % 2 == 0}
 
 

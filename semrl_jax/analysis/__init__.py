@@ -4,17 +4,12 @@
 """
 
 from semrl_jax.analysis.correlation import (
-    MIN_RESPONSES,
-    Correlation,
     correlate,
     correlation_table,
     draw_correlations,
     write_correlations,
 )
 from semrl_jax.analysis.responses import (
-    COLUMNS,
-    MeasuredResponses,
-    RankCurve,
     draw_rank_curves,
     measure_responses,
     rank_curve,
@@ -25,11 +20,6 @@ from semrl_jax.analysis.responses import (
 from semrl_jax.analysis.states import read_states
 
 __all__ = [
-    "COLUMNS",
-    "MIN_RESPONSES",
-    "Correlation",
-    "MeasuredResponses",
-    "RankCurve",
     "correlate",
     "correlation_table",
     "draw_correlations",

@@ -1,6 +1,6 @@
 """Long responses with a rank that grows by a known law, or sampled from a small random model.
 
-They show the effect of the window on long responses: the last 512 tokens limit the velocity.
+They show the effect of the window on long responses: the window "release" limits the velocity.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 
-# Law -> the number of directions at token t is proportional to this.
-LAWS = {
-    "linear": lambda t: t,
-    "square root": np.sqrt,
-    "logarithm": np.log1p,
-}
+# Law -> function of the token t to which the number of directions is proportional.
+LAWS = {"linear": lambda t: t, "square root": np.sqrt, "logarithm": np.log1p}
 WIDE, SAMPLED = "wide", "sampled"
 WIDTH = 128
-WIDE_WIDTH = 768  # above 512: the last 512 tokens cannot span what a longer response does
+WIDE_WIDTH = 768  # more directions than the last 512 tokens can have
 PROMPT_TOKENS = 8
-TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from loops to noise
+TEMPERATURES = (0.05, 0.2, 0.5, 1.0)  # from repetition to noise
 
 
 def growth_study(
@@ -40,16 +36,15 @@ def growth_study(
 ) -> list[Correlation]:
     """Correlates ER with ERV and ERA on long responses of every law and of a random model.
 
-    Lengths are drawn evenly from max_tokens / 8 to max_tokens. What else sets the responses of one
-    source apart: for a law the directions a response would have at max_tokens, an eighth to three
-    quarters of its width; for "wide" how fast the spread over its directions falls; for "sampled"
-    the temperature.
+    Lengths are uniform in max_tokens / 8 to max_tokens. The responses of one source also differ in
+    another quantity. For a law, this is the number of directions at max_tokens, an eighth to three
+    quarters of WIDTH; for "wide", the decay of `wide_states`; for "sampled", the temperature.
 
     Args:
-      num_responses: of each source.
-      max_tokens: length of the longest.
+      num_responses: responses per source.
+      max_tokens: the greatest length.
       strides, windows: as in `metrics.rank_dynamics`.
-      seed: everything random follows from it.
+      seed: of all random numbers.
     """
     rng = np.random.default_rng(seed)
 
@@ -75,7 +70,7 @@ def growth_study(
     ]
     found += correlate(responses, strides=strides, windows=windows, source=WIDE)
     sampled = sampled_states(num_responses=num_responses, num_tokens=max_tokens, seed=seed)
-    # A prefix of a sampled text is what a lower token limit would have given.
+    # A prefix of a sampled response equals a response with a lower token limit.
     responses = [states[:num_tokens] for states, num_tokens in zip(sampled, lengths())]
     found += correlate(responses, strides=strides, windows=windows, source=SAMPLED)
     return found
@@ -86,8 +81,8 @@ def growing_states(
 ) -> Float[np.ndarray, "T D"]:
     """Normal rows in the first rate * law(t) directions, at least one and at most `width`.
 
-    The effective rank of a prefix grows with the number of its directions: in proportion to it
-    for a power of t, but not equal to it, since a late direction has had few rows.
+    The effective rank of a prefix grows with its number of directions, but is smaller, because the
+    latest directions have few rows.
     """
     directions = np.clip(rate * LAWS[law](np.arange(1.0, num_tokens + 1)), 1, width)
     rows = rng.normal(size=(num_tokens, width))
@@ -97,10 +92,7 @@ def growing_states(
 def wide_states(
     *, num_tokens: int, decay: float, rng: np.random.Generator
 ) -> Float[np.ndarray, "T D"]:
-    """Normal rows in WIDE_WIDTH directions, the k-th with a deviation of k^-decay.
-
-    Rank grows as long as there are fewer rows than directions.
-    """
+    """Normal rows in WIDE_WIDTH directions, the k-th with a standard deviation of k^-decay."""
     deviations = np.arange(1.0, WIDE_WIDTH + 1) ** -decay
     return (rng.normal(size=(num_tokens, WIDE_WIDTH)) * deviations).astype(np.float32)
 
@@ -108,7 +100,7 @@ def wide_states(
 def sampled_states(
     *, num_responses: int, num_tokens: int, seed: int = 0
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of texts a random model samples, an equal share at each of TEMPERATURES."""
+    """Final states of responses of a random model, an equal share at each of TEMPERATURES."""
     config = models.DecoderConfig(
         vocab_size=512, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_layers=2, num_heads=4,
         num_kv_heads=2, head_dim=WIDTH // 4, max_position_embeddings=PROMPT_TOKENS + num_tokens,

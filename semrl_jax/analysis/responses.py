@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import functools
 import pathlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-import matplotlib
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
@@ -17,9 +15,7 @@ from rich.table import Table
 
 from semrl_jax.metrics import Measurement, MetricKey, hidden_state_metrics, rank_series
 
-matplotlib.use("Agg")
-
-# Column of the table -> metric. "tokens" comes before them.
+# Column of the table, after "response" and "tokens" -> metric.
 COLUMNS = {
     "ER": MetricKey("effective_rank"),
     "ERV": MetricKey("effective_rank", "velocity"),
@@ -28,6 +24,7 @@ COLUMNS = {
     "entropy": MetricKey("response_entropy"),
     "curvature": MetricKey("curvature"),
 }
+_KEYS = tuple(COLUMNS.values())
 MAX_TABLE_ROWS = 40
 
 _rank_series = jax.jit(rank_series, static_argnames=("stride", "window", "method"))
@@ -37,8 +34,8 @@ class MeasuredResponses(NamedTuple):
     """Metrics of B responses.
 
     Attributes:
-      num_tokens: [B] int64.
-      metrics: [B] values and validities of COLUMNS; what is not valid is 0.0.
+      num_tokens: int64.
+      metrics: [B] values and validities of COLUMNS; a value that is not valid is 0.0.
     """
 
     num_tokens: Int[np.ndarray, " B"]
@@ -49,8 +46,8 @@ class RankCurve(NamedTuple):
     """Effective rank of the growing prefixes of one response.
 
     Attributes:
-      num_tokens: [K] tokens in each prefix; with window="release", of the last 512.
-      effective_rank: [K] float32, m_j.
+      num_tokens: tokens in each prefix; with window="release", of the last 512.
+      effective_rank: float32, m_j.
     """
 
     num_tokens: Int[np.ndarray, " K"]
@@ -65,26 +62,18 @@ def measure_responses(
     window: str = "exact",
     method: str = "gram",
 ) -> MeasuredResponses:
-    """Measures the responses; one at a time reaches the device.
+    """Measures the responses on the device, one at a time.
 
-    Args:
-      hidden_states: any real float dtype; rows outside the mask may hold anything.
-      response_mask: True on tokens that count.
-      stride, window, method: as in `metrics.hidden_state_metrics`.
-
-    Raises:
-      ValueError: for a wrong shape, dtype, stride, window or method.
+    Arguments and errors as in `metrics.hidden_state_metrics`.
     """
-    measure = functools.partial(
-        hidden_state_metrics,
-        stride=stride,
-        window=window,
-        names=tuple(dict.fromkeys(key.name for key in _KEYS)),
-        method=method,
-        orders=("effective_rank",),
-    )
+    options: dict[str, Any] = {"stride": stride, "window": window, "method": method}
+    names = tuple(dict.fromkeys(key.name for key in _KEYS))
     rows = [
-        jax.device_get(measure(states[None], mask[None]))
+        jax.device_get(
+            hidden_state_metrics(
+                states[None], mask[None], names=names, orders=("effective_rank",), **options
+            )
+        )
         for states, mask in zip(hidden_states, response_mask)
     ]
     metrics = {
@@ -101,11 +90,10 @@ def rank_curve(
     window: str = "exact",
     method: str = "gram",
 ) -> RankCurve:
-    """Computes m_j, the effective rank of the prefixes ERV and ERA are made of.
+    """Computes m_j, the effective ranks of the prefixes from which ERV and ERA follow.
 
-    Arguments as in `metrics.rank_dynamics`, which has the window rules too; "later" ends with the
-    whole response. No prefix if the response is shorter than the first one, or a valid row is not
-    finite.
+    Arguments and windows as in `metrics.rank_dynamics`; "later" ends with the whole response. The
+    curve is empty if the response is shorter than the first prefix, or a valid row is not finite.
     """
     found = _rank_series(hidden_states, response_mask, stride=stride, window=window, method=method)
     values, num_tokens, count = jax.device_get(found)
@@ -113,7 +101,7 @@ def rank_curve(
 
 
 def response_table(measured: MeasuredResponses) -> Table:
-    """The metrics as a table: one line per response, and the means over those that are valid."""
+    """The metrics as a table: one line per response, and the means over valid values."""
     table = Table("response", "tokens", *COLUMNS, title="metrics of each response")
     for column in table.columns:
         column.justify = "right"
@@ -133,26 +121,28 @@ def response_table(measured: MeasuredResponses) -> Table:
 
 def write_responses(file: pathlib.Path, measured: MeasuredResponses) -> None:
     """Writes one CSV line per response; the cell of a metric that is not valid is empty."""
-    with open(file, "w", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(["response", "tokens", *(key.label for key in _KEYS)])
-        columns = [measured.metrics[key] for key in _KEYS]
-        for i, num_tokens in enumerate(measured.num_tokens):
-            values = (value[i] if valid[i] else "" for value, valid in columns)
-            writer.writerow([i, num_tokens, *values])
+    columns = [measured.metrics[key] for key in _KEYS]
+    rows = (
+        [i, num_tokens, *(value[i] if valid[i] else "" for value, valid in columns)]
+        for i, num_tokens in enumerate(measured.num_tokens)
+    )
+    write_csv(file, ["response", "tokens", *(key.label for key in _KEYS)], rows)
 
 
 def write_rank_curves(file: pathlib.Path, curves: Sequence[RankCurve]) -> None:
     """Writes one CSV line per prefix: response, tokens, effective_rank."""
+    rows = ([i, *point] for i, curve in enumerate(curves) for point in zip(*curve))
+    write_csv(file, ["response", "tokens", "effective_rank"], rows)
+
+
+def write_csv(file: pathlib.Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Writes a CSV file with a header line."""
     with open(file, "w", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(["response", "tokens", "effective_rank"])
-        for i, curve in enumerate(curves):
-            writer.writerows([i, *point] for point in zip(*curve))
+        csv.writer(out).writerows([header, *rows])
 
 
 def draw_rank_curves(curves: Sequence[RankCurve], *, window: str = "exact") -> Figure:
-    """Draws ER along each response, and their mean while at least half of them go on."""
+    """Draws ER along each response, and the mean while at least half of the responses last."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     drawn = [curve for curve in curves if len(curve.num_tokens)]
@@ -163,15 +153,15 @@ def draw_rank_curves(curves: Sequence[RankCurve], *, window: str = "exact") -> F
     for curve in drawn:
         for num_tokens, value in zip(*curve):
             by_size.setdefault(int(num_tokens), []).append(float(value))
-    # The last point of "later" lies at the response's own length, which few others share.
+    # The last point of "later" is at the response's own length, which few others have.
     mean = [(n, np.mean(v)) for n, v in sorted(by_size.items()) if 2 * len(v) >= len(drawn)]
     if mean:
-        label = f"mean of {len(drawn)} responses, while half of them go on"
+        label = f"mean of {len(drawn)} responses, while half of them last"
         axes.plot(*zip(*mean), color="#d1662a", lw=2.6, label=label)
         axes.legend(frameon=False, fontsize=9)
     else:
-        reason = "no response has a prefix of one stride"
-        axes.text(0.5, 0.5, reason, ha="center", transform=axes.transAxes)
+        text = "no response has a prefix of one stride"
+        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
     span = "tokens of the last 512" if window == "release" else "response tokens"
     axes.set_xlabel(f"{span} (window: {window})")
     axes.set_ylabel("effective rank of the prefix")
@@ -179,6 +169,3 @@ def draw_rank_curves(curves: Sequence[RankCurve], *, window: str = "exact") -> F
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-_KEYS = tuple(COLUMNS.values())

@@ -23,21 +23,21 @@ from semrl_jax.runs.checkpoint_files import (
 
 MICRO_BATCH = 16
 COLUMNS = ("prompt_ids", "response_ids")
-MASK = "response_mask"  # a file without this column has no context in its responses
+MASK = "response_mask"  # without this column, the policy sampled every response token
 
 
 def run_states(
     workdir: str | os.PathLike[str],
 ) -> tuple[dict[int, list[Float[np.ndarray, "_ D"]]], int]:
-    """Recomputes the hidden states that the metrics of a run were measured on.
+    """Recomputes the hidden states from which the metrics of a run were computed.
 
     Args:
-      workdir: of a run. A step of `rollouts/` counts if the weights it was sampled with are there:
-        its checkpoint, or for step 0 the warm start or the model the run began with.
+      workdir: of a run. A step of `rollouts/` is included if its weights still exist: its
+        checkpoint, or for step 0 the warm start or the model the run began with.
 
     Returns:
-      Step -> final states of its responses, float32 whatever the wire had, one row for each token
-      that the policy sampled: the state whose logits produced it; and the run's metrics.stride.
+      Step -> float32 final states of its responses, one row for each token that the policy sampled:
+      the state whose logits produced it. And the run's metrics.stride.
 
     Raises:
       UserError: if there is no run, or no step with responses and weights.

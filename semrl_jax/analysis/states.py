@@ -23,8 +23,8 @@ def read_states(
 
     Args:
       path: .npz or .safetensors. `hidden_states` is [B, T, D], or [T, D] for one response, in
-        float16, float32 or float64, from safetensors bfloat16 too; rows outside the mask may hold
-        anything. `response_mask` has its leading axes and is bool; without it every row counts.
+        float16, float32, float64 or, in safetensors, bfloat16; rows outside the mask may hold
+        anything. `response_mask` is bool with its leading axes; without it every row counts.
 
     Returns:
       States in the dtype of the file, and the mask.

@@ -8,8 +8,8 @@ A response first writes the problem, then its columns from the right, then the r
 
 A column of a sum is `x+y+c=ds`: c is the incoming carry, d the outgoing carry, s the digit of the
 result. A column of a difference is `x-y-c=bs`, with borrows instead of carries. A forgetful teacher
-writes 0 for an incoming carry and continues from there. Reinforcement learning sees only whether
-the last number is right, and must learn the carries again.
+writes 0 for an incoming carry and continues from there. The reward of reinforcement learning is
+only whether the last number is right, and the model must learn the carries again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def held_out_problems() -> list[Problem]:
-    """The 512 distinct problems of the test set; no other function here returns one of them."""
+    """The 512 distinct problems of the test set, which the other functions exclude."""
     return _sample(_HELD_OUT_SEED, _HELD_OUT_STREAM, NUM_HELD_OUT, exclude=(), distinct=True)
 
 
@@ -59,13 +59,13 @@ def demonstration_problems(seed: int, size: int) -> list[Problem]:
 def demonstration_texts(
     seed: int, size: int, *, forget_probability: float = 0.8
 ) -> list[tuple[str, str]]:
-    """(prompt, response) pairs of the forgetful teacher, a pure function of the arguments.
+    """(prompt, response) pairs of the forgetful teacher.
 
     Args:
       seed: not negative.
       size: number of pairs.
-      forget_probability: in [0, 1]: the chance that an incoming carry of 1 is written as 0, drawn
-        for each column; 0 is a teacher without mistakes.
+      forget_probability: in [0, 1], the chance per column that an incoming carry of 1 is written
+        as 0; 0 is a teacher without mistakes.
     """
     draws = np.random.default_rng((seed, _FORGET_STREAM)).random((size, NUM_COLUMNS))
     return [
@@ -97,13 +97,6 @@ def worked_response(
       problem: the problem.
       forget: for each column from the right, whether its incoming carry is written as 0.
     """
-    columns, result = _columns(problem, forget)
-    left, operator, right = problem
-    return f"{left}{operator}{right}:{','.join(columns)};{result}\n\\boxed{{{result}}}"
-
-
-def _columns(problem: Problem, forget: Sequence[bool] | np.ndarray):
-    """The text of each column, and the result."""
     left, operator, right = problem
     sign = 1 if operator == "+" else -1
     columns, result, carry = [], 0, 0
@@ -115,12 +108,14 @@ def _columns(problem: Problem, forget: Sequence[bool] | np.ndarray):
         columns.append(f"{x}{operator}{y}{operator}{written}={carry}{digit}")
         result += digit * 10**i
     # No borrow remains: left >= right, and a forgotten borrow only makes the result larger.
-    return columns, result + carry * 10**NUM_COLUMNS
+    result += carry * 10**NUM_COLUMNS
+    return f"{left}{operator}{right}:{','.join(columns)};{result}\n\\boxed{{{result}}}"
 
 
 def _sample(
     seed: int, stream: int, size: int, *, exclude: Collection[Problem], distinct: bool = False
 ) -> list[Problem]:
+    """Problems outside `exclude`; with `distinct`, each at most once."""
     rng = np.random.default_rng((seed, stream))
     excluded = set(exclude)
     problems: list[Problem] = []

@@ -6,26 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from semrl_jax.data import arithmetic
-from semrl_jax.data.padding import pad_rows
+from semrl_jax.data.padding import PaddedTokens, pad_rows
 from semrl_jax.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Demonstrations:
-    """Rows in the layout of `padding.pad_rows`.
+class Demonstrations(PaddedTokens):
+    """Padded rows, and the tokens to predict.
 
     Attributes:
-      token_ids, segment_ids, positions: int32, see `padding`.
-      loss_mask: True on response tokens, the end token included: the tokens to predict. The logits
-        that predict column t are in column t - 1.
+      loss_mask: True on response tokens, the end token included. The logits that predict column t
+        are in column t - 1.
     """
 
-    token_ids: Int[np.ndarray, "B S"]
-    segment_ids: Int[np.ndarray, "B S"]
-    positions: Int[np.ndarray, "B S"]
     loss_mask: Bool[np.ndarray, "B S"]
 
 
@@ -60,9 +56,7 @@ def demonstration_rows(
         pad_id=tokenizer.pad_token_id,
     )
     is_response = np.arange(prompt_length + response_length) >= prompt_length  # [S]
-    return Demonstrations(
-        rows.token_ids, rows.segment_ids, rows.positions, (rows.segment_ids == 1) & is_response
-    )
+    return Demonstrations(**vars(rows), loss_mask=(rows.segment_ids == 1) & is_response)
 
 
 def arithmetic_demonstrations(

@@ -1,8 +1,4 @@
-"""Rows of JSON Lines and Parquet files, one after the other, each with its place in the file.
-
-A file that cannot be read raises `UserError`. A bad row is yielded as a `RowError`, so that the
-caller may skip it.
-"""
+"""Reads the rows of JSON Lines and Parquet files, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ from typing import Any
 from semrl_jax.errors import UserError
 from semrl_jax.files import parse_json
 
-MAX_LINE_BYTES = 16 * 2**20  # a longer line is not a problem of a data set but another kind of file
+MAX_LINE_BYTES = 16 * 2**20  # a file with longer lines is not a data set
 _PARQUET_BATCH_ROWS = 1024
 
 
 class RowError(UserError):
-    """A row is bad; the message says why. The caller knows where."""
+    """A bad row; the message gives the reason, and the caller adds the place."""
 
 
 Row = dict[str, Any] | RowError
@@ -37,11 +33,12 @@ def read_rows(
     Args:
       path: the file.
       fields: paths into the rows, see `rows.RowReader`. A Parquet file must have their columns,
-        and only these are read; of JSON Lines every field is read. () reads all.
+        and only these are read; () reads all. From JSON Lines every field is read.
       optional_fields: the same for fields that a file may lack.
 
     Yields:
-      The place of the row ("FILE, line 3"; counted from 1, blank lines included), and the row.
+      The place of the row ("FILE, line 3"; counted from 1, blank lines included), and the row. A
+      bad row is a `RowError`, so that the caller can skip it.
 
     Raises:
       UserError: at the call if there is no such file or its suffix is unknown; while reading if the
@@ -100,7 +97,7 @@ def _parse_line(line: bytes) -> Row:
         return RowError(f"not UTF-8 text ({e.reason} at byte {e.start + 1}).")
     except json.JSONDecodeError as e:
         return RowError(f"not valid JSON ({e.msg} at column {e.pos + 1}).")
-    except ValueError as e:  # a number of thousands of digits, deep nesting
+    except ValueError as e:  # a number with thousands of digits, or deep nesting
         return RowError(f"not valid JSON ({e}).")
     if not isinstance(row, dict):
         return RowError(f"must be a JSON object, not {type(row).__name__}.")
@@ -129,7 +126,7 @@ def _read_parquet(
 def _columns(
     path: pathlib.Path, names: list[str], fields: Sequence[str], optional_fields: Sequence[str]
 ) -> list[str] | None:
-    """The columns that hold the fields; None is all."""
+    """The columns that hold the fields; None for all columns."""
     if not fields:
         return None
     columns = set()
@@ -147,7 +144,7 @@ def _columns(
 def _batch_rows(batch: Any) -> list[Row]:
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError):  # text that is not UTF-8, times outside of Python's range
+    except (ValueError, OverflowError):  # text that is not UTF-8, a time outside Python's range
         rows: list[Row] = []
         for i in range(batch.num_rows):
             try:

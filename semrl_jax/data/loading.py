@@ -61,14 +61,14 @@ def load_prompts(
       template, system_prompt: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
       max_prompt_tokens: the limit, template and special tokens included.
       add_special_tokens: see `build_dataset`; False with a chat template, which writes them itself.
-      skip_bad_rows: leave bad rows out, count them and report the first few, instead of raising.
-      too_long: "drop" leaves out a prompt above the limit and counts it; "keep" keeps and reports
-        it, for benchmarks, which must not shrink.
+      skip_bad_rows: leave bad rows out and count them, instead of raising.
+      too_long: "drop" leaves out a prompt above the limit; "keep" keeps it, for benchmarks, whose
+        size must not change. Both count it.
       num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
-      data_source: of every row, in place of its own field; "" leaves it as above.
-      field_prefix: goes before the names of these arguments in messages.
-      report: is called with one line for each of the first bad rows and the first long prompts that
-        are kept, for what was left out, and every few seconds with the progress.
+      data_source: replaces the data source of every row; "" does not.
+      field_prefix: stands before the names of these arguments in error messages.
+      report: gets one line for each of the first bad rows and of the first long prompts that are
+        kept, totals at the end, and every few seconds the progress.
 
     Raises:
       UserError: if an argument is wrong, a file is missing, unreadable, empty or given twice, a row
@@ -82,8 +82,8 @@ def load_prompts(
     )
     if row_format == "simplerl" and template != "plain":
         raise UserError(
-            f"{field_prefix}template={template!r:.200} must be 'plain' with row_format='simplerl', "
-            "whose rows hold their template."
+            f"{field_prefix}template={template!r:.200} must be 'plain' with row_format='simplerl': "
+            "these rows already include a template."
         )
     if add_special_tokens and is_chat(template):
         raise UserError(
@@ -159,7 +159,7 @@ def _rows_of_files(
         raise UserError("data.files is empty; name a .jsonl or .parquet file.")
     seen: dict[tuple[int, int], pathlib.Path] = {}
     readers = []
-    for path in files:  # before reading one, so that a wrong name is found at once
+    for path in files:  # checks every name before the first file is read
         readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,)))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:

@@ -1,10 +1,4 @@
-"""Pads token ids of unequal length to rectangular arrays.
-
-A row of a training batch is [prompt, padded on the left | response, padded on the right]. Its valid
-tokens are therefore contiguous, and the responses of all rows begin in the same column.
-`segment_ids` is 1 on valid tokens and 0 on padding. `positions` counts from 0 at the first valid
-token and is 0 on padding. All arrays are int32.
-"""
+"""Pads token ids of unequal length to rectangular arrays."""
 
 from __future__ import annotations
 
@@ -17,33 +11,19 @@ from jaxtyping import Int, Shaped
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PaddedTokens:
-    """Padded token ids with their segment ids and positions."""
+    """Rows [prompt, padded on the left | response, padded on the right]; all arrays are int32.
+
+    The tokens of a row are contiguous, and the responses of all rows begin in the same column.
+
+    Attributes:
+      token_ids: the padding id where padded.
+      segment_ids: 1 on tokens, 0 on padding.
+      positions: from 0 at the first token of the row; 0 on padding.
+    """
 
     token_ids: Int[np.ndarray, "B S"]
     segment_ids: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
-
-
-def pad_prompts(
-    prompt_ids: Sequence[Int[np.ndarray, " _"]], length: int, pad_id: int
-) -> PaddedTokens:
-    """Pads prompts on the left.
-
-    Raises:
-      ValueError: if a prompt is longer than `length`.
-    """
-    return _pad(prompt_ids, length, pad_id, left=True)
-
-
-def pad_responses(
-    response_ids: Sequence[Int[np.ndarray, " _"]], length: int, pad_id: int
-) -> PaddedTokens:
-    """Pads responses on the right.
-
-    Raises:
-      ValueError: if a response is longer than `length`.
-    """
-    return _pad(response_ids, length, pad_id, left=False)
 
 
 def pad_rows(
@@ -56,9 +36,6 @@ def pad_rows(
 ) -> PaddedTokens:
     """Lays out training rows; S = prompt_length + response_length.
 
-    The response of every row starts in column `prompt_length`. Positions run on from the prompt
-    into the response.
-
     Raises:
       ValueError: if the numbers of prompts and responses differ, or one is too long.
     """
@@ -66,14 +43,17 @@ def pad_rows(
         raise ValueError(
             f"{len(prompt_ids)} prompts and {len(response_ids)} responses do not pair."
         )
-    prompts = pad_prompts(prompt_ids, prompt_length, pad_id)
-    responses = pad_responses(response_ids, response_length, pad_id)
-    segment_ids = np.concatenate([prompts.segment_ids, responses.segment_ids], axis=1)
-    return PaddedTokens(
-        np.concatenate([prompts.token_ids, responses.token_ids], axis=1),
-        segment_ids,
-        _positions(segment_ids),
-    )
+    token_ids = np.full((len(prompt_ids), prompt_length + response_length), pad_id, np.int32)
+    segment_ids = np.zeros_like(token_ids)
+    for i, (prompt, response) in enumerate(zip(prompt_ids, response_ids)):
+        _check_fits(len(prompt), prompt_length)
+        _check_fits(len(response), response_length)
+        columns = slice(prompt_length - len(prompt), prompt_length + len(response))
+        token_ids[i, columns] = np.concatenate([prompt, response])
+        segment_ids[i, columns] = 1
+    counts = np.cumsum(segment_ids, axis=1, dtype=np.int32)
+    positions = np.where(segment_ids == 1, counts - 1, np.int32(0))
+    return PaddedTokens(token_ids, segment_ids, positions)
 
 
 def pad_response_values(
@@ -89,24 +69,6 @@ def pad_response_values(
         _check_fits(len(row_values), length)
         row[: len(row_values)] = row_values
     return padded
-
-
-def _pad(
-    sequences: Sequence[Int[np.ndarray, " _"]], length: int, pad_id: int, *, left: bool
-) -> PaddedTokens:
-    token_ids = np.full((len(sequences), length), pad_id, np.int32)
-    segment_ids = np.zeros((len(sequences), length), np.int32)
-    for i, ids in enumerate(sequences):
-        _check_fits(len(ids), length)
-        columns = slice(length - len(ids), length) if left else slice(0, len(ids))
-        token_ids[i, columns] = ids
-        segment_ids[i, columns] = 1
-    return PaddedTokens(token_ids, segment_ids, _positions(segment_ids))
-
-
-def _positions(segment_ids: Int[np.ndarray, "B S"]) -> Int[np.ndarray, "B S"]:
-    counts = np.cumsum(segment_ids, axis=1, dtype=np.int32)
-    return np.where(segment_ids == 1, counts - 1, np.int32(0))
 
 
 def _check_fits(size: int, length: int):

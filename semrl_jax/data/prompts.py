@@ -1,7 +1,7 @@
 """Prompt datasets, and the order in which training reads them.
 
-The order is a pure function of (seed, epoch), and the position is two integers. So the train state
-is enough to resume, with any number of processes and of prompts per step.
+The order depends only on (seed, epoch), and a position is two integers. A run can therefore resume
+from its train state with any number of processes and of prompts per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from semrl_jax.data import arithmetic
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
-_ORDER = 0x0DE4  # last in its seed, which makes it differ from every seed of two numbers
+_ORDER = 0x0DE4  # third number of the seed: distinct from all streams with two numbers
 
 Position = tuple[int, int]  # (epoch, prompts consumed of it); a dataset starts at (0, 0)
 
@@ -112,7 +112,7 @@ def build_dataset(
       tokenizer: see `tokenizer.load_tokenizer`.
       data_source: stored with every example.
       max_prompt_tokens: the limit, in tokens.
-      add_special_tokens: whether the tokenizer adds what it adds by default, such as a
+      add_special_tokens: whether the tokenizer adds its default special tokens, such as a
         beginning-of-sequence token; training and evaluation must agree.
 
     Raises:
@@ -150,16 +150,12 @@ def arithmetic_held_out_prompts(
 
 
 def dataset_hash(dataset: PromptDataset) -> str:
-    """Hashes what training reads from a dataset, in order.
-
-    Returns:
-      Hex SHA-256 over the token ids, the answer and the data source of every prompt.
-    """
+    """Hex SHA-256 over the token ids, the answer and the data source of every prompt, in order."""
     digest = hashlib.sha256()
     for example in dataset.examples:
         ids = np.ascontiguousarray(example.prompt_ids, "<i4").tobytes()
         for part in (ids, example.answer.encode(), example.data_source.encode()):
-            digest.update(len(part).to_bytes(8, "little"))  # so that parts cannot be confused
+            digest.update(len(part).to_bytes(8, "little"))  # keeps neighbouring parts apart
             digest.update(part)
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a row of a prompt file means: question, reference answer, data source."""
+"""Finds question, reference answer and data source in a row of a prompt file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RowReader:
       question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
         a single text is not changed.
       answer_field: a text, or a finite number; 27.0 becomes "27".
-      answer_after: the answer is the text after the last such mark; "" takes the whole field.
+      answer_after: the answer is the text after the last such mark; "" means the whole field.
     """
 
     question_fields: tuple[str, ...]
@@ -49,7 +49,7 @@ class RowReader:
         return (*self.question_fields, self.answer_field)
 
     def read(self, row: Row, default_source: str) -> QuestionAnswer:
-        """Reads a row; its source is its field "data_source", or the default without that field.
+        """Reads a row; without a field "data_source" it gets the default source.
 
         Raises:
           RowError: if the row is bad; the message names the field.
@@ -69,7 +69,7 @@ class RowReader:
     def _question(self, row: dict[str, Any]) -> str:
         parts: list[str] = []
         for field in self.question_fields:
-            value = field_value(row, field)
+            value = _field_value(row, field)
             texts = value if isinstance(value, list) and value else [value]
             if not all(isinstance(text, str) and text.strip() for text in texts):
                 raise RowError(f"field {field!r} must be text, not {value!r:.80}.")
@@ -79,7 +79,7 @@ class RowReader:
         return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
 
     def _answer(self, row: dict[str, Any]) -> str:
-        value = field_value(row, self.answer_field)
+        value = _field_value(row, self.answer_field)
         answer = _answer_text(value)
         if not answer:
             raise RowError(
@@ -113,7 +113,7 @@ def row_reader(
         question is the text of the first message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
       question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has its own fields.
-      field_prefix: goes before the names of these arguments in messages.
+      field_prefix: stands before the names of these arguments in error messages.
 
     Raises:
       UserError: if the format is unknown, a field's name is empty, or fields are given with
@@ -139,17 +139,12 @@ def row_reader(
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
-    """Raises UserError unless there is such a format; the prefix goes before the field's name."""
+    """Raises UserError if there is no such format."""
     one_of(f"{field_prefix}row_format", row_format, ROW_FORMATS)
 
 
 class BadRows:
-    """Counts bad rows and reports the first few; raises at the first one unless `skip` is set.
-
-    Args:
-      skip: whether to skip bad rows and go on.
-      report: is called with one line for each of the first skipped rows.
-    """
+    """Counts bad rows; `report` gets one line for each of the first. Without `skip`, raises."""
 
     def __init__(self, skip: bool, report: Callable[[str], object] | None = None):
         self.count = 0
@@ -158,11 +153,7 @@ class BadRows:
         self._report = report
 
     def add(self, where: str, error: RowError) -> None:
-        """Counts one bad row.
-
-        Raises:
-          UserError: naming the row, unless bad rows are skipped.
-        """
+        """Counts one bad row; raises UserError instead unless bad rows are skipped."""
         line = f"{where}: {error}"
         if not self._skip:
             raise UserError(line) from error
@@ -172,12 +163,8 @@ class BadRows:
             self._report(f"bad row skipped: {line}")
 
 
-def field_value(row: dict[str, Any], field: str) -> Any:
-    """The value at a field's path.
-
-    Raises:
-      RowError: if it is not there.
-    """
+def _field_value(row: dict[str, Any], field: str) -> Any:
+    """The value at a field's path; raises RowError if there is none."""
     if field in row:
         return row[field]
     value: Any = row

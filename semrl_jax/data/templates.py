@@ -35,8 +35,8 @@ CHAT = "chat"
 MAX_TEMPLATE_CHARS = 2**20
 _QUESTION = "{input}"
 
-# Some chat templates write today's date. Prompts must not change from one day to the next: a
-# resumed run would find other data. This is the default date of Llama 3's template.
+# Replaces the function with which some chat templates write today's date. With another date, a
+# resumed run would have other prompts. This is the default date of Llama 3's template.
 _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{ format"
     "|replace('%d', '26')|replace('%m', '07')|replace('%b', 'Jul')|replace('%B', 'July')"
@@ -45,13 +45,13 @@ _FIXED_DATE = (
 )
 
 
-def template_text(template: str, field: str) -> str:
-    """The text that a template stands for; {input} in it is the place of the question.
+def _template_text(template: str, field: str) -> str:
+    """The text of a template; the question replaces the first {input} in it.
 
     Args:
       template: a name from `TEMPLATES`; a text that contains {input}; or the path of a UTF-8 file
         with such a text. One line break at the end of the file is not part of the text.
-      field: what messages begin with.
+      field: the beginning of error messages.
 
     Raises:
       UserError: if it is none of these.
@@ -77,12 +77,6 @@ def template_text(template: str, field: str) -> str:
     return text.removesuffix("\n")
 
 
-def insert_question(text: str, question: str) -> str:
-    """Puts a question, as it is, at the place of the first {input} of a text."""
-    before, _, after = text.partition(_QUESTION)
-    return before + question + after
-
-
 def is_chat(template: str) -> bool:
     """Whether the template is the tokenizer's chat template, which writes all special tokens."""
     return template == CHAT or template.startswith(f"{CHAT}:")
@@ -94,13 +88,13 @@ def prompt_renderer(
     """Makes the function from questions to prompt texts.
 
     Args:
-      template: see `template_text`; or "chat", the tokenizer's chat template with the question as
+      template: see `_template_text`; or "chat", the tokenizer's chat template with the question as
         the user's message, up to the place where the assistant's message begins; or "chat:TEXT",
-        the same with TEXT as the message. TEXT is a template in turn, without a chat template. A
-        chat template that asks for today's date gets 26 July 2024.
+        the same with TEXT, another template, as the message. A chat template that asks for today's
+        date gets 26 July 2024.
       tokenizer: only its chat template is used.
       system_prompt: the message before the user's, for "chat" only; "" is no message.
-      field_prefix: goes before "template" in messages.
+      field_prefix: stands before "template" in error messages.
 
     Raises:
       UserError: if the template is unknown, if the tokenizer has no chat template or its template
@@ -108,16 +102,16 @@ def prompt_renderer(
     """
     field = f"{field_prefix}template={template!r:.200}"
     if not is_chat(template):
-        text = template_text(template, field)
+        text = _template_text(template, field)
         if system_prompt:
             raise UserError(
                 f"{field} takes no data.system_prompt={system_prompt!r:.200}; choose the template "
                 "'chat', or leave the system prompt out."
             )
-        return lambda questions: [insert_question(text, question) for question in questions]
+        return lambda questions: [text.replace(_QUESTION, question, 1) for question in questions]
     text = _QUESTION
     if template != CHAT:
-        text = template_text(template.removeprefix(f"{CHAT}:"), f"{field}: what follows '{CHAT}:'")
+        text = _template_text(template.removeprefix(f"{CHAT}:"), f"{field}: what follows '{CHAT}:'")
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{field}, but the tokenizer has no chat template; choose from "
@@ -129,7 +123,7 @@ def prompt_renderer(
         if not questions:
             return []
         messages = [
-            [*system, {"role": "user", "content": insert_question(text, question)}]
+            [*system, {"role": "user", "content": text.replace(_QUESTION, question, 1)}]
             for question in questions
         ]
         try:

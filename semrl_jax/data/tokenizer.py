@@ -1,4 +1,4 @@
-"""Tokenizers: the quickstart's character tokenizer, loading from a directory, hashing."""
+"""Tokenizers: made for the quickstart, trained on a user's text, or loaded; and their hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,8 @@ Tokenizer = Any
 def character_tokenizer() -> Tokenizer:
     """Makes the tokenizer of 34 symbols: 32 characters, `<pad>` (0) and `<eos>` (1).
 
-    It is byte-level BPE without merges. transformers loads every directory with a Qwen2 model as
-    such a tokenizer, whatever tokenizer_config.json says; this one is not changed by that. Other
-    characters are dropped.
+    It is byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2
+    model as one, whatever tokenizer_config.json says. Other characters are dropped.
     """
     import tokenizers
     import transformers
@@ -52,6 +51,35 @@ def character_tokenizer() -> Tokenizer:
     )
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer with Qwen2's padding token, turn tokens and chat template.
+
+    The template writes `<|im_start|>role\\ntext<|im_end|>\\n`. A response ends at `<|im_end|>`.
+
+    Args:
+      texts: the merges are learned from them.
+      vocab_size: tokens, at least 260; the result has fewer if the texts have fewer.
+
+    Raises:
+      UserError: if `vocab_size` is below 260.
+    """
+    num_fixed = 256 + 3  # every byte, so that any text can be written; padding, turn start and end
+    if vocab_size <= num_fixed:
+        raise UserError(f"vocab_size={vocab_size} must be above {num_fixed}: bytes have their own.")
+    import transformers
+
+    start, end = "<|im_start|>", "<|im_end|>"
+    tokenizer = transformers.Qwen2Tokenizer().train_new_from_iterator(
+        texts, vocab_size, new_special_tokens=[start, end], show_progress=False
+    )
+    tokenizer.eos_token = end
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _MAX_TOKENIZER_BYTES = 256 * 2**20
 # transformers reads these as well. Each is a small JSON object, or absent.
@@ -65,9 +93,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads a tokenizer from a local Hugging Face directory; runs no code from there.
 
     A tokenizer without a padding token, such as Llama's, gets the one that the directory's
-    generation_config.json or config.json declares, if it is a special token; otherwise it gets the
-    end token. Masks mark padding, not its id. A padding token that is not a special token would be
-    dropped from decoded text.
+    generation_config.json or config.json declares, if it is a special token. Otherwise it gets the
+    end token. This is safe, because masks alone mark padding.
 
     Raises:
       UserError: if there is no such directory, no tokenizer in it, no end token, or a file that

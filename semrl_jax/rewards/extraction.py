@@ -10,8 +10,8 @@ import re
 
 END_MARKERS = ("</s>", "<|im_end|>", "<|endoftext|>")
 
-# Possessive repeats do not backtrack, so hostile braces cost one pass. A box holds text, groups and
-# groups within groups. With a third nested level it is not a box.
+# Possessive repeats do not backtrack, so hostile braces cost one pass. A box may contain two nested
+# levels of braces.
 _COMPLETE_BOX = re.compile(r"\\boxed\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\}")
 _NUMBER = re.compile(r"-?\d*\.?\d+")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
@@ -88,7 +88,7 @@ def _raw_answer(text: str) -> str | None:
 
 
 def _box_content(text: str) -> str:
-    """`text` follows the word boxed."""
+    """The content of a box; `text` is what follows the word boxed."""
     if text.startswith("{"):
         depth = 0
         for brace in re.finditer(r"[{}]", text):
@@ -111,9 +111,7 @@ def normalize_answer(answer: str) -> str:
     answer = _CURRENCY_AND_PERCENT.sub("", answer)
     if whole := _WHOLLY_TEXT.fullmatch(answer):
         answer = whole[1]
-    answer = " ".join(answer.split())
-    answer = _UNIT_WORD.sub("", _UNIT_TEXT.sub("", answer))
-    return answer
+    return _UNIT_WORD.sub("", _UNIT_TEXT.sub("", " ".join(answer.split())))
 
 
 def expand_scientific(answer: str) -> str:

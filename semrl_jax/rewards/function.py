@@ -1,4 +1,4 @@
-"""A user's own verifier: importing it, and reading what it returns."""
+"""Imports a user's own verifier, and reads what it returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A pool of verifier processes with a hard deadline on every response.
 
 Each slot of the pool is one thread and the worker process that it owns. The thread takes a job,
-asks its worker, and waits until the deadline at most. A worker that is late, has ended, or sends an
-unexpected reply is killed with all processes that it started, and is replaced. Only its job fails.
+asks its worker, and waits for the reply until the deadline. A worker that is late, has ended, or
+sends an unexpected reply is killed with all processes that it started, and is replaced. Only its
+job fails.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
 from semrl_jax.settings.rewards import check as check_settings
 
+MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
+MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
 MAX_START_ATTEMPTS = 3
+START_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 # Words in the names of variables that hold credentials. TOKENIZERS_PARALLELISM and PWD stay.
 CREDENTIAL = re.compile(
@@ -40,8 +45,7 @@ MAX_REPLY_BYTES = 16 * MAX_EXTRACTED_CHARS  # 12 per character outside the first
 KEPT_PREFIX = "VERIFIER_"  # variables that a verifier itself needs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     response: str
     reference: str
     future: concurrent.futures.Future[Verdict]
@@ -56,63 +60,17 @@ class VerifierPool:
     Args:
       num_workers: processes.
       timeout_s: seconds a worker may spend on one response; then it is wrong, error "timeout".
-      mode: "independent" or "mix", see `verdict_score`.
-      unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier, which workers call as
-        name(response, reference) and which returns a score, a mapping or a `Verdict`; or the name
-        of a module of `rewards.verifiers`; "" is "math".
-      failure_score: score of a response for which `function` raised, hung, crashed or returned no
-        verdict.
-      memory_limit_gib: address space of one worker; 0 is no limit.
-      max_response_chars: a longer response or reference is wrong, error "too_long".
-      max_answer_chars: the same for the extracted answer, with math-verify.
-      start_timeout_s: seconds a worker may take to start.
-      max_jobs_per_worker: after these a worker is replaced, before the caches of its libraries fill
-        its memory.
+      settings: the fields of `VerifierSettings`.
 
     Raises:
       UserError: if a value is out of range, or, on entering the context, if `function` cannot be
         imported.
     """
 
-    def __init__(
-        self,
-        num_workers: int = 2,
-        timeout_s: float = 10.0,
-        mode: str = "independent",
-        unboxed_penalty: float = -1.0,
-        function: str = "",
-        failure_score: float = 0.0,
-        memory_limit_gib: float = 2.0,
-        max_response_chars: int = 1_000_000,
-        max_answer_chars: int = 4096,
-        start_timeout_s: float = 60.0,
-        max_jobs_per_worker: int = 20_000,
-    ):
-        check_settings(
-            {
-                "num_workers": num_workers,
-                "timeout_s": timeout_s,
-                "mode": mode,
-                "unboxed_penalty": unboxed_penalty,
-                "function": function,
-                "failure_score": failure_score,
-                "memory_limit_gib": memory_limit_gib,
-            }
-        )
-        self._settings = VerifierSettings(
-            mode=mode,
-            unboxed_penalty=unboxed_penalty,
-            function=function,
-            failure_score=failure_score,
-            max_answer_chars=max_answer_chars,
-            memory_limit_gib=memory_limit_gib,
-        )
+    def __init__(self, num_workers: int = 2, timeout_s: float = 10.0, **settings: Any):
+        self._settings = VerifierSettings(**settings)
         self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
-        self._max_response_chars = max_response_chars
-        self._max_jobs_per_worker = max_jobs_per_worker
-
+        check_settings({**vars(self._settings), "num_workers": num_workers, "timeout_s": timeout_s})
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all below
         self._workers: set[_Worker] = set()
@@ -139,11 +97,7 @@ class VerifierPool:
         self.close()
 
     def submit(self, response: str, reference: str) -> concurrent.futures.Future[Verdict]:
-        """Queues one response.
-
-        Args:
-          response: response text, without the prompt.
-          reference: the reference answer.
+        """Queues one response text, without the prompt, and its reference answer.
 
         Returns:
           A future with a verdict for every text. It has an exception only if the pool cannot work:
@@ -151,27 +105,21 @@ class VerifierPool:
           function cannot be imported.
         """
         future: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
-        job = _Job(response, reference, future)
-        if max(len(response), len(reference)) > self._max_response_chars:
+        if max(len(response), len(reference)) > MAX_RESPONSE_CHARS:
             verdict = failed_verdict(self._settings, "", "too_long")
             self._count(verdict)
             future.set_result(verdict)
             return future
         with self._lock:  # so that no job is queued after the end marks of `close`
             if self._failure is None:
-                self._jobs.put(job)
+                self._jobs.put(_Job(response, reference, future))
             else:
                 future.set_exception(self._failure)
         return future
 
     def wait_ready(self) -> None:
-        """Waits until a worker has started.
-
-        Raises:
-          UserError: if the user's function cannot be imported.
-          RuntimeError: if workers do not start.
-        """
-        self._started.result(timeout=(self._start_timeout_s + 5) * MAX_START_ATTEMPTS)
+        """Waits until a worker has started; raises the errors of the future of `submit`."""
+        self._started.result(timeout=(START_TIMEOUT_S + 5) * MAX_START_ATTEMPTS)
 
     def validate(self, response: str, reference: str) -> Verdict:
         """Runs one example, so that a run with a broken verifier stops before it starts.
@@ -181,11 +129,13 @@ class VerifierPool:
         """
         verdict = self.submit(response, reference).result()
         if verdict.error:
-            verifier = f"rewards.function={self._settings.function!r}"
+            name = "the built-in verifier"
+            if self._settings.is_users:
+                name = f"rewards.function={self._settings.function!r}"
             raise UserError(
-                f"{verifier if self._settings.is_users else 'the built-in verifier'} failed on the "
-                f"reference answer {reference!r:.80}: {verdict.error}; it must return a finite "
-                f"score, a mapping with 'score', or a Verdict within {self._timeout_s} s."
+                f"{name} failed on the reference answer {reference!r:.80}: {verdict.error}; it "
+                "must return a finite score, a mapping with 'score', or a Verdict within "
+                f"{self._timeout_s} s."
             )
         return verdict
 
@@ -214,7 +164,7 @@ class VerifierPool:
             thread.join()
 
     def _serve(self) -> None:
-        """One slot: gives jobs to its worker, one after the other, until the end mark."""
+        """Runs one slot: gives jobs to its worker, one after the other, until the end mark."""
         worker = self._start_worker()
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
@@ -226,13 +176,13 @@ class VerifierPool:
                 job.future.set_exception(self._failure)
                 continue
             verdict = self._ask(worker, job)
-            if verdict.error_kind in ("timeout", "crash") and self._failure is not None:
+            is_lost = verdict.error_kind in ("timeout", "crash")
+            if is_lost and self._failure is not None:
                 job.future.set_exception(self._failure)  # `close` killed the worker
                 continue
             self._count(verdict)
             job.future.set_result(verdict)
-            lost = verdict.error_kind in ("timeout", "crash")
-            if lost or worker.num_jobs >= self._max_jobs_per_worker:
+            if is_lost or worker.num_jobs >= MAX_JOBS_PER_WORKER:
                 self._retire(worker)
                 worker = self._start_worker()
         if worker is not None:
@@ -250,35 +200,31 @@ class VerifierPool:
         """Starts a worker; None if the pool has failed, also after several failed starts."""
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
-            with self._lock:
-                if self._failure is not None:
-                    return None
             try:
-                worker = _Worker(self._settings)
+                with self._lock:  # so that `close` finds every worker
+                    if self._failure is not None:
+                        return None
+                    worker = _Worker(self._settings)
+                    self._workers.add(worker)
             except OSError as e:
                 reason = str(e)
                 continue
-            with self._lock:
-                self._workers.add(worker)
-                if self._failure is not None:
-                    worker.kill()
             try:
-                problem = worker.wait_ready(self._start_timeout_s)
+                problem = worker.wait_ready(START_TIMEOUT_S)
             except (OSError, ValueError) as e:
                 reason = str(e)
-                self._retire(worker)
-                continue
-            if not problem:
-                with self._lock:
-                    if not self._started.done():
-                        self._started.set_result(None)
-                return worker
+            else:
+                if not problem:
+                    with self._lock:
+                        if not self._started.done():
+                            self._started.set_result(None)
+                    return worker
+                self._fail(UserError(problem))
             self._retire(worker)
-            self._fail(UserError(problem))
         self._fail(
             RuntimeError(
                 f"verifier workers failed to start {MAX_START_ATTEMPTS} times in a row: {reason}. "
-                f"Their own message is above; start_timeout_s={self._start_timeout_s} or "
+                f"Their own message is above; {START_TIMEOUT_S} s or "
                 f"rewards.memory_limit_gib={self._settings.memory_limit_gib} may be too small."
             )
         )
@@ -302,7 +248,7 @@ class VerifierPool:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a worker: `environ` without names of credentials."""
+    """The variables of a worker: `environ` without credentials."""
     # The worker can import what this process can, the user's verifier included.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     single_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -324,35 +270,30 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=worker_environment(os.environ),
-            start_new_session=True,  # its own group, which Ctrl-C does not reach
+            start_new_session=True,  # so that Ctrl-C does not reach it
         )
         self._stdin = self._process.stdin.fileno()
         self._stdout = self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._received = bytearray()
-        self._start = {"settings": dataclasses.asdict(settings)}
+        self._settings = settings
         self.num_jobs = 0
 
     def wait_ready(self, timeout_s: float) -> str:
         """Waits for the worker's first reply: "" or a problem that the user must solve."""
-        return str(self._exchange(self._start, timeout_s).get("problem", ""))
+        reply = self._exchange({"settings": vars(self._settings)}, timeout_s)
+        return str(reply.get("problem", ""))
 
     def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
-        """Gets a verdict.
-
-        Raises:
-          TimeoutError: after `timeout_s`.
-          OSError: if the worker has ended.
-          ValueError: if its reply is not a verdict on this response.
-        """
+        """Gets a verdict; raises TimeoutError, OSError or ValueError if the worker sends none."""
         self.num_jobs += 1
         reply = self._exchange({"response": response, "reference": reference}, timeout_s)
         error = str(reply.pop("error", ""))
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 
     def is_idle(self) -> bool:
-        """Whether it runs and waits. A worker that wrote without a request is not trusted."""
+        """Whether it runs and has written nothing since its last reply."""
         return (
             self._process.poll() is None
             and not self._received

@@ -39,11 +39,11 @@ class VerifierSettings:
     Attributes:
       mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier, or a module of `verifiers`; "" is
-        "math".
-      failure_score: score of a response for which a user's verifier failed. If one of this package
-        fails, the response is wrong and `mode` gives the score.
-      max_answer_chars: a longer extracted answer is wrong without being parsed.
+      function: "package.module:name" of a user's verifier, called as name(response, reference), see
+        `function.as_verdict`; or the name of a module of `verifiers`; "" is "math".
+      failure_score: score of a response for which a user's verifier raised, hung, crashed or
+        returned no verdict. If a built-in verifier fails, the response is wrong and `mode` gives
+        the score.
       memory_limit_gib: address space of a worker; 0 is no limit.
     """
 
@@ -51,12 +51,11 @@ class VerifierSettings:
     unboxed_penalty: float = -1.0
     function: str = ""
     failure_score: float = 0.0
-    max_answer_chars: int = 4096
     memory_limit_gib: float = 2.0
 
     @property
     def is_users(self) -> bool:
-        """Whether `function` is a user's."""
+        """Whether `function` is a user's own."""
         return ":" in self.function
 
 
@@ -80,6 +79,5 @@ def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> flo
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
     """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
-    wrong = verdict_score(False, boxed, settings)
-    score = settings.failure_score if settings.is_users else wrong
+    score = settings.failure_score if settings.is_users else verdict_score(False, boxed, settings)
     return Verdict(score, False, boxed, None, error)

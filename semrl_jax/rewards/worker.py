@@ -1,10 +1,10 @@
 """A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker PARENT_PID`.
 
 It reads and writes one JSON object per line on its standard input and output. Every request has an
-`id` that cannot be guessed, and its reply has the same `id`. The first request has the settings;
-the reply is {"ready": true} or {"problem": text}. Every later request has "response" and
-"reference"; the reply has the fields of a `Verdict`. Verifier code has an empty standard input, and
-its prints go to standard error.
+`id` that cannot be guessed, and its reply has the same `id`. The first request has the settings,
+and its reply is {"ready": true} or {"problem": text}. Every later request has "response" and
+"reference", and its reply has the fields of a `Verdict`. For verifier code, standard input is
+empty, and prints go to standard error.
 
 The process is started, not forked: it has no lock, device or thread of the trainer.
 """

@@ -1,7 +1,6 @@
 """The checks of a configuration: one module per section, with the name of the section.
 
 Each module has `check(section)`. It raises UserError for the first field that is wrong, in one
-line: field, value, rule, way out. It reads its own section alone; `runs.config` has the
-conditions that join two sections. Nothing here loads JAX, so that a wrong setting is refused at
-once; that is why these modules are not in the rooms, whose packages load it.
+line: field, value, rule, way out. It reads only its own section; `runs.config` checks conditions
+between sections. Nothing here loads JAX, so that a wrong setting is refused at once.
 """

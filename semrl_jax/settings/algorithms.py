@@ -8,11 +8,10 @@ from semrl_jax.settings.rules import Section, one_of
 
 
 def check(algorithms: Section) -> None:
-    """Raises UserError for the first wrong field."""
     importance = algorithms["importance"]
     one_of("algorithms.importance.level", importance["level"], ("none", *IMPORTANCE_LEVELS))
     if importance["cap"] < 1:
         raise UserError(
-            f"algorithms.importance.cap={importance['cap']} must be at least 1: below, the weights "
-            "of all tokens would be lowered, and with them the learning rate."
+            f"algorithms.importance.cap={importance['cap']} must be at least 1: below, it would "
+            "lower the weights of all tokens, and with them the learning rate."
         )

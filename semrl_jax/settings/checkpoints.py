@@ -7,7 +7,6 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_a
 
 
 def check(checkpoints: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero("checkpoints", checkpoints, "every_steps", "keep")
     at_least_zero("checkpoints", checkpoints, "keep_every")
     items_are(int, "checkpoints", checkpoints, "extra_steps")

@@ -10,7 +10,6 @@ TASKS = ("arithmetic", "files")
 
 
 def check(data: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero("data", data, "prompts_per_step", "num_prompts")
     one_of("data.task", data["task"], TASKS)
     check_row_format(data["row_format"])

@@ -6,7 +6,6 @@ from semrl_jax.settings.rules import Section, above_zero
 
 
 def check(distributed: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero(
         "distributed", distributed, "connect_timeout_s", "heartbeat_timeout_s", "phase_timeout_s"
     )

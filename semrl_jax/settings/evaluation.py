@@ -7,7 +7,6 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_a
 
 
 def check(evaluation: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero("evaluation", evaluation, "num_problems")
     at_least_zero("evaluation", evaluation, "every_steps")
     check_row_format(evaluation["row_format"], "evaluation.")

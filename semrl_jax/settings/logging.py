@@ -6,5 +6,4 @@ from semrl_jax.settings.rules import Section, at_least_zero
 
 
 def check(logging: Section) -> None:
-    """Raises UserError for the first wrong field."""
     at_least_zero("logging", logging, "rollouts_every_steps", "plot_every_steps")

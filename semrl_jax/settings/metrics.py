@@ -15,7 +15,6 @@ from semrl_jax.settings.rules import (
 
 
 def check(metrics: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero("metrics", metrics, "stride", "num_threads")
     at_most("metrics.num_threads", metrics["num_threads"], 1024)
     at_least_zero("metrics", metrics, "dataset_stride", "device_batch")
@@ -39,7 +38,7 @@ def _check_layers(metrics: Section) -> None:
     if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
         raise UserError(
             f"metrics.layers={layers} must have -1, the final layer, and may have indices of other "
-            "layers from 0 on, each once."
+            "layers from 0, each once."
         )
     others = [layer for layer in layers if layer != FINAL_LAYER]
     if others and metrics["placement"] != "trainer":
@@ -50,16 +49,14 @@ def _check_layers(metrics: Section) -> None:
 
 
 def _check_rollout(metrics: Section) -> None:
-    """What a replica measures."""
     for name in metrics["names"]:
         if name not in METRICS:
             raise UserError(
                 f"metrics.names has {name!r}, but with metrics.placement='rollout' the replica "
-                "measures, which has the metrics of this package only; set the placement to "
-                "'trainer'."
+                "measures, and it has only the built-in metrics; set the placement to 'trainer'."
             )
     if metrics["device_batch"]:
         raise UserError(
-            f"metrics.device_batch={metrics['device_batch']} is of the trainer's accelerator, but "
+            f"metrics.device_batch={metrics['device_batch']} is for the trainer's accelerator, but "
             "metrics.placement='rollout' measures on the replica's host; set it to 0."
         )

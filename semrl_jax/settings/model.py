@@ -8,7 +8,6 @@ from semrl_jax.settings.rules import Section, one_of
 
 
 def check(model: Section) -> None:
-    """Raises UserError for the first wrong field."""
     one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
     one_of("model.reference_dtype", model["reference_dtype"], DTYPES)
     one_of("model.remat", model["remat"], REMAT_POLICIES)

@@ -10,12 +10,12 @@ MOVED: dict[str, str] = {}
 
 
 def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, which may be of an earlier release, by their present names."""
+    """The fields of a record, perhaps of an earlier release, by their present names."""
     return {MOVED.get(name, name): value for name, value in fields.items()}
 
 
 def new_places(name: str) -> str:
-    """Where a field is now, or each field of a former section; "" if none of them has moved."""
+    """The new name of a field, or of each field of a former section; "" if none has moved."""
     return "; ".join(
         f"{old} is now {new}"
         for old, new in MOVED.items()

@@ -1,4 +1,4 @@
-"""Checks of `config.rewards`, for a config and for a `VerifierPool` that is made by hand."""
+"""Checks of `config.rewards`; `VerifierPool` calls them too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ MAX_SCORE = 3.4e38  # rewards are float32
 
 
 def check(rewards: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero("rewards", rewards, "timeout_s", "num_workers")
     at_most("rewards.timeout_s", rewards["timeout_s"], 2**31)
     at_most("rewards.num_workers", rewards["num_workers"], 1024)

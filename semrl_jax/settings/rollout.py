@@ -11,7 +11,6 @@ ENGINES = ("jax", "vllm")
 
 
 def check(rollout: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero(
         "rollout", rollout,
         "group_size", "max_prompt_tokens", "max_response_tokens", "connect_timeout_s",

@@ -11,14 +11,14 @@ Section = Any  # a ConfigDict, or a mapping with the same fields
 
 
 def above_zero(name: str, section: Section, *fields: str) -> None:
-    """Each field of the section called `name` is above 0."""
+    """Each field of the section `name` is above 0."""
     for field in fields:
         if not section[field] > 0:
             raise UserError(f"{name}.{field}={section[field]} must be above 0.")
 
 
 def at_least_zero(name: str, section: Section, *fields: str) -> None:
-    """Each field of the section called `name` is at least 0."""
+    """Each field of the section `name` is at least 0."""
     for field in fields:
         if not section[field] >= 0:
             raise UserError(f"{name}.{field}={section[field]} must be at least 0.")
@@ -37,7 +37,7 @@ def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def items_are(kind: type, name: str, section: Section, *fields: str) -> None:
-    """Each item of each field, a tuple, is of one type: int or str."""
+    """Each item of each field, a tuple, has the type int or str."""
     kinds = {int: "whole numbers", str: "texts"}[kind]
     for field in fields:
         for item in section[field]:

@@ -8,7 +8,6 @@ from semrl_jax.shaping.options import ShapingOptions
 
 
 def check(shaping: Section) -> None:
-    """Raises UserError for the first wrong field."""
     try:
         ShapingOptions(**shaping)
     except ValueError as error:

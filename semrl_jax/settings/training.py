@@ -7,7 +7,6 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero
 
 
 def check(training: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero(
         "training", training,
         "prompts_per_minibatch", "micro_batch_size", "learning_rate", "max_grad_norm",

@@ -7,7 +7,6 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero
 
 
 def check(warm_start: Section) -> None:
-    """Raises UserError for the first wrong field."""
     above_zero(
         "warm_start", warm_start,
         "batch_size", "micro_batch_size", "learning_rate", "num_demonstrations",

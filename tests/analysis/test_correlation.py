@@ -1,4 +1,4 @@
-"""ER beside ERV and ERA: coefficients, growth laws, and the responses of a run."""
+"""Correlations of ER with ERV and ERA: coefficients, growth laws, responses of a run."""
 
 import csv
 import io
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from semrl_jax import analysis
 from semrl_jax.analysis import growth, runs
+from semrl_jax.analysis.correlation import Correlation
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train
 from tests.launch.tiny_config import get_config
@@ -18,39 +19,46 @@ from tests.oracles import metrics as oracle
 
 def correlation_of(tokens, rank, velocity, acceleration):
     arrays = [np.asarray(x, np.float32) for x in (rank, velocity, acceleration)]
-    return analysis.Correlation("here", "exact", 4, len(tokens), np.asarray(tokens), *arrays)
+    return Correlation("here", "exact", 4, np.asarray(tokens), *arrays)
 
 
 def test_coefficients_by_hand():
     # ERV follows ER; ERA is orthogonal to it.
     found = correlation_of([8] * 4, [1, 2, 3, 4], [2, 4, 6, 8], [1, -1, -1, 1])
-    np.testing.assert_allclose(found.with_velocity(), 1.0)
-    np.testing.assert_allclose(found.with_acceleration(), 0.0, atol=1e-7)
-    # All lengths equal: nothing to take out.
-    np.testing.assert_allclose(found.with_velocity(equal_length=True), 1.0)
+    np.testing.assert_allclose(found.with_rank("velocity"), 1.0)
+    np.testing.assert_allclose(found.with_rank("acceleration"), 0.0, atol=1e-7)
+    # All lengths are equal, so nothing is subtracted.
+    np.testing.assert_allclose(found.with_rank("velocity", equal_length=True), 1.0)
 
 
-def test_a_correlation_by_length_alone_goes_with_the_length():
+def test_a_correlation_by_length_alone_disappears_at_equal_length():
     rng = np.random.default_rng(0)
     tokens, a, b = rng.integers(50, 500, size=400), *rng.normal(size=(2, 400))
     found = correlation_of(tokens, tokens + a, 0.25 * tokens + b, a)
-    assert found.with_velocity() > 0.99
+    assert found.with_rank("velocity") > 0.99
     # Of 400 independent pairs, |r| stays below 3 / sqrt(400).
-    assert abs(found.with_velocity(equal_length=True)) < 0.15
-    assert found.with_acceleration(equal_length=True) > 0.99 > 0.15 > found.with_acceleration()
+    assert abs(found.with_rank("velocity", equal_length=True)) < 0.15
+    assert (
+        found.with_rank("acceleration", equal_length=True)
+        > 0.99
+        > 0.15
+        > found.with_rank("acceleration")
+    )
 
 
-def test_what_has_no_correlation_has_none():
+def test_a_correlation_that_does_not_exist_is_nan():
     two = correlation_of([8, 9], [1, 2], [1, 2], [1, 2])
     constant = correlation_of([8, 9, 10], [1, 2, 4], [3, 3, 3], [1.1, 1.1, 1.1])
-    # In proportion to the length but for float32: nothing but rounding is left at equal length.
+    # In proportion to the length except for float32: at equal length, only rounding remains.
     line = correlation_of([8, 9, 10, 13], [0.8, 0.9, 1.0, 1.3], [1, 5, 2, 3], [0, 1, 0, 0])
     for value in (
-        two.with_velocity(), constant.with_velocity(), constant.with_acceleration(),
-        line.with_velocity(equal_length=True),
-    ):  # fmt: skip
+        two.with_rank("velocity"),
+        constant.with_rank("velocity"),
+        constant.with_rank("acceleration"),
+        line.with_rank("velocity", equal_length=True),
+    ):
         assert np.isnan(value)
-    assert not np.isnan(line.with_velocity())
+    assert not np.isnan(line.with_rank("velocity"))
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +73,18 @@ def test_responses_are_measured_as_the_oracle_does(found):
     responses, correlations = found
     assert [(c.window, c.stride) for c in correlations] == [("exact", 10), ("later", 10)]
     for c, num_short in zip(correlations, (1, 1)):  # 20 tokens: two windows, no ERA
-        assert c.num_responses == 5 and len(c.tokens) == 5 - num_short
+        assert len(c.tokens) == 5 - num_short
         for i, rows in enumerate(responses[num_short:]):
             assert c.tokens[i] == len(rows)
             expected = oracle.orders(oracle.series(oracle.effective_rank, rows, 10, c.window))
             np.testing.assert_allclose(c.effective_rank[i], oracle.effective_rank(rows), rtol=1e-3)
-            # 1e-3 is what "gram" promises of ranks near 5.
+            # "gram" is accurate to 1e-3, and the ranks are near 5.
             np.testing.assert_allclose(
                 [c.velocity[i], c.acceleration[i]], expected, atol=5e-3, err_msg=c.window
             )
         ranks = [oracle.effective_rank(rows) for rows in responses[num_short:]]
         np.testing.assert_allclose(
-            c.with_velocity(), np.corrcoef(ranks, c.velocity)[0, 1], atol=1e-2
+            c.with_rank("velocity"), np.corrcoef(ranks, c.velocity)[0, 1], atol=1e-2
         )
 
 
@@ -84,12 +92,12 @@ def test_table_file_and_picture_hold_every_correlation(found, tmp_path):
     correlations = [*found[1], correlation_of([8, 9], [1, 2], [1, 2], [1, 2])]
     text = io.StringIO()
     Console(file=text, width=80).print(analysis.correlation_table(correlations))
-    assert "…" not in text.getvalue()  # fits where the output is no terminal
+    assert "…" not in text.getvalue()  # fits if the output is not a terminal
     lines = text.getvalue().splitlines()
-    assert any(f"{correlations[0].with_velocity():.2f}" in line for line in lines)
+    assert any(f"{correlations[0].with_rank('velocity'):.2f}" in line for line in lines)
     analysis.write_correlations(tmp_path / "c.csv", correlations)
     rows = list(csv.DictReader((tmp_path / "c.csv").read_text().splitlines()))
-    assert float(rows[1]["r_acceleration"]) == correlations[1].with_acceleration()
+    assert float(rows[1]["r_acceleration"]) == correlations[1].with_rank("acceleration")
     assert [row["responses"] for row in rows] == ["4", "4", "2"] and rows[2]["r_velocity"] == ""
     figure = analysis.draw_correlations(correlations)
     assert len(figure.axes) == 4  # two orders by two windows
@@ -117,7 +125,7 @@ def test_a_study_of_growth_has_every_source_and_shows_the_cap():
         (source, window) for source in sources for window in ("exact", "release", "later")
     ]
     linear, wide = ({c.window: c for c in found if c.source == s} for s in ("linear", growth.WIDE))
-    assert linear["exact"].with_velocity() > 0.95
+    assert linear["exact"].with_rank("velocity") > 0.95
     # Of the last 512 of up to 1200 tokens, rank grows less than over all of them.
     longest = np.argmax(wide["exact"].tokens)
     assert wide["release"].velocity[longest] < 0.8 * wide["exact"].velocity[longest]
@@ -154,7 +162,7 @@ def test_the_states_of_a_run_are_those_it_measured(tmp_path):
         runs.run_states(tmp_path / "run")
 
 
-def test_what_is_no_run_is_named(tmp_path):
+def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is no run"):
         runs.run_states(tmp_path)
     (tmp_path / "config.json").write_text(

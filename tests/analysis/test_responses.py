@@ -1,4 +1,4 @@
-"""The table and the curve of single responses."""
+"""The table and the rank curves of single responses."""
 
 import csv
 import io
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from semrl_jax import analysis
+from semrl_jax.analysis import responses
 from semrl_jax.metrics import MetricKey, flatten
 from tests.oracles import metrics as oracle
 
@@ -25,7 +26,7 @@ ORACLE = {
 
 @pytest.fixture(scope="module")
 def batch():
-    """Six responses, the last four too short for something; holes in the first; NaN around."""
+    """Six responses: four too short for some metrics, gaps in the first, NaN outside the masks."""
     rng = np.random.default_rng(0)
     states = np.full((6, 44, 12), np.nan, np.float32)
     mask = np.zeros((6, 44), bool)
@@ -100,27 +101,27 @@ def test_broken_states_are_shown_as_invalid(batch, tmp_path):
     assert list(rows[0]) == [
         "response",
         "tokens",
-        *(key.label for key in analysis.COLUMNS.values()),
+        *(key.label for key in responses.COLUMNS.values()),
     ]
     assert float(rows[0]["effective_rank"]) == rank
     assert set(list(rows[1].values())[2:]) == {""}
 
 
-def test_a_long_table_is_cut(measured):
+def test_a_long_table_is_truncated(measured):
     many = jax.tree.map(lambda values: np.resize(values, 100), measured)
     text = io.StringIO()
     Console(file=text, width=120).print(analysis.response_table(many))
     assert text.getvalue().count("\n") < 60 and "60 more" in text.getvalue()
 
 
-def test_the_mean_is_drawn_while_half_of_the_responses_go_on(batch, tmp_path):
+def test_the_mean_is_drawn_while_half_of_the_responses_last(batch, tmp_path):
     states, mask = batch
     curves = [analysis.rank_curve(*response, stride=STRIDE) for response in zip(states, mask)]
     assert [len(curve.num_tokens) for curve in curves] == [5, 3, 2, 0, 0, 0]
     figure = analysis.draw_rank_curves(curves)
     *lines, mean = figure.axes[0].get_lines()
     assert len(lines) == 3
-    np.testing.assert_array_equal(mean.get_xdata(), [8, 16, 24])  # past that one is left
+    np.testing.assert_array_equal(mean.get_xdata(), [8, 16, 24])  # beyond that, one curve is left
     np.testing.assert_allclose(
         mean.get_ydata()[:2], np.mean([c.effective_rank[:2] for c in curves[:3]], axis=0)
     )

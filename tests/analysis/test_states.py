@@ -1,4 +1,4 @@
-"""Files of hidden states, sound and not."""
+"""Valid and invalid files of hidden states."""
 
 import ml_dtypes
 import numpy as np
@@ -83,7 +83,7 @@ def test_damaged_files_are_named(tmp_path):
         except UserError as error:
             assert str(file) in str(error)
             num_refused += 1
-        else:  # a date, or what else says nothing of the array
+        else:  # a byte that does not belong to the array
             np.testing.assert_array_equal(states, STATES)
     assert num_refused > len(places) / 2
 

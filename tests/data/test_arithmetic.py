@@ -1,4 +1,4 @@
-"""The quickstart task against worked examples and plain integer arithmetic."""
+"""The quickstart task against examples by hand and integer arithmetic."""
 
 import itertools
 import math
@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import (
+from semrl_jax.data.arithmetic import (
     Problem,
+    demonstration_problems,
     demonstration_texts,
     held_out_problems,
+    prompt_text,
+    reference_answer,
     training_problems,
     worked_response,
 )
-from semrl_jax.data.arithmetic import demonstration_problems, prompt_text, reference_answer
 
 ALL = (True, True, True)
 
@@ -58,7 +60,7 @@ def test_worked_response_by_hand(problem, response, answer):
             ALL,
             "993-269:3-9-0=14,9-6-0=03,9-2-0=07;734\n\\boxed{734}",
         ),
-        # The forgotten carry also takes the one it would have caused.
+        # The forgotten carry also prevents the next one.
         (
             Problem(199, "+", 801),
             (False, True, False),
@@ -76,7 +78,7 @@ def test_forgetful_response_by_hand(problem, forget, response):
 
 
 @given(problem=problems(), forget=st.tuples(st.booleans(), st.booleans(), st.booleans()))
-def test_columns_are_true_and_say_what_was_written(problem, forget):
+def test_columns_are_correct_for_the_written_carries(problem, forget):
     response = worked_response(problem, forget)
     columns = re.findall(r"(\d)([+-])(\d)\2(\d)=(\d)(\d)", response)
     assert len(columns) == 3
@@ -94,7 +96,7 @@ def test_columns_are_true_and_say_what_was_written(problem, forget):
 
 
 @given(problem=problems())
-def test_true_work_reaches_the_true_answer_and_forgetting_shows(problem):
+def test_only_a_forgotten_carry_changes_the_true_answer(problem):
     assert worked_response(problem).endswith(f"boxed{{{reference_answer(problem)}}}")
     forgetting_is_harmless = worked_response(problem, ALL) == worked_response(problem)
     assert forgetting_is_harmless is is_carry_free(problem)
@@ -137,7 +139,7 @@ def test_teacher_forgets_with_the_stated_probability():
     assert [r for _, r in truthful] == [worked_response(p) for p in demonstration_problems(5, 100)]
 
 
-def test_held_out_problems_never_come_in_training():
+def test_held_out_problems_never_occur_in_training():
     held_out = held_out_problems()
     assert len(set(held_out)) == len(held_out) == 512
     assert held_out == held_out_problems()

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from semrl_jax.data import arithmetic_demonstrations, demonstration_rows, demonstration_texts
+from semrl_jax.data import arithmetic_demonstrations
+from semrl_jax.data.arithmetic import demonstration_texts
+from semrl_jax.data.demonstrations import demonstration_rows
 
 
 def test_rows_by_hand(tokenizer):

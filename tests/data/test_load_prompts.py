@@ -1,4 +1,4 @@
-"""Prompt files good and bad: what is loaded, what is left out, what a mistake is told."""
+"""Valid and invalid prompt files: loaded rows, rows left out, error messages."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def test_files_are_read_in_the_order_given(tokenizer, tmp_path):
         assert prompts_of(dataset) == expected
 
 
-def test_chunks_do_not_show(tokenizer, tmp_path):
+def test_chunks_do_not_change_the_result(tokenizer, tmp_path):
     size = 2 * _CHUNK_ROWS + 1
     path = write(tmp_path / "set.jsonl", [problem(str(i), i) for i in range(size)])
     dataset = load_prompts(path, tokenizer)
@@ -91,7 +91,7 @@ def test_chunks_do_not_show(tokenizer, tmp_path):
     ]
 
 
-def test_long_reading_says_how_far_it_is(tokenizer, tmp_path, monkeypatch):
+def test_long_reading_reports_progress(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("semrl_jax.data.loading._PROGRESS_S", -1.0)
     path = write(tmp_path / "set.jsonl", [problem()] * (_CHUNK_ROWS + 1))
     lines = []
@@ -233,7 +233,7 @@ def test_bad_rows_are_skipped_and_counted(tokenizer, tmp_path):
         load_prompts(path, tokenizer, skip_bad_rows=True)
 
 
-def test_a_line_without_end_is_skipped_in_little_memory(tokenizer, tmp_path):
+def test_a_very_long_line_is_skipped_in_little_memory(tokenizer, tmp_path):
     path = tmp_path / "long.jsonl"
     with path.open("wb") as file:
         file.write(GOOD + b'{"question": "')
@@ -251,7 +251,7 @@ def test_a_line_without_end_is_skipped_in_little_memory(tokenizer, tmp_path):
     assert len(load_prompts(path, tokenizer)) == 2
 
 
-def test_marks_and_ends_of_text_files(tokenizer, tmp_path):
+def test_byte_order_marks_and_line_ends(tokenizer, tmp_path):
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b" \r\n" + GOOD.strip())
     assert len(load_prompts(path, tokenizer)) == 2
@@ -335,7 +335,7 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
     dataset = load_prompts(path, tokenizer, max_prompt_tokens=3, report=lines.append)
     assert [e.index for e in dataset.examples] == [0, 2] and dataset.num_too_long == 2
     assert lines == ["2 of 4 prompts have more than max_prompt_tokens=3 tokens and are left out."]
-    # The template counts, to the last token.
+    # The tokens of the template count.
     kept = {"template": "Q:{input}", "too_long": "keep", "report": lines.append}
     lines.clear()
     assert len(load_prompts(path, tokenizer, max_prompt_tokens=11, **kept)) == 4 and not lines
@@ -345,7 +345,7 @@ def test_long_prompts_are_dropped_or_kept(tokenizer, tmp_path):
         f"benchmark set: {path}, line 4: the prompt has 11 tokens, more than max_prompt_tokens=10; "
         "it is not sampled and counts as wrong."
     ]
-    for too_long in ("drop", "keep"):  # nothing would be sampled: a wrong limit
+    for too_long in ("drop", "keep"):  # with this limit, no prompt is left
         with pytest.raises(
             UserError, match=r"none of the 4 prompts has at most .*=1 .* shortest has 2"
         ):
@@ -376,7 +376,7 @@ def example(ids=(1, 2), answer="3", source="s", prompt="p", index=0):
     return PromptExample(prompt, np.array(ids, np.int32), answer, source, index)
 
 
-def test_hash_tells_datasets_apart():
+def test_different_datasets_have_different_hashes():
     def of(*examples):
         return dataset_hash(PromptDataset(examples))
 
@@ -393,14 +393,14 @@ def test_hash_tells_datasets_apart():
         of(example(ids=(1,)), example(ids=(2, 7))),
     ]
     assert len({base, *others}) == len(others) + 1
-    # Written out: a change would make every run that is resumed refuse its data.
+    # Recorded: with another hash, every resumed run would refuse its data.
     lengths = [bytes([n, 0, 0, 0, 0, 0, 0, 0]) for n in (8, 1, 1)]
     parts = b"\1\0\0\0\2\0\0\0", b"3", b"s"
     content = b"".join(length + part for length, part in zip(lengths, parts))
     assert of(example()) == hashlib.sha256(content).hexdigest()
 
 
-def test_parquet_values_that_python_has_not_are_bad_rows(tmp_path):
+def test_parquet_values_outside_the_range_of_python_are_bad_rows(tmp_path):
     when = pyarrow.array([10**18 + 1, 0], pyarrow.timestamp("ns"))
     table = pyarrow.table({"question": ["a", "b"], "answer": ["1", "2"], "when": when})
     path = tmp_path / "times.parquet"

@@ -1,38 +1,19 @@
-"""Padding by hand, and as a property: what goes in can be read back out."""
+"""Padding by hand, and as a property: the tokens can be read back."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import (
-    pad_prompts,
-    pad_response_values,
-    pad_responses,
-    pad_rows,
-)
+from semrl_jax.data import pad_response_values, pad_rows
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([5, 6], [7], [])]
 RESPONSES = [np.array(ids, np.int32) for ids in ([1], [2, 3, 4], [])]
 
 
-def test_prompts_are_padded_on_the_left():
-    padded = pad_prompts(PROMPTS, 3, pad_id=9)
-    assert padded.token_ids.tolist() == [[9, 5, 6], [9, 9, 7], [9, 9, 9]]
-    assert padded.segment_ids.tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
-    assert padded.positions.tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
-
-
-def test_responses_are_padded_on_the_right():
-    padded = pad_responses(RESPONSES, 3, pad_id=9)
-    assert padded.token_ids.tolist() == [[1, 9, 9], [2, 3, 4], [9, 9, 9]]
-    assert padded.segment_ids.tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
-    assert padded.positions.tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 0]]
-
-
-def test_rows_run_on_from_prompt_to_response():
-    rows = pad_rows(PROMPTS, RESPONSES, prompt_length=2, response_length=4, pad_id=0)
-    assert rows.token_ids.tolist() == [[5, 6, 1, 0, 0, 0], [0, 7, 2, 3, 4, 0], [0] * 6]
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+    rows = pad_rows(PROMPTS, RESPONSES, prompt_length=2, response_length=4, pad_id=9)
+    assert rows.token_ids.tolist() == [[5, 6, 1, 9, 9, 9], [9, 7, 2, 3, 4, 9], [9] * 6]
     assert rows.segment_ids.tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0], [0] * 6]
     assert rows.positions.tolist() == [[0, 1, 2, 0, 0, 0], [0, 0, 1, 2, 3, 0], [0] * 6]
     for array in (rows.token_ids, rows.segment_ids, rows.positions):
@@ -69,9 +50,9 @@ def test_response_values():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="2 tokens do not fit into a length of 1"):
-        pad_prompts(PROMPTS, 1, pad_id=0)
+        pad_rows(PROMPTS, RESPONSES, prompt_length=1, response_length=4, pad_id=0)
     with pytest.raises(ValueError, match="3 tokens do not fit into a length of 2"):
-        pad_responses(RESPONSES, 2, pad_id=0)
+        pad_rows(PROMPTS, RESPONSES, prompt_length=2, response_length=2, pad_id=0)
     with pytest.raises(ValueError, match="2 tokens do not fit"):
         pad_response_values([np.zeros(2, np.float32)], 1)
     with pytest.raises(ValueError, match="3 prompts and 2 responses do not pair"):

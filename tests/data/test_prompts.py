@@ -12,8 +12,8 @@ from semrl_jax.data import (
     arithmetic_prompts,
     build_dataset,
     next_prompts,
-    prompt_order,
 )
+from semrl_jax.data.prompts import prompt_order
 from semrl_jax.errors import UserError
 
 
@@ -26,7 +26,7 @@ def indices(prompts):
     return [prompt.index for prompt in prompts]
 
 
-def test_reads_on_across_epochs():
+def test_reading_continues_in_the_next_epoch():
     dataset = numbered(5)
     first, second = prompt_order(5, 7, 0).tolist(), prompt_order(5, 7, 1).tolist()
     prompts, position = next_prompts(dataset, 7, (0, 0), 3)
@@ -43,7 +43,7 @@ def test_order_depends_on_seed_and_epoch_only():
     orders = {tuple(prompt_order(20, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     assert all(sorted(order) == list(range(20)) for order in orders)
-    # Written down: a change of the order would silently change every run that is resumed.
+    # Recorded: another order would silently change every resumed run.
     assert prompt_order(8, 0, 0).tolist() == [3, 2, 6, 7, 5, 0, 4, 1]
     assert prompt_order(8, 3, 1).tolist() == RECORDED_ORDER
 

@@ -1,4 +1,4 @@
-"""Templates, spelled out, and chat templates against transformers' own tokenisation."""
+"""The text of every template, and chat templates against the tokenisation of transformers."""
 
 import pathlib
 
@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 import transformers
 
-from semrl_jax.data import TEMPLATES, load_prompts, prompt_renderer
+from semrl_jax.data import load_prompts
+from semrl_jax.data.templates import TEMPLATES, prompt_renderer
 from semrl_jax.errors import UserError
 
 QUESTION = "What is {1}+{input}?"
@@ -105,7 +106,7 @@ MISTRAL = (
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    """Bytes, four special tokens, and a tokenizer that puts <s> before any text by itself."""
+    """A tokenizer of bytes and four special tokens, which adds <s> before any text."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     special = ["<s>", "<|start|>", "<|end|>", "<|eot|>"]
     backend = tokenizers.Tokenizer(

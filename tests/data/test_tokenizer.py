@@ -1,4 +1,4 @@
-"""The character tokenizer on disk and in memory, and the fingerprint of tokenizers."""
+"""The character tokenizer in memory and on disk, loading, and the hash of tokenizers."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_round_trip_is_exact(tokenizer, text):
 
 
 @pytest.mark.parametrize("model_type", [None, "qwen2", "qwen3", "llama"])
-def test_any_model_beside_it_leaves_it_as_it_is(tokenizer, directory, model_type):
+def test_a_model_config_does_not_change_the_tokenizer(tokenizer, directory, model_type):
     """transformers picks its class by the model's config, and Qwen2's rebuilds the tokenizer."""
     if model_type:
         (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -67,7 +67,7 @@ def bpe(vocabulary=("a", "b", "ab", "ba"), merges=(("a", "b"),), **roles):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
 
 
-def test_hash_tells_tokenizers_apart():
+def test_different_tokenizers_have_different_hashes():
     distinct = [
         bpe(),
         bpe(vocabulary=("b", "a", "ab", "ba")),
@@ -81,7 +81,7 @@ def test_hash_tells_tokenizers_apart():
     assert tokenizer_hash(bpe()) == tokenizer_hash(bpe())
 
 
-def test_hash_ignores_use(tokenizer):
+def test_use_does_not_change_the_hash(tokenizer):
     before = tokenizer_hash(tokenizer)
     tokenizer(["1", "12"], padding=True, truncation=True, max_length=1)
     assert tokenizer_hash(tokenizer) == before
@@ -123,7 +123,7 @@ def test_missing_end_token_is_the_users_error(directory):
             {"generation_config.json": {"pad_token_id": 1}, "config.json": {"pad_token_id": 0}},
             "<eos>",
         ),
-        # Neither beyond the vocabulary nor a digit, which would vanish from decoded text.
+        # Not outside the vocabulary, and not a digit, which decoding would then drop.
         ({"config.json": {"model_type": "llama", "pad_token_id": -1}}, "<eos>"),
         ({"config.json": {"model_type": "llama", "pad_token_id": 5}}, "<eos>"),
     ],
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(directory, name, content):
         ("config.json", {"model_type": "llama", "num_attention_heads": 0}),
     ],
 )
-def test_whatever_transformers_stumbles_over_is_the_users_error(directory, name, fields):
+def test_files_that_transformers_rejects_are_the_users_error(directory, name, fields):
     file = directory / name
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | fields))
@@ -188,7 +188,7 @@ def test_whatever_transformers_stumbles_over_is_the_users_error(directory, name,
 
 def test_a_tokenizer_too_large_to_read_is_named(directory):
     with open(directory / "tokenizer.json", "r+b") as file:
-        file.truncate(2**28 + 1)  # takes no room on the disk
+        file.truncate(2**28 + 1)  # a sparse file
     with pytest.raises(UserError, match=r"tokenizer\.json is larger than 256 MiB"):
         load_tokenizer(directory)
 

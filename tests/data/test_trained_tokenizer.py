@@ -1,4 +1,4 @@
-"""A tokenizer trained here works like a published one: any text, turns, a directory."""
+"""A trained tokenizer: round trip of any text, chat turns, saving and loading."""
 
 import pytest
 
@@ -14,11 +14,11 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("text", [TEXTS[7], "Ω ≠ 已知 \\boxed{\\frac{1}{2}}\n\t\x00 🎲"])
-def test_any_text_comes_back(tokenizer, text):
+def test_the_round_trip_is_exact_for_any_text(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_merges_are_learnt(tokenizer):
+def test_merges_are_learned(tokenizer):
     assert len(tokenizer) == 280
     assert len(tokenizer(TEXTS[7])["input_ids"]) < 0.7 * len(TEXTS[7])
 
@@ -34,7 +34,7 @@ def test_turns_are_single_tokens_and_end_a_response(tokenizer):
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
-def test_a_directory_keeps_it(tokenizer, tmp_path):
+def test_a_saved_tokenizer_loads_unchanged(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     loaded = data.load_tokenizer(tmp_path)

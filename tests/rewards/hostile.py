@@ -14,7 +14,7 @@ class Unreadable(BaseException):
 
 
 def to_all_descriptors(fields, newline="\n"):
-    """Writes a forged reply to whatever is open for writing, standard error left out."""
+    """Writes a forged reply to every open descriptor above standard error."""
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) > 2:
             with contextlib.suppress(OSError):
@@ -22,7 +22,7 @@ def to_all_descriptors(fields, newline="\n"):
 
 
 def start_daemon(pid_file):
-    """A grandchild in a session of its own, with all that was inherited; its id in `pid_file`."""
+    """Starts a grandchild in its own session with all inherited descriptors; writes its id."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Extraction rules, one by one, and text made to break them."""
+"""Every extraction rule, and hostile text."""
 
 import time
 
@@ -38,11 +38,11 @@ from semrl_jax.rewards.extraction import (
         ("half is .5", ".5"),
         ("no idea", None),
         ("", None),
-        # The cut at the first end marker.
+        # Truncation at the first end marker.
         (r"\boxed{7}<|im_end|>\boxed{9}", "7"),
         (r"7</s>8<|endoftext|>9", "7"),
         ("<|im_end|>7", None),
-        # Newlines, colon, full stop, slash.
+        # Line breaks, colon, full stop, slash.
         (r"\boxed{1" + "\n  " + "2}", "12"),
         ("the answer is: 5.", "5"),
     ],
@@ -93,7 +93,7 @@ def test_format_flag_takes_two_nested_levels(text, boxed):
     assert has_complete_box(text) is boxed
 
 
-# Texts in which braces balance, and how deep they are.
+# Texts with balanced braces, and their depth.
 BALANCED = st.recursive(
     st.tuples(st.text("a$ ", max_size=2), st.just(0)),
     lambda part: st.one_of(
@@ -113,7 +113,7 @@ def test_box_content_agrees_with_counting_braces(content):
 
 
 @given(text=st.text(max_size=200))
-def test_any_text_is_read_and_nothing_after_the_end_marker_counts(text):
+def test_text_after_the_end_marker_is_ignored(text):
     answer, boxed = extract_answer(text), has_complete_box(text)
     assert extract_answer(text + "</s>\\boxed{1}") == answer
     assert has_complete_box(text + "</s>\\boxed{1}") is boxed
@@ -146,7 +146,7 @@ def test_hostile_text_costs_one_pass(text):
     [
         ("1e3", r"1 \times 10^{3}"),
         ("-2.5E-04", r"-2.5 \times 10^{-4}"),
-        ("1e9999", "1e9999"),  # a bomb
+        ("1e9999", "1e9999"),  # would need 10,000 digits
         ("2e", "2e"),
         ("2e3x", "2e3x"),
     ],

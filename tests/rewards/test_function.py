@@ -1,4 +1,4 @@
-"""What a user's function may return, and objects that lie."""
+"""Return values of a user's function, including objects whose methods fail or lie."""
 
 import collections.abc
 import json
@@ -66,7 +66,7 @@ class Cheat(Verdict):
     ],
     ids=lambda result: type(result).__name__,
 )  # fmt: skip
-def test_what_cannot_be_read_is_nonsense(result):
+def test_unreadable_values_are_no_verdict(result):
     with pytest.raises(NonsenseError) as caught:
         as_verdict(result, "")
     assert str(caught.value)

@@ -1,4 +1,4 @@
-"""The pool with hostile text and hostile verifiers: every job ends, the next one is right."""
+"""The pool with hostile text and hostile verifiers: every job ends, and the next one is scored."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def obey():
 def wait_until(condition, limit_s=10.0):
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 
@@ -74,7 +74,7 @@ def test_bad_verifier_fails_its_own_job_only(obey, command, error, counter):
     assert changed == {counter, "num_verdicts"} and after[counter] == before[counter] + 1
 
 
-def test_prints_and_reads_do_not_reach_the_protocol(obey):
+def test_prints_and_reads_do_not_reach_the_pipes(obey):
     assert obey.submit("print", "7").result(timeout=10) == RIGHT
     assert obey.submit("print", "read").result(timeout=10).error.startswith("exception: EOFError")
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
@@ -85,8 +85,8 @@ def test_verifier_may_return_a_record(obey):
     assert obey.submit(r"\boxed{7}", "7").result(timeout=10) == Verdict(0.0, False, True, None)
 
 
-def test_a_forked_child_that_comes_back_answers_nothing(obey):
-    """Its answer would be taken for the next response's, and so on for ever."""
+def test_a_forked_child_answers_nothing(obey):
+    """Its answer would be taken for that of the next response, and so on."""
     asked = ["fork", "7", "8", "fork", "8", "7"]
     scores = [obey.submit(text, "7").result(timeout=10).score for text in asked]
     assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
@@ -100,8 +100,8 @@ def test_late_worker_is_killed_with_its_children(obey, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["forge later", "child answers"])
-def test_a_reply_that_nobody_asked_for_costs_no_job(obey, command):
-    """Taken for the next verdict, it would shift all later ones by one."""
+def test_a_reply_without_a_request_costs_no_job(obey, command):
+    """If it counted as the next verdict, all later verdicts would be shifted by one."""
     before = obey.counters
     assert obey.submit(command, "").result(timeout=10) == RIGHT
     time.sleep(0.15)
@@ -112,14 +112,14 @@ def test_a_reply_that_nobody_asked_for_costs_no_job(obey, command):
 
 def test_a_reply_without_end_does_not_fill_the_memory(obey, monkeypatch):
     monkeypatch.setattr(pool_module, "MAX_REPLY_BYTES", 200_000)
-    assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before its time-out
+    assert obey.submit("flood", "").result(timeout=10).error == "crash"  # before the timeout
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
 
 
 @pytest.mark.parametrize(
     ("command", "error"), [("daemon and hang", "timeout"), ("daemon and exit", "crash")]
 )
-def test_a_worker_ends_with_what_left_its_session(obey, tmp_path, command, error):
+def test_a_worker_ends_with_processes_that_left_its_session(obey, tmp_path, command, error):
     pid_file = tmp_path / "pid"
     assert obey.submit(command, str(pid_file)).result(timeout=10).error == error
     daemon = int(pid_file.read_text())
@@ -127,7 +127,7 @@ def test_a_worker_ends_with_what_left_its_session(obey, tmp_path, command, error
     assert obey.submit("7", "7").result(timeout=10) == RIGHT
 
 
-def test_a_closed_pool_leaves_nothing_that_left_its_session(tmp_path):
+def test_a_closed_pool_leaves_no_process_that_left_its_session(tmp_path):
     pid_file = tmp_path / "pid"
     with VerifierPool(num_workers=1, function="hostile:obey") as pool:
         assert pool.submit("daemon", str(pid_file)).result(timeout=10) == RIGHT
@@ -167,8 +167,9 @@ def test_any_text_crosses_the_pipe(obey, text):
     assert obey.submit(text, "7").result(timeout=10).correct is False
 
 
-def test_too_long_text_never_reaches_a_worker():
-    with VerifierPool(num_workers=1, max_response_chars=10) as pool:
+def test_too_long_text_never_reaches_a_worker(monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_RESPONSE_CHARS", 10)
+    with VerifierPool(num_workers=1) as pool:
         for response, reference in [("1" * 11, "1"), ("1", "1" * 11)]:
             verdict = pool.submit(response, reference).result(timeout=0)
             assert verdict == Verdict(-1.0, False, False, None, "too_long")
@@ -193,14 +194,14 @@ def test_hostile_mathematics_is_wrong_in_time():
     assert time.monotonic() - start < 40.0
 
 
-def test_hung_job_does_not_hold_up_the_others():
+def test_hung_job_does_not_delay_the_others():
     with VerifierPool(num_workers=2, timeout_s=30.0, function="hostile:obey") as pool:
         hung = pool.submit("hang", "7")
         others = [pool.submit(str(i), str(i)) for i in range(20)]
         assert all(future.result(timeout=10).correct for future in others)
         assert not hung.done()
         closing = time.monotonic()
-    assert time.monotonic() - closing < 15.0  # a job under way is not waited for
+    assert time.monotonic() - closing < 15.0  # closing does not wait for a running job
     with pytest.raises(RuntimeError, match="closed"):
         hung.result(timeout=0)
 
@@ -244,8 +245,9 @@ def test_cancelled_job_is_skipped():
         assert pool.submit("8", "8").result(timeout=10) == RIGHT
 
 
-def test_worker_is_replaced_before_its_memory_fills():
-    with VerifierPool(num_workers=1, function="hostile:obey", max_jobs_per_worker=2) as pool:
+def test_worker_is_replaced_before_its_memory_fills(monkeypatch):
+    monkeypatch.setattr(pool_module, "MAX_JOBS_PER_WORKER", 2)
+    with VerifierPool(num_workers=1, function="hostile:obey") as pool:
         pids = [int(pool.submit("pid", "").result(timeout=10).score) for _ in range(5)]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
     assert pool.counters["num_crashes"] == 0

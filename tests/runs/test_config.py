@@ -153,7 +153,7 @@ def test_the_stride_leaves_the_windows_of_its_rule(window, limit, stride, larges
     [
         ("hidden_states.source", "policy", "hidden_states.source='policy'; set it to 'rollout'"),
         ("hidden_states.source", "none", "hidden_states.source='none'; set it to 'rollout'"),
-        ("metrics.device_batch", 4, "metrics.device_batch=4 is of the trainer's accelerator"),
+        ("metrics.device_batch", 4, "metrics.device_batch=4 is for the trainer's accelerator"),
     ],
 )
 def test_what_a_replica_cannot_measure_is_refused(field, value, message):

@@ -1,7 +1,8 @@
 """Mathematical equality of answers, by math-verify.
 
 The time limits of math-verify are off: with them, a timeout would silently become a wrong answer.
-The pool's limit holds instead. It also ends computations that no signal interrupts.
+The pool's limit holds instead. It also ends computations that no signal interrupts. math-verify is
+imported at its first use, because with sympy this takes up to a second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from semrl_jax.rewards.extraction import (
 )
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, verdict_score
 
+MAX_ANSWER_CHARS = 4096  # a longer answer is wrong without being parsed, error "too_long"
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+
 
 def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
     """Scores a response against the reference answer. Hostile text may run long: use the pool.
@@ -24,8 +29,7 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
     Args:
       response: response text without the prompt.
       reference: the right answer, LaTeX without a box.
-      settings: `mode` and `unboxed_penalty` decide on the score, see `verdict_score`. An answer of
-        more than `max_answer_chars` is not parsed and is wrong, with error "too_long".
+      settings: `mode` and `unboxed_penalty` decide on the score, see `verdict_score`.
 
     Returns:
       A verdict; `extracted` is None if the response has no answer.
@@ -33,9 +37,9 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
     boxed = has_complete_box(response)
     answer = extract_answer(response)
     error = ""
-    if answer is None or not answer:
+    if not answer:
         correct = False
-    elif max(len(answer), len(reference)) > settings.max_answer_chars:
+    elif max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
         correct, error, answer = False, "too_long", None
     else:
         correct = answers_match(answer, reference)
@@ -43,7 +47,7 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
 
 
 def prepare() -> None:
-    """Imports sympy and builds the parser, which takes up to a second."""
+    """Imports math-verify and builds its parser, before the first deadline starts."""
     answers_match("\\frac{1}{2}", "0.3")
 
 
@@ -56,16 +60,10 @@ def answers_match(answer: str, reference: str) -> bool:
     """
     if answer and answer == normalize_answer(reference):
         return True
-    parse, verify = _math_verify()
-    gold = parse(f"\\boxed{{{expand_scientific(reference)}}}", parsing_timeout=None)
-    prediction = parse(f"\\boxed{{{expand_scientific(answer)}}}", parsing_timeout=None)
-    return bool(verify(gold, prediction, timeout_seconds=None))
-
-
-@functools.cache
-def _math_verify():
-    """math-verify, imported at the first use: with sympy this takes up to a second."""
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
-    return math_verify.parse, math_verify.verify
+    gold, prediction = (
+        math_verify.parse(f"\\boxed{{{expand_scientific(text)}}}", parsing_timeout=None)
+        for text in (reference, answer)
+    )
+    return bool(math_verify.verify(gold, prediction, timeout_seconds=None))

@@ -74,7 +74,8 @@ def test_equality(response, reference, correct):
     assert verify(response, reference).correct is correct
 
 
-def test_long_answer_is_never_parsed():
+def test_long_answer_is_never_parsed(monkeypatch):
     verdict = verify(r"\boxed{" + "(" * 5000 + "}", "7")
     assert verdict == Verdict(-0.5, False, True, None, "too_long")
-    assert verify(r"\boxed{123}", "123", max_answer_chars=2).error == "too_long"
+    monkeypatch.setattr(math, "MAX_ANSWER_CHARS", 2)
+    assert verify(r"\boxed{123}", "123").error == "too_long"
