@@ -78,7 +78,7 @@ def test_each_file_has_its_own_settings(config, tmp_path):
 
 
 MISTAKES = {
-    "gsm8k.jsonl:templat=abel": "'templat' is no setting of a file; it may have row_format, ",
+    "gsm8k.jsonl:templat=abel": "'templat' is not a setting of a file; choose from row_format, ",
     "gsm8k.jsonl:template=abel:template=plain": "template is set twice",
     "gsm8k.jsonl:template=abell": "template='abell' is unknown; choose from",
     "gsm8k.jsonl:row_format=gsm8k": "row_format='gsm8k' must be one of",
@@ -99,7 +99,7 @@ def test_a_mistake_in_a_setting_names_the_file_and_the_field(entry, config, tmp_
 
 def test_settings_are_checked_before_anything_is_started(config):
     config.evaluation.files = ("nowhere.jsonl:answer=####",)
-    with pytest.raises(UserError, match="'answer' is no setting of a file"):
+    with pytest.raises(UserError, match="'answer' is not a setting of a file"):
         validate(config)
 
 

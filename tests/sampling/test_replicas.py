@@ -16,7 +16,6 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
-from semrl_jax.runs.setup import sampling_processes
 from semrl_jax.sampling import replicas
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
@@ -35,7 +34,7 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     able = dataclasses.replace(old, metric_kinds=("curvature", "effective_rank"))
     replicas._check_limits(able, config)
     partly = dataclasses.replace(old, metric_kinds=("effective_rank",))
-    with pytest.raises(UserError, match="has 'curvature'; start the replica from this") as caught:
+    with pytest.raises(UserError, match="has 'curvature'; start the replica with this") as caught:
         replicas._check_limits(partly, config)
     assert "\n" not in str(caught.value)
 
@@ -60,9 +59,9 @@ def test_a_replica_is_asked_for_the_problems_that_there_are(config):
     with pytest.raises(UserError, match=r"max_prompts=64, .* asks for 80; lower evaluation.num_p"):
         replicas._check_limits(replica, config, num_problems=80)
     # Each of two processes asks for its share.
-    replicas._check_limits(replica, config, num_problems=80, num_owners=2)
+    replicas._check_limits(replica, config, num_problems=80, num_processes=2)
     with pytest.raises(UserError, match="asks for 65"):
-        replicas._check_limits(replica, config, num_problems=129, num_owners=2)
+        replicas._check_limits(replica, config, num_problems=129, num_processes=2)
 
 
 def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_path, monkeypatch):
@@ -83,19 +82,18 @@ def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_pat
         monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
         config.rollout.addresses = (replica.address,)
         config.rewards.num_workers = 1
-        with pytest.raises(UserError, match=r"belongs to run 'other', and this one is '\w+'; rest"):
+        with pytest.raises(UserError, match=r"belongs to run 'other', and this run is '\w+'; rest"):
             train(config, str(tmp_path / "runs" / "mine"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_address_named_twice_is_refused_by_every_process(config):
-    """Of several processes each would have it once, and each take it for its own."""
-    mesh = models.make_mesh({"replica": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
-    config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2")
-    assert sampling_processes(config, mesh) == (0,)
+def test_an_address_that_is_named_twice_is_refused(config, tmp_path):
+    """Two processes could get one entry each and both use the replica."""
+    replicas.check_addresses(("127.0.0.1:1", "127.0.0.1:2"))
     config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1")
     with pytest.raises(UserError, match=r"names '127\.0\.0\.1:1' more than once"):
-        sampling_processes(config, mesh)
+        train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 class NotStarted(ChildReplica):

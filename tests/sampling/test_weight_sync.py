@@ -85,7 +85,7 @@ def test_responses_are_asked_for_again_until_one_deadline(pair, short):
     synced = []
     samplers = [
         sampler_of(
-            peers=peers, owners=(0,), config=short, _sample_here=losing,
+            peers=peers, sampling=(0,), config=short, _sample_here=losing,
             weights=Weights({}, VERSION, 3),
             sync_weights=lambda params, step: synced.append(step),
             reporter=types.SimpleNamespace(line=lambda line: None),
