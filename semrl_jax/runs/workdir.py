@@ -1,4 +1,4 @@
-"""The directory of one run: its lock, the record of its settings, its files."""
+"""The directory of a run: its lock, the record of its settings, its files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
+from semrl_jax.runs.config import flatten
 from semrl_jax.settings.moved import with_present_names
 
-# A resumed run may change these settings. Any other change would make it another run.
+# Settings that may change when a run is resumed. The others determine its results.
 MAY_DIFFER = (
     "training.num_steps",
     "training.grace_s",
@@ -37,7 +38,7 @@ MAY_DIFFER = (
     "logging.",
     "distributed.",
     "mesh.",
-    # Devices, and how a step is split over them; its numbers stay the same up to rounding.
+    # The following change results only by rounding.
     "rollout.jax_tensor_parallelism",
     "rollout.jax_data_parallelism",
     "rewards.num_workers",
@@ -73,27 +74,8 @@ class Workdir:
     lock: Any
     made: tuple[pathlib.Path, ...] = ()
 
-    @property
-    def checkpoints(self) -> pathlib.Path:
-        return self.path / "checkpoints"
-
-    @property
-    def warm_start(self) -> pathlib.Path:
-        return self.path / "warm_start"
-
-    @property
-    def weights_record(self) -> pathlib.Path:
-        return self.path / "weights.json"
-
-    @property
-    def rollouts(self) -> pathlib.Path:
-        return self.path / "rollouts"
-
     def check_inputs(self, hashes: dict[str, str]) -> None:
-        """Records hashes of the run's inputs at the first start; compares them at later starts.
-
-        Args:
-          hashes: hash by name of the input.
+        """Records hashes by name of the run's inputs; compares them at later starts.
 
         Raises:
           UserError: if an input has changed since the first start.
@@ -116,9 +98,9 @@ class Workdir:
                 )
 
     def discard(self, message: str = "") -> None:
-        """Removes the files of this attempt if a mistake stopped it before it had results.
+        """Removes the files of this attempt if a user mistake stopped it before it had results.
 
-        Nothing is removed if an earlier attempt exists, or if there is a warm start, a row, a
+        Nothing is removed if there was an earlier attempt, or if there is a warm start, a row, a
         checkpoint, or an unknown file.
 
         Args:
@@ -143,8 +125,8 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     """Makes or reopens a run directory and locks it for this process.
 
     Raises:
-      UserError: if it cannot be written, does not belong to a run, belongs to a run with another
-        config, or is used by a running process.
+      UserError: if it cannot be written, belongs to no run or to a run with another config, or is
+        used by a running process.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
@@ -174,7 +156,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
 def _make_and_lock(
     path: str, directory: pathlib.Path, settings: Any
 ) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """Returns the directories made and the lock; if it raises, as `open_workdir`, none is made."""
+    """The new directories and the lock; if it raises UserError, there is no new directory."""
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
@@ -221,14 +203,12 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
     """
     opened: list[Workdir] = []
 
-    def lead() -> dict[str, Any]:
-        workdir = open_workdir(path, config)
-        opened.append(workdir)
-        return {
-            name: getattr(workdir, name) for name in ("run_id", "attempt_id", "resumed", "changed")
-        }
+    def open_first() -> dict[str, Any]:
+        opened.append(open_workdir(path, config))
+        names = ("run_id", "attempt_id", "resumed", "changed")
+        return {name: getattr(opened[0], name) for name in names}
 
-    record = on_first(peers, "open_workdir", lead)
+    record = on_first(peers, "open_workdir", open_first)
     if opened:
         workdir = opened[0]
     else:
@@ -245,7 +225,7 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
 
 
 def _is_left_by_a_start(name: str) -> bool:
-    """Whether a start that failed early leaves a file of this name in a run directory.
+    """Whether a failed start may leave a file of this name in a run directory.
 
     A kill during the first write leaves the temporary file. A replica that did not start leaves its
     log.
@@ -291,19 +271,15 @@ def versions() -> dict[str, str]:
     return found | {"git": revision.stdout.strip()}
 
 
-def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Every field under its full name, with the value that JSON holds."""
-    return _flatten(jsonable(config.to_dict()))
-
-
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
-    old, new = with_present_names(_flatten(recorded)), _flatten(settings)
+    """The changed settings; UserError if one of them may not change."""
+    old, new = with_present_names(flatten(recorded)), flatten(settings)
     changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        # A setting that did not exist at the first start is only listed.
+        # A setting that did not exist at the first start may have any value.
         if field in old and not field.startswith(MAY_DIFFER):
             raise UserError(
                 f"workdir={path} holds a run with another config ({line}); restore the setting or "
@@ -311,12 +287,3 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
             )
         changed.append(line)
     return tuple(changed)
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
-    return flat

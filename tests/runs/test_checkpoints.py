@@ -377,8 +377,9 @@ def test_a_manifest_is_written_through_no_link(saved):
 
 def test_a_loose_link_in_the_place_of_a_checkpoint_is_replaced(saved, state):
     (saved / "3").symlink_to("nowhere")
-    checkpoints = save(saved, state, (3,), keep=2)
-    assert checkpoints.num_failed == 0
+    warnings = []
+    save(saved, state, (3,), keep=2, warn=warnings.append)
+    assert not warnings
     assert checkpoint_problem(saved / "3") == "" and not (saved / "3").is_symlink()
 
 
@@ -468,7 +469,7 @@ def test_a_save_that_the_disk_refuses_is_said_and_the_next_one_tries_again(saved
         checkpoints.save(at_step(state, 3))
         checkpoints.wait()
     assert checkpoint_steps(saved) == [1, 2]
-    assert checkpoints.num_failed == 1 and len(warnings) == 1
+    assert len(warnings) == 1
     for part in ("of step 3", "File too large", "MiB free in", "last good checkpoint: step 2"):
         assert part in warnings[0]
     assert "of step 3 could not be written" in checkpoints.failure()
@@ -541,7 +542,7 @@ def test_a_full_disk_is_recognised_by_its_words(saved, state, tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(at_step(state, step))
             checkpoints.wait()
-        assert 1 <= checkpoints.num_failed == len(warnings)
+        assert 1 <= len(warnings) <= 3
         assert all("No space left on device" in line for line in warnings)
         assert "No space left on device" in checkpoints.failure()
         checkpoints.close()
@@ -563,8 +564,9 @@ def test_a_failure_of_another_cause_is_raised(tmp_path, state, monkeypatch):
         raise TypeError("a defect")
 
     monkeypatch.setattr(module, "write_manifest", fail)
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    warnings = []
+    checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
     checkpoints.save(at_step(state, 1))
     with pytest.raises(TypeError, match="a defect"):
         checkpoints.wait()
-    assert checkpoints.num_failed == 0
+    assert not warnings

@@ -76,7 +76,7 @@ def test_unchanged_weights_are_read_once(workdir, model, read_bytes):
     os.utime(moved / "a.safetensors")  # as a copy has another time: read, and found the same
     assert start(workdir, moved, read_bytes) == 2 * SIZE + 2 * SAMPLES
     assert start(workdir, moved, read_bytes) == 2 * SAMPLES
-    workdir.weights_record.write_text("{")  # torn
+    (workdir.path / "weights.json").write_text("{")  # incomplete
     assert start(workdir, moved, read_bytes) == 2 * SIZE + 2 * SAMPLES
 
 

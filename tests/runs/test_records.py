@@ -284,7 +284,7 @@ def test_report_shows_hostile_text_as_text(config, tmp_path):
     write_rows(workdir.path, range(3), **{"policy/loss": 0.1, "eval/arithmetic/greedy_accuracy": 1})
     hostile = "<script>alert(1)</script>&"
     scored = [make_scored(i, response=hostile) for i in range(4)]
-    write_rollouts(workdir.rollouts, 2, scored, lambda ids: hostile)
+    write_rollouts(workdir.path / "rollouts", 2, scored, lambda ids: hostile)
     write_report(workdir.path)
     page = (workdir.path / "report.html").read_text()
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page

@@ -24,7 +24,10 @@ def test_report_renders_and_runs_nothing_a_model_wrote(config, tmp_path):
         "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     )
     write_rollouts(
-        workdir.rollouts, 2, [make_scored(i, response=hostile) for i in range(4)], lambda _: hostile
+        workdir.path / "rollouts",
+        2,
+        [make_scored(i, response=hostile) for i in range(4)],
+        lambda _: hostile,
     )
     write_report(workdir.path)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
