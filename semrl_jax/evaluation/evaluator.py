@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -73,8 +74,8 @@ class Evaluator:
         self, plan: Plan, step: int, clock: Clock, first_sample: int
     ) -> list[ScoredRollout]:
         """The responses of one plan; their sample indices follow those of earlier plans."""
-        asked = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
-        first = first_sample // max(len(asked), 1)
+        problems = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
+        first = first_sample // max(len(problems), 1)
         requests = [
             SampleRequest(
                 sample_id=f"eval/{step}/{index}/{sample}",
@@ -83,12 +84,12 @@ class Evaluator:
                 prompt_ids=problem.prompt_ids,
                 seed=stream_seed(self.config.seed, EVALUATION, step, index, sample),
             )
-            for index, problem in asked.items()
+            for index, problem in problems.items()
             for sample in range(first, first + plan.num_samples)
         ]
         return self.sampler.sample(
             requests,
-            {index: problem.answer for index, problem in asked.items()},
+            {index: problem.answer for index, problem in problems.items()},
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
@@ -103,11 +104,10 @@ class Evaluator:
         sizes = collections.Counter(problem.data_source for problem in self.problems)
         for benchmark, num_problems in sizes.items():
             responses = [item for item in scored if self._benchmark(item) == benchmark]
-            by_problem: dict[int, list[ScoredRollout]] = {}
-            for item in responses:
-                by_problem.setdefault(item.rollout.group_id, []).append(item)
+            groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
+            by_problem = [list(group) for _, group in groups]
             for score in scores:
-                scalars |= score.scalars(benchmark, list(by_problem.values()), num_problems)
+                scalars |= score.scalars(benchmark, by_problem, num_problems)
             if logs_metrics and responses:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(responses, prefix)
@@ -136,6 +136,6 @@ def most_requests(
     config: ml_collections.ConfigDict,
 ) -> int:
     """The largest number of responses that one call of an evaluation requests."""
-    asked = sampled_problems(problems, config.rollout.max_prompt_tokens)
+    sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
     plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
-    return len(asked) * max((plan.num_samples for plan in plans), default=0)
+    return len(sampled) * max((plan.num_samples for plan in plans), default=0)

@@ -35,15 +35,9 @@ class Plan(NamedTuple):
 
 
 def load_scores(names: Sequence[str]) -> list[ModuleType]:
-    """The scores of `evaluation.scores`.
-
-    Raises:
-      UserError: if a module or one of its functions is missing.
-    """
-    return [
-        load_module("evaluation.scores", name, "semrl_jax.evaluation.scores", ("plan", "scalars"))
-        for name in names
-    ]
+    """The modules of `evaluation.scores`; UserError if one, or a function of it, is missing."""
+    field, package = "evaluation.scores", "semrl_jax.evaluation.scores"
+    return [load_module(field, name, package, ("plan", "scalars")) for name in names]
 
 
 def load_problems(
@@ -52,8 +46,7 @@ def load_problems(
     """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
 
     Raises:
-      UserError: for a file, row, template or module that cannot be used, or two benchmarks with
-        one name.
+      UserError: for a file, row, template or module that cannot be used, or equal names.
     """
     problems = list(held_out_problems(config, tokenizer, report))
     for name in config.evaluation.benchmarks:

@@ -57,12 +57,11 @@ class Workdir:
     """A run directory that this process has locked.
 
     Attributes:
-      path: the directory.
-      run_id: created with the directory, the same in all attempts.
+      run_id: the same in all attempts.
       attempt_id: new for every start.
-      resumed: whether an earlier attempt made the directory.
+      resumed: whether there was an earlier attempt.
       changed: settings that differ from the first attempt's, as "field: old -> new".
-      lock: the lock; closing it releases the directory.
+      lock: closing it releases the directory.
       made: directories that this attempt made; the run's own is first.
     """
 
@@ -125,16 +124,15 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     """Makes or reopens a run directory and locks it for this process.
 
     Raises:
-      UserError: if it cannot be written, belongs to no run or to a run with another config, or is
-        used by a running process.
+      UserError: if it cannot be written, belongs to no run or to one with another config, or if a
+        running process uses it.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
+    config_file = directory / "config.json"
     made, lock = _make_and_lock(path, directory, settings)
     try:
-        config_file = directory / "config.json"
-        resumed = config_file.exists()
-        if resumed:
+        if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
             record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
@@ -225,11 +223,8 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
 
 
 def _is_left_by_a_start(name: str) -> bool:
-    """Whether a failed start may leave a file of this name in a run directory.
-
-    A kill during the first write leaves the temporary file. A replica that did not start leaves its
-    log.
-    """
+    """Whether a failed start may leave a file of this name in a run directory."""
+    # config.writing: of a kill during the first write; replica0: the log of one that did not start.
     return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
 
 
@@ -261,13 +256,8 @@ def _check_shared(workdir: Workdir) -> None:
 def versions() -> dict[str, str]:
     """Package versions and the git revision of the code, "" outside a checkout."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    here, command = pathlib.Path(__file__).parent, ["git", "rev-parse", "HEAD"]
+    revision = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     return found | {"git": revision.stdout.strip()}
 
 

@@ -129,27 +129,26 @@ def _check_limits(
                 f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
                 f"{value}; {way_out}."
             )
-    wanted = config.hidden_states.source == "rollout" or config.evaluation.metrics
-    if wanted and -1 not in replica.layers:
+    uses_states = config.hidden_states.source == "rollout" or config.evaluation.metrics
+    if uses_states and -1 not in replica.layers:
         raise UserError(
             f"replica {replica.replica_id} sends no final hidden states; set "
             "hidden_states.source='policy' and evaluation.metrics=False."
         )
-    for layer in config.metrics.layers if wanted else ():
+    for layer in config.metrics.layers if uses_states else ():
         if layer not in replica.layers:
             reason = f" ({replica.layers_reason})" if replica.layers_reason else ""
             raise UserError(
                 f"replica {replica.replica_id} sends hidden states of layers "
                 f"{list(replica.layers)}{reason}, but metrics.layers has {layer}; leave it out."
             )
-    if config.metrics.placement == "rollout":
-        for name in config.metrics.names:
-            if name not in replica.metric_kinds:
-                raise UserError(
-                    f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
-                    f"metrics.names has {name!r}; start the replica with this release, or set "
-                    "metrics.placement='trainer'."
-                )
+    for name in config.metrics.names if config.metrics.placement == "rollout" else ():
+        if name not in replica.metric_kinds:
+            raise UserError(
+                f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
+                f"metrics.names has {name!r}; start the replica with this release, or set "
+                "metrics.placement='trainer'."
+            )
 
 
 def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:

@@ -136,23 +136,22 @@ class Sampler:
         examples, position = data.next_prompts(
             self.prompts, self.config.seed, position, self.config.data.prompts_per_step
         )
-        rollout = self.config.rollout
-        groups = [step * len(examples) + draw for draw in range(len(examples))]
+        first = step * len(examples)  # group of the first prompt
         requests = [
             SampleRequest(
                 sample_id=f"train/{step}/{draw}/{sample}",
-                group_id=groups[draw],
+                group_id=first + draw,
                 sample_index=sample,
                 prompt_ids=example.prompt_ids,
                 seed=stream_seed(self.config.seed, TRAINING, step, draw, sample),
             )
             for draw, example in enumerate(examples)
-            for sample in range(rollout.group_size)
+            for sample in range(self.config.rollout.group_size)
         ]
         with clock("sample"):
             scored = self.sample(
                 requests,
-                dict(zip(groups, (example.answer for example in examples))),
+                {first + draw: example.answer for draw, example in enumerate(examples)},
                 **self._distribution(),
                 measured=self.config.hidden_states.source == "rollout",
                 keep_states=self.compares(step),

@@ -165,7 +165,7 @@ def test_what_stays_of_a_run_that_ends_in_its_first_step(
     @contextlib.contextmanager
     def opened(config, workdir, *_):
         workdir.check_inputs({"data": "0"})
-        workdir.checkpoints.mkdir()
+        (workdir.path / "checkpoints").mkdir()
         (workdir.path / "metrics.jsonl").touch()
         yield object()
 
