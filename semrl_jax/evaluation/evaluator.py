@@ -63,19 +63,17 @@ class Evaluator:
         scored: list[ScoredRollout] = []
         for plan, scores in plans_of(self.scores, self.config.evaluation).items():
             with clock("evaluate"):
-                found = self._sample(plan, step, clock, first_sample=len(scored))
+                found = self._sample(plan, step, clock, num_before=len(scored))
             # Metrics have one set of log keys, for the responses of the first plan.
             logs_metrics = self.config.evaluation.metrics and not scored
             scalars |= self._scalars(found, scores, logs_metrics)
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
-    def _sample(
-        self, plan: Plan, step: int, clock: Clock, first_sample: int
-    ) -> list[ScoredRollout]:
+    def _sample(self, plan: Plan, step: int, clock: Clock, num_before: int) -> list[ScoredRollout]:
         """The responses of one plan; their sample indices follow those of earlier plans."""
         problems = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
-        first = first_sample // max(len(problems), 1)
+        first = num_before // max(len(problems), 1)
         requests = [
             SampleRequest(
                 sample_id=f"eval/{step}/{index}/{sample}",

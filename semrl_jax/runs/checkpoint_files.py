@@ -155,8 +155,7 @@ def restore_params(folder: pathlib.Path, like: Params) -> Params:
     """The parameters of a valid checkpoint, of a whole train state or of parameters only.
 
     Raises:
-      UserError: if the parameters have other names, shapes or dtypes than `like`, which are arrays
-        or their shapes and dtypes.
+      UserError: if they have other names, shapes or dtypes than `like` (arrays, or shapes of them).
     """
     check_structure(folder, {"params": like}, "params/")
     return restore_tree(folder, {"params": like})["params"]

@@ -27,7 +27,7 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int):
-        # Imported only here: it takes two seconds if torch is installed, because it imports torch.
+        # Imports torch if that is installed, which takes two seconds; only process 0 needs it.
         from tensorboardX import SummaryWriter
 
         self._file = workdir / "metrics.jsonl"
@@ -42,7 +42,7 @@ class MetricWriter:
         self._out = open(self._file, "a", opener=through_no_link)  # noqa: SIM115 - see close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one row, which is with the operating system when this returns."""
+        """Appends one row and flushes it."""
         row = {"step": step} | {
             # JSON has no NaN. For example, the loss of a skipped update is null.
             name: float(value) if math.isfinite(value) else None
@@ -77,10 +77,8 @@ def read_rows(file: pathlib.Path) -> list[dict[str, float | int | None]]:
 
 
 def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:
-    """Removes recorded responses at or after `first_step`, and incomplete files of a kill.
-
-    Evaluations too: the one of step s comes before the update of step s, so it is repeated.
-    """
+    """Removes recorded responses at or after `first_step`, and incomplete files of a kill."""
+    # Step s is repeated with its evaluation, which comes before the update.
     for file in directory.glob("*"):
         name = re.fullmatch(r"(?:step|eval)_(\d+)\.(parquet|writing)", file.name)
         if name and (name[2] == "writing" or int(name[1]) >= first_step):
@@ -132,10 +130,7 @@ def write_rollouts(
 
 
 def _strings(values: Iterable[str | None]) -> pa.Array:
-    """A column of text. Surrogates without a partner, from files or verifiers, become "?".
-
-    The explicit type matters if all values are None.
-    """
+    """A column of text, typed also if all values are None; unpaired surrogates become "?"."""
     texts = [
         value if value is None else value.encode(errors="replace").decode() for value in values
     ]

@@ -154,7 +154,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
 def _make_and_lock(
     path: str, directory: pathlib.Path, settings: Any
 ) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """The new directories and the lock; if it raises UserError, there is no new directory."""
+    """Checks the directory before it makes anything; returns the new directories and the lock."""
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")

@@ -163,10 +163,10 @@ class Sampler:
     def sample(
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
     ) -> list[ScoredRollout]:
-        """All requested responses, scored, in (group, sample) order; the same in every process.
+        """All requested responses, scored, in (group, sample) order, in every process.
 
         If a replica has lost its weights, all processes send the weights again. The process that
-        uses the replica then samples all its groups again, including responses that had arrived.
+        uses the replica then samples all its groups again.
 
         Raises:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
@@ -283,7 +283,7 @@ class Sampler:
         return {name: self.config.rollout[name] for name in ("temperature", "top_p", "top_k")}
 
     def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
-        """A check that raises RuntimeError if an attempt failed and no time is left for another."""
+        """A function that raises RuntimeError if an attempt failed and the time is over."""
         timeout_s = self.config.rollout.call_timeout_s
         deadline = time.monotonic() + timeout_s
 
