@@ -1,1 +1,1 @@
-"""Held-out problems: what is asked, and how the answers are scored."""
+"""Evaluation on held-out problems: benchmarks and scores."""

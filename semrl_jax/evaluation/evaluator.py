@@ -1,9 +1,10 @@
-"""The held-out problems, sampled through the sampler and scored."""
+"""Samples and scores the held-out problems."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -21,12 +22,12 @@ from semrl_jax.types import SampleRequest
 
 
 class Evaluation(NamedTuple):
-    """What the weights of one step did on the held-out problems.
+    """Results of the weights of one step on the held-out problems.
 
     Attributes:
       scalars: `eval/<benchmark>/...`.
       scored: all responses.
-      benchmarks: the name of the benchmark of each response.
+      benchmarks: benchmark of each response.
     """
 
     scalars: dict[str, float]
@@ -36,10 +37,10 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass
 class Evaluator:
-    """Samples and scores the held-out problems with the weights of the last sync.
+    """Evaluates the weights of the last sync.
 
     Attributes:
-      problems: those of one `data_source` are one benchmark.
+      problems: problems with the same `data_source` are one benchmark.
       scores: modules, see `evaluation.seam`.
     """
 
@@ -49,32 +50,30 @@ class Evaluator:
     sampler: Sampler
 
     def is_due(self, step: int) -> bool:
-        """Whether the problems are due with the weights of this step."""
+        """Whether the weights of this step are evaluated."""
         every = self.config.evaluation.every_steps
         due = every and (step % every == 0 or step == self.config.training.num_steps)
         return bool(due and self.problems and self.scores)
 
     def evaluate(self, step: int, clock: Clock) -> Evaluation | None:
-        """Samples the responses of every plan, in a call of its own; None if not due."""
+        """Samples the responses of each plan with one call, and scores them; None if not due."""
         if not self.is_due(step):
             return None
         scalars: dict[str, float] = {}
         scored: list[ScoredRollout] = []
         for plan, scores in plans_of(self.scores, self.config.evaluation).items():
             with clock("evaluate"):
-                found = self._sample(plan, step, clock, first_sample=len(scored))
-            # The log has one set of keys of metrics: those of the first plan's responses.
+                found = self._sample(plan, step, clock, num_before=len(scored))
+            # Metrics have one set of log keys, for the responses of the first plan.
             logs_metrics = self.config.evaluation.metrics and not scored
             scalars |= self._scalars(found, scores, logs_metrics)
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
-    def _sample(
-        self, plan: Plan, step: int, clock: Clock, first_sample: int
-    ) -> list[ScoredRollout]:
-        """The responses of one plan; sample indices go on from those of the plan before."""
-        asked = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
-        first = first_sample // max(len(asked), 1)
+    def _sample(self, plan: Plan, step: int, clock: Clock, num_before: int) -> list[ScoredRollout]:
+        """The responses of one plan; their sample indices follow those of earlier plans."""
+        problems = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
+        first = num_before // max(len(problems), 1)
         requests = [
             SampleRequest(
                 sample_id=f"eval/{step}/{index}/{sample}",
@@ -83,12 +82,12 @@ class Evaluator:
                 prompt_ids=problem.prompt_ids,
                 seed=stream_seed(self.config.seed, EVALUATION, step, index, sample),
             )
-            for index, problem in asked.items()
+            for index, problem in problems.items()
             for sample in range(first, first + plan.num_samples)
         ]
         return self.sampler.sample(
             requests,
-            {index: problem.answer for index, problem in asked.items()},
+            {index: problem.answer for index, problem in problems.items()},
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
@@ -102,17 +101,17 @@ class Evaluator:
         scalars: dict[str, float] = {}
         sizes = collections.Counter(problem.data_source for problem in self.problems)
         for benchmark, num_problems in sizes.items():
-            of_it = [item for item in scored if self._benchmark(item) == benchmark]
-            by_problem: dict[int, list[ScoredRollout]] = {}
-            for item in of_it:
-                by_problem.setdefault(item.rollout.group_id, []).append(item)
+            responses = [item for item in scored if self._benchmark(item) == benchmark]
+            groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
+            by_problem = [list(group) for _, group in groups]
             for score in scores:
-                scalars |= score.scalars(benchmark, list(by_problem.values()), num_problems)
-            if logs_metrics and of_it:
+                scalars |= score.scalars(benchmark, by_problem, num_problems)
+            if logs_metrics and responses:
                 prefix = f"eval/{benchmark}/metrics"
-                scalars |= metric_scalars(of_it, prefix)
-                over_all = self.sampler.measurer.submit_batch([s.mean_states for s in of_it])
-                scalars |= {f"{prefix}/{name}": value for name, value in over_all.result().items()}
+                scalars |= metric_scalars(responses, prefix)
+                means = [item.mean_states for item in responses]
+                of_set = self.sampler.measurer.submit_batch(means).result()
+                scalars |= {f"{prefix}/{name}": value for name, value in of_set.items()}
         return scalars
 
     def _benchmark(self, item: ScoredRollout) -> str:
@@ -122,7 +121,7 @@ class Evaluator:
 def plans_of(
     scores: Sequence[ModuleType], options: ml_collections.ConfigDict
 ) -> dict[Plan, list[ModuleType]]:
-    """The scores by how they are sampled."""
+    """The scores that use the responses of each plan."""
     plans: dict[Plan, list[ModuleType]] = {}
     for score in scores:
         plans.setdefault(score.plan(options), []).append(score)
@@ -134,7 +133,7 @@ def most_requests(
     scores: Sequence[ModuleType],
     config: ml_collections.ConfigDict,
 ) -> int:
-    """The most responses that one call of an evaluation asks for."""
-    asked = sampled_problems(problems, config.rollout.max_prompt_tokens)
+    """The largest number of responses that one call of an evaluation requests."""
+    sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
     plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
-    return len(asked) * max((plan.num_samples for plan in plans), default=0)
+    return len(sampled) * max((plan.num_samples for plan in plans), default=0)

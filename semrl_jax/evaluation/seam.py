@@ -1,14 +1,14 @@
-"""What a score and a benchmark are to the evaluator, which knows none by name.
+"""Interfaces of scores and benchmarks, which are modules that a config names.
 
-A score is a module with these names:
+A score is a module with two functions:
 
 - `plan(options) -> Plan`: how responses are sampled; `options` is `config.evaluation`.
 - `scalars(benchmark, responses, num_problems)`: numbers by log key, `eval/<benchmark>/...`.
-  `responses` holds the scored responses of one problem in each item. Problems whose prompt is too
-  long have none; `num_problems` counts them, too.
+  Each item of `responses` is the list of scored responses to one problem. Problems with a too long
+  prompt have no item, but are counted in `num_problems`.
 
-A benchmark is a module with `problems(config, tokenizer)`: the held-out problems, one or more
-`data.PromptExample` whose `data_source` is the name of the benchmark in log keys.
+A benchmark is a module with `problems(config, tokenizer)`: one or more `data.PromptExample`. Their
+`data_source` is the name of the benchmark in log keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from semrl_jax.sampling.prompts import held_out_problems
 
 
 class Plan(NamedTuple):
-    """How the responses to each problem are sampled; scores with equal plans share them."""
+    """How the responses to each problem are sampled; scores with equal plans share responses."""
 
     num_samples: int = 1
     temperature: float = 0.0
@@ -35,15 +35,9 @@ class Plan(NamedTuple):
 
 
 def load_scores(names: Sequence[str]) -> list[ModuleType]:
-    """The scores of `evaluation.scores`.
-
-    Raises:
-      UserError: if there is no such module, or a part of it is missing.
-    """
-    return [
-        load_module("evaluation.scores", name, "semrl_jax.evaluation.scores", ("plan", "scalars"))
-        for name in names
-    ]
+    """The modules of `evaluation.scores`; UserError if one, or a function of it, is missing."""
+    field, package = "evaluation.scores", "semrl_jax.evaluation.scores"
+    return [load_module(field, name, package, ("plan", "scalars")) for name in names]
 
 
 def load_problems(
@@ -52,8 +46,7 @@ def load_problems(
     """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
 
     Raises:
-      UserError: for a file, row, template or module that cannot be used, or two benchmarks of one
-        name.
+      UserError: for a file, row, template or module that cannot be used, or equal names.
     """
     problems = list(held_out_problems(config, tokenizer, report))
     for name in config.evaluation.benchmarks:
@@ -62,8 +55,8 @@ def load_problems(
         taken = {problem.data_source for problem in problems}
         if twice := sorted({problem.data_source for problem in found} & taken):
             raise UserError(
-                f"evaluation.benchmarks has {name!r}, whose data_source {twice[0]!r} another "
-                "benchmark has too; results are kept by that name, so give one another."
+                f"evaluation.benchmarks has {name!r} with data_source {twice[0]!r}, which another "
+                "benchmark has too; it names the results, so rename one."
             )
         problems += found
     return problems

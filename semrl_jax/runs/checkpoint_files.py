@@ -108,12 +108,11 @@ def read_meta(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None:
-    """Raises if a checkpoint holds other arrays than `abstract`.
+    """Raises if a valid checkpoint holds other arrays than `abstract`.
 
     Args:
-      folder: a valid checkpoint.
       abstract: tree of arrays, or of their shapes and dtypes.
-      part: compare only arrays whose name starts with this, such as "params/".
+      part: compare only arrays with this prefix, such as "params/".
 
     Raises:
       UnreadableError: if Orbax cannot read its own metadata of the arrays.
@@ -145,10 +144,9 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
 
 def save_params(folder: pathlib.Path, params: Params) -> None:
     """Writes a complete checkpoint of parameters only; its step is the name of the folder."""
+    args = save_args({"params": params}, int(folder.name), DataPosition(0, 0))
     with open_checkpointer() as checkpointer:
-        checkpointer.save(
-            folder, args=save_args({"params": params}, int(folder.name), DataPosition(0, 0))
-        )
+        checkpointer.save(folder, args=args)
         checkpointer.wait_until_finished()
     write_manifest(folder)
 
@@ -156,28 +154,29 @@ def save_params(folder: pathlib.Path, params: Params) -> None:
 def restore_params(folder: pathlib.Path, like: Params) -> Params:
     """The parameters of a valid checkpoint, of a whole train state or of parameters only.
 
-    Args:
-      folder: a checkpoint whose files match the manifest.
-      like: parameters of the same shapes: arrays, or their shapes and dtypes.
-
     Raises:
-      UserError: if the parameters have other names, shapes or dtypes than `like`.
+      UserError: if they have other names, shapes or dtypes than `like` (arrays, or shapes of them).
     """
     check_structure(folder, {"params": like}, "params/")
     return restore_tree(folder, {"params": like})["params"]
 
 
 def restore_tree(folder: pathlib.Path, like: Any) -> Any:
-    """The arrays of `like` from a checkpoint that has at least these arrays.
+    """The arrays of `like` from a valid checkpoint that has at least these arrays.
 
     Args:
-      folder: a checkpoint whose files match the manifest and whose structure matches `like`.
+      folder: a checkpoint that `check_structure` accepts.
       like: tree of arrays, or of shapes and dtypes; shardings in it are applied to the result.
 
     Raises:
       UnreadableError: if tensorstore cannot read them.
     """
-    abstract = jax.tree.map(_abstract, like)
+
+    def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    abstract = jax.tree.map(abstract_leaf, like)
     state = ocp.args.PyTreeRestore(
         abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -243,9 +242,7 @@ def _let_failed_saves_end() -> None:
 _let_failed_saves_end()
 
 
-def open_checkpointer(
-    barrier: Callable[..., None] | None = None,
-) -> ocp.AsyncCheckpointer:
+def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCheckpointer:
     """A context manager that reads and writes folders of `state` and `meta`.
 
     Args:
@@ -267,14 +264,10 @@ def save_args(tree: Any, step: int, position: DataPosition) -> ocp.args.Composit
     meta = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        "position": {"epoch": position.epoch, "cursor": position.cursor},
+        "position": position._asdict(),
         "num_processes": jax.process_count(),
     }
     return ocp.args.Composite(state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(meta))
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _read_object(file: pathlib.Path) -> Mapping[str, Any] | None:

@@ -60,9 +60,6 @@ class Checkpoints:
       warn: called with one line for each checkpoint that cannot be trusted or written, also from
         another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
-
-    Attributes:
-      num_failed: number of saves that failed because of the disk.
     """
 
     def __init__(
@@ -76,7 +73,6 @@ class Checkpoints:
         warn: Callable[[str], None] = warnings.warn,
         peers: Peers | None = None,
     ):
-        self.num_failed = 0
         self._peers = peers or Peers()
         self._directory = pathlib.Path(directory).absolute()
         self._keep = keep
@@ -157,20 +153,18 @@ class Checkpoints:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):
                         state = restore_tree(folder, like)
+                    self._sound.add(step)
+                    return state._replace(position=DataPosition(**meta["position"]))
                 except Exception as error:
-                    is_damaged = isinstance(error, UnreadableError)
+                    is_mistake = isinstance(error, UserError)
                     if meta["format_version"] > 1 or (
-                        isinstance(error, UserError) and not is_damaged
+                        is_mistake and not isinstance(error, UnreadableError)
                     ):
                         raise
                     # In format 1, our manifest does not cover tensorstore's own manifests.
                     problem = f"it cannot be read ({_first_line(error)})"
-            if problem:
-                self._unsound.add(step)
-                self._warn(f"checkpoint {step} is not used: {problem}.")
-                continue
-            self._sound.add(step)
-            return state._replace(position=DataPosition(**meta["position"]))
+            self._unsound.add(step)
+            self._warn(f"checkpoint {step} is not used: {problem}.")
         if steps:
             self._warn(
                 f"none of the {len(steps)} checkpoints in {self._directory} can be trusted: the "
@@ -235,10 +229,7 @@ class Checkpoints:
         """Removes leftovers and an existing checkpoint of this step, and tries to write.
 
         The existing checkpoint was not sealed because of a kill, or was altered later. A manifest
-        written now would declare its files valid.
-
-        Returns:
-          The reason if the disk does not allow this, "" if it does.
+        written now would declare its files valid. Returns why the disk does not allow this, or "".
         """
         probe = self._directory / f"{step}{TMP_MARK}-probe"
         try:
@@ -256,9 +247,9 @@ class Checkpoints:
     def _prune(self) -> None:
         """Removes checkpoints that need not be kept; called only after a checkpoint was sealed.
 
-        An invalid checkpoint does not count as kept. It is removed once a newer one is valid.
-        Checkpoints older than the restored one were not verified and count as valid. This is safe,
-        because `keep` newer ones are valid before they are removed.
+        An invalid checkpoint does not count. It is removed once a newer one is valid. Checkpoints
+        older than the restored one were not verified and count as valid. This is safe, because
+        `keep` newer ones are valid before they are removed.
         """
         steps = [step for step in checkpoint_steps(self._directory) if step not in self._unsound]
         kept = self._extra_steps.union(
@@ -312,7 +303,6 @@ class Checkpoints:
         self._joint.arrive("ended")
 
     def _note_refusal(self, step: int, reason: str) -> None:
-        self.num_failed += 1
         self._sound.discard(step)
         free = ""
         with contextlib.suppress(OSError):

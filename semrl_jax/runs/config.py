@@ -1,10 +1,11 @@
 """Checks a whole configuration once, before anything is started or written, and without JAX.
 
-`semrl_jax.settings` has the checks of each section; here are those that join sections.
+`semrl_jax.settings` checks each section; this module checks combinations of sections.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,47 +18,19 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompts import evaluation_files
-from semrl_jax.settings import (
-    algorithms,
-    checkpoints,
-    data,
-    distributed,
-    evaluation,
-    hidden_states,
-    logging,
-    metrics,
-    model,
-    moved,
-    rewards,
-    rollout,
-    shaping,
-    training,
-    warm_start,
-)
+from semrl_jax.settings import moved
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions
 
-# By section; the devices at hand decide on `mesh`.
-CHECKS = {
-    "distributed": distributed.check,
-    "model": model.check,
-    "data": data.check,
-    "rollout": rollout.check,
-    "hidden_states": hidden_states.check,
-    "metrics": metrics.check,
-    "shaping": shaping.check,
-    "algorithms": algorithms.check,
-    "rewards": rewards.check,
-    "warm_start": warm_start.check,
-    "training": training.check,
-    "evaluation": evaluation.check,
-    "checkpoints": checkpoints.check,
-    "logging": logging.check,
-}
+# Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
+SECTIONS = (
+    "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
+    "rewards", "warm_start", "training", "evaluation", "checkpoints", "logging",
+)  # fmt: skip
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError naming field, value, rule and way out for the first contradiction."""
+    """Raises UserError for the first wrong field or combination of fields."""
     for field, value in flatten(config).items():
         if place := moved.new_places(field):
             raise UserError(f"the config sets a field that has moved: {place}.")
@@ -69,8 +42,8 @@ def validate(config: ml_collections.ConfigDict) -> None:
     if config.seed < 0:
         raise UserError(f"seed={config.seed} must be at least 0.")
     at_most("seed", config.seed, 2**32 - 1)
-    for name, check in CHECKS.items():
-        check(config[name])
+    for name in SECTIONS:
+        importlib.import_module(f"semrl_jax.settings.{name}").check(config[name])
     _check_data(config)
     _check_sizes(config)
     _check_importance(config)
@@ -95,9 +68,8 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
     if data.task == "files":
         if not config.model.path:
             raise UserError(
-                "data.task='files' needs model.path: a random model of config.model's sizes has "
-                "the tokenizer of the arithmetic task alone; python -m launch.random_model makes a "
-                "small directory to try with."
+                "data.task='files' needs model.path: a random model has only the tokenizer of the "
+                "arithmetic task; python -m launch.random_model makes a small model to try with."
             )
         evaluation_files(evaluation.files)
         return
@@ -109,7 +81,7 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
     if evaluation.num_problems > NUM_HELD_OUT:
         raise UserError(
             f"evaluation.num_problems={evaluation.num_problems} must be at most {NUM_HELD_OUT}, "
-            "the held-out arithmetic problems."
+            "the number of held-out arithmetic problems."
         )
     if config.rollout.max_prompt_tokens < MAX_PROMPT_TOKENS:
         raise UserError(
@@ -126,7 +98,7 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             f"training.responses_per_step={training.responses_per_step} is derived and must be "
             f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
         )
-    # A shorter last mini-batch would be as large a step of the optimiser as the others.
+    # The optimiser step of a smaller last mini-batch would be as large as that of a full one.
     if data.prompts_per_step % training.prompts_per_minibatch:
         raise UserError(
             f"training.prompts_per_minibatch={training.prompts_per_minibatch} must divide "
@@ -147,7 +119,7 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_measured(config: ml_collections.ConfigDict) -> None:
-    """Whether hidden states and metrics are there for what reads them."""
+    """Checks that the hidden states and metrics that a setting uses are available."""
     shaping, metrics, source = config.shaping, config.metrics, config.hidden_states.source
     if metrics.placement == "rollout" and source != "rollout":
         raise UserError(
@@ -200,7 +172,7 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> None:
-    """Whether the longest response is long enough for the orders that the shaping uses."""
+    """Checks that the longest response has enough prefixes for the orders in the shaping."""
     metrics, limit = config.metrics, config.rollout.max_response_tokens
     found = count_windows(limit, metrics.stride, metrics.window)
     for name in sorted(used, key=lambda name: -ORDERS[MetricKey.parse(name).order]):
@@ -215,31 +187,28 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
         way_out = f"set a stride of at most {fitting[-1]}" if fitting else "raise that limit"
         raise UserError(
             f"metrics.stride={metrics.stride} leaves {found} prefixes in "
-            f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, so no "
-            f"response would have the {name!r} that the shaping uses, which takes {least}; "
-            f"{way_out}."
+            f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, but the "
+            f"shaping uses {name!r}, which takes {least}; {way_out}."
         )
 
 
 def _check_importance(config: ml_collections.ConfigDict) -> None:
-    importance, rollout = config.algorithms.importance, config.rollout
-    if importance.level == "none":
-        return
+    level, rollout = config.algorithms.importance.level, config.rollout
     # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
-    for field, cuts in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
-        if cuts:
+    for field, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
+        if level != "none" and truncates:
             raise UserError(
-                f"algorithms.importance.level={importance.level!r} compares log-probabilities of "
+                f"algorithms.importance.level={level!r} compares log-probabilities of "
                 f"the whole vocabulary, but rollout.{field}={rollout[field]} samples from a part "
                 "of it; set rollout.top_p=1.0 and rollout.top_k=0, or the level to 'none'."
             )
 
 
-def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def flatten(config: ml_collections.ConfigDict | dict[str, Any]) -> dict[str, Any]:
     """Every field by its full name."""
     flat = {}
     for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
+        if isinstance(value, ml_collections.ConfigDict | dict):
             flat |= {f"{name}.{field}": item for field, item in flatten(value).items()}
         else:
             flat[name] = value

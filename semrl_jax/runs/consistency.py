@@ -1,4 +1,4 @@
-"""Checks before a run begins that its processes have the same settings, code and packages."""
+"""Checks that all processes of a run have the same settings, code, packages and devices."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ import semrl_jax
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
-from semrl_jax.runs.workdir import flatten_settings, versions
+from semrl_jax.files import jsonable
+from semrl_jax.runs.config import flatten
+from semrl_jax.runs.workdir import versions
 
-# Beside those that a run directory records: what else its numbers and its files depend on.
+# Packages that results and files depend on, in addition to those that a run directory records.
 MORE_PACKAGES = (
     "math-verify", "ml_collections", "ml_dtypes", "protobuf", "pyarrow", "safetensors",
     "tensorstore", "tokenizers",
 )  # fmt: skip
-OWN = ("distributed.process_id",)  # settings that each process has for itself
 
 
 def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
-    """Raises UserError, in all, if two processes have other settings, code, packages or devices."""
+    """Raises UserError in all processes if two of them differ."""
     own = {
-        **{f"config.{name}": value for name, value in flatten_settings(config).items()},
+        **{f"config.{name}": value for name, value in jsonable(flatten(config)).items()},
         **{f"version of {name}": value for name, value in versions().items()},
         **{f"version of {name}": importlib.metadata.version(name) for name in MORE_PACKAGES},
         "version of Python": platform.python_version(),
@@ -38,8 +39,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
         "code of rewards.function": function_hash(config.rewards.function),
         "devices": f"{jax.local_device_count()} {jax.devices()[0].device_kind}",
     }
-    for name in OWN:
-        own.pop(f"config.{name}")
+    del own["config.distributed.process_id"]  # different in every process
     found = peers.gather("compare", own)
 
     def compare() -> None:
@@ -48,7 +48,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
                 if own.get(name) != other.get(name):
                     raise UserError(
                         f"process {process} has {name}={other.get(name)!r}, process {peers.index} "
-                        f"{own.get(name)!r}; start all processes with the same command from the "
+                        f"has {own.get(name)!r}; start all processes with the same command and the "
                         "same environment."
                     )
 
@@ -56,7 +56,7 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
 
 
 def code_hash() -> str:
-    """Hex SHA-256 of this package's Python files: a checkout without git has no revision."""
+    """Hex SHA-256 of this package's Python files; an installed package has no git revision."""
     root = pathlib.Path(semrl_jax.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -66,9 +66,9 @@ def code_hash() -> str:
 
 
 def function_hash(path: str) -> str:
-    """The same of the module of 'package.module:name'; empty where there is no such file.
+    """Hex SHA-256 of the file of 'package.module:name'; empty if there is no such file.
 
-    Found without importing it: what it does is for the verifiers' processes.
+    The module is not imported, because its code must run only in the verifier processes.
     """
     places = None
     for name in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):

@@ -29,14 +29,12 @@ class JointSave:
 
     def fail(self, error: Exception) -> None:
         """Tells the others that this process failed, so that none waits for it."""
-        if self._client is not None:
-            number = error.errno if isinstance(error, OSError) and error.errno else 0
-            text = error.strerror if number else f"{type(error).__name__}: {error}"
-            self._set("failed", f"{number} {text}")
+        number = error.errno if isinstance(error, OSError) and error.errno else 0
+        text = error.strerror if number else f"{type(error).__name__}: {error}"
+        self._set("failed", f"{number} {text}")
 
     def arrive(self, point: str) -> None:
-        if self._client is not None:
-            self._set(point, "")
+        self._set(point, "")
 
     def wait(self, point: str, timeout_s: float, *, whatever_failed: bool = False) -> None:
         """Arrives at a point and waits until all others have arrived.
@@ -72,8 +70,9 @@ class JointSave:
             time.sleep(POLL_S)
 
     def _set(self, point: str, value: str) -> None:
-        key = f"{self._name}/{point}/{self._peers.index}"
-        self._client.key_value_set(key, value, allow_overwrite=True)
+        if self._client is not None:
+            key = f"{self._name}/{point}/{self._peers.index}"
+            self._client.key_value_set(key, value, allow_overwrite=True)
 
     def _get(self, point: str) -> dict[int, str]:
         """The values that were set, by process."""

@@ -1,4 +1,4 @@
-"""The life of a run: the processes meet, the run is opened, trained, kept and closed."""
+"""Runs training from start to exit code: joins the processes, opens the run, trains, closes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ EXIT_PREEMPTED = 75
 def join_others(
     config: ml_collections.ConfigDict, environ: Mapping[str, str]
 ) -> tuple[Peers, Reporter]:
-    """The processes of this job.
+    """The processes of this job, and a reporter that prints only in process 0.
 
     Raises:
-      UserError: if they cannot be reached, or would give each other up while one still samples.
+      UserError: if a process cannot be reached, or `distributed.phase_timeout_s` is too small.
     """
     settings = config.distributed
     place = find_place(settings, environ)
@@ -47,11 +47,11 @@ def join_others(
     if place.num_processes > 1 and settings.phase_timeout_s <= call_timeout_s:
         raise UserError(
             f"distributed.phase_timeout_s={settings.phase_timeout_s:g} must be above "
-            f"rollout.call_timeout_s={call_timeout_s:g}: for so long a process may sample while "
-            "the others wait; raise the one or lower the other."
+            f"rollout.call_timeout_s={call_timeout_s:g}, because the others wait while one process "
+            "samples; raise the former or lower the latter."
         )
     reporter = Reporter(quiet=place.process_id > 0)
-    # JAX's own heartbeat aborts without a name: it comes after ours.
+    # JAX aborts without naming the lost process, so its timeout is longer than ours.
     join(
         place,
         connect_timeout_s=settings.connect_timeout_s,
@@ -73,14 +73,14 @@ def join_others(
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
-    """Makes the warm start of a run directory, if it is not there yet; returns as `train`."""
+    """Makes the warm start of a run directory, unless it exists; returns 0, or 75 as `train`."""
     validate(config)
     place = find_place(config.distributed, os.environ)
     if place.num_processes > 1:
         raise UserError(
             f"distributed: process {place.process_id} of {place.num_processes} (from "
-            f"{place.source}), but a warm start is made by one process; start one alone with "
-            "--config.distributed.num_processes=1. launch.train needs none before it."
+            f"{place.source}), but one process makes a warm start; start it alone with "
+            "--config.distributed.num_processes=1, or only launch.train, which makes it too."
         )
     reporter = Reporter()
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
@@ -88,7 +88,8 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
     try:
         with stop.installed(), stop.interruptible(), compilation.watching(reporter.line):
             policy, tokenizer = build_policy(config)
-            starting_directory(config, policy, tokenizer, directory.warm_start, reporter)
+            start = directory.path / "warm_start"
+            starting_directory(config, policy, tokenizer, start, reporter)
     except UserError as error:
         directory.discard(str(error))
         raise
@@ -97,19 +98,19 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> int:
         return EXIT_PREEMPTED
     finally:
         directory.close()
-    reporter.line(f"done: {directory.warm_start} is a Hugging Face model directory")
+    reporter.line(f"done: {start} is a Hugging Face model directory")
     return 0
 
 
 def train(config: ml_collections.ConfigDict, workdir: str) -> int:
-    """Trains, or resumes what the directory holds.
+    """Starts a run, or resumes the run in the directory.
 
     Returns:
-      0 when done, 75 when a signal ended the run after a checkpoint, 1 if the disk refused the last
-      checkpoint.
+      0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
+      to disk.
 
     Raises:
-      UserError: for a wrong setting, directory, address or token, before anything is trained.
+      UserError: for a wrong setting, directory, address or token, before any training.
       RuntimeError: if the updates stay non-finite, or no replica can sample.
     """
     validate(config)
@@ -143,12 +144,11 @@ def _train_together(
             opened = stack.enter_context(open_run(config, directory, reporter, stop, peers))
             return _train(config, opened)
     except (Exception, Preempted) as error:
-        # Once it is open, replicas may know the run by its id: what is no mistake goes on with it.
+        # The replicas of an open run know its id. Keep the id unless this was a user mistake.
         if peers.index == 0 and (opened is None or isinstance(error, UserError)):
             directory.discard(str(error))
         if not isinstance(error, Preempted):
             raise
-        # Before the first step there is nothing to save.
         reporter.line(f"{error}: stopped before training began; the same command starts again")
         return EXIT_PREEMPTED
     finally:
@@ -166,10 +166,10 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     if first_step > num_steps:
         raise UserError(
             f"training.num_steps={num_steps} is less than the {first_step} steps "
-            f"{directory.path} has behind it; raise it or name a new workdir."
+            f"{directory.path} has finished; raise it or name a new workdir."
         )
     run.begin_rows(first_step)
-    opened.sampler.counters()  # drops the counts of the setup, which belong to no step
+    opened.sampler.counters()  # reset: the counts of the setup belong to no step
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
             for result in run_steps(
@@ -203,7 +203,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
 
 
 def _end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
-    """Saves the state of the last finished step; the exit code."""
+    """Saves the state of the last finished step; returns the exit code."""
     started = time.monotonic()
     run.reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")
     run.checkpoints.save(state)

@@ -1,4 +1,4 @@
-"""Writes what a run records: metrics.jsonl, TensorBoard events, sampled responses."""
+"""Writes the records of a run: metrics.jsonl, TensorBoard events, sampled responses."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from semrl_jax.types import TOKEN_ARRAYS
 
 
 class MetricWriter:
-    """Writes one flat JSON object a step, and the same numbers as TensorBoard events.
+    """Writes one flat JSON object per step, and the same numbers as TensorBoard events.
 
-    Rows at or after `first_step` are removed on opening, so that a resumed run holds no step twice;
-    the events are made anew from the rows, since an event file cannot be cut.
+    Opening removes rows at or after `first_step`, so that no step occurs twice in a resumed run.
+    The events are written again from the rows, because an event file cannot be truncated.
     """
 
     def __init__(self, workdir: pathlib.Path, first_step: int):
-        # Imports torch where that is installed: two seconds that others need not wait.
+        # Imports torch if that is installed, which takes two seconds; only process 0 needs it.
         from tensorboardX import SummaryWriter
 
         self._file = workdir / "metrics.jsonl"
@@ -42,9 +42,9 @@ class MetricWriter:
         self._out = open(self._file, "a", opener=through_no_link)  # noqa: SIM115 - see close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one row; it is on its way to the disk when this returns."""
+        """Appends one row and flushes it."""
         row = {"step": step} | {
-            # JSON has no NaN; a skipped update's loss is null.
+            # JSON has no NaN. For example, the loss of a skipped update is null.
             name: float(value) if math.isfinite(value) else None
             for name, value in sorted(scalars.items())
         }
@@ -63,7 +63,7 @@ class MetricWriter:
 
 
 def read_rows(file: pathlib.Path) -> list[dict[str, float | int | None]]:
-    """Rows of a metrics.jsonl, up to the first that is none: a kill leaves a torn last line."""
+    """Rows of a metrics.jsonl up to the first invalid one: a kill may leave part of a line."""
     rows: list[dict[str, float | int | None]] = []
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
@@ -77,10 +77,8 @@ def read_rows(file: pathlib.Path) -> list[dict[str, float | int | None]]:
 
 
 def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:
-    """Removes recorded responses at or after `first_step`, and files a kill left half-written.
-
-    The evaluation of step s is made before its update, by the attempt that makes step s.
-    """
+    """Removes recorded responses at or after `first_step`, and incomplete files of a kill."""
+    # Step s is repeated with its evaluation, which comes before the update.
     for file in directory.glob("*"):
         name = re.fullmatch(r"(?:step|eval)_(\d+)\.(parquet|writing)", file.name)
         if name and (name[2] == "writing" or int(name[1]) >= first_step):
@@ -94,14 +92,13 @@ def write_rollouts(
     text: Callable[[np.ndarray], str],
     benchmarks: Sequence[str] | None = None,
 ) -> None:
-    """Writes responses as Parquet, by docs/log_keys.md; the file appears whole or not at all.
+    """Writes responses as Parquet, see docs/log_keys.md; the file is complete or missing.
 
     Args:
       directory: rollouts/ of a run.
-      step: of the weights that sampled them.
-      scored: the responses.
-      text: token ids to text, special tokens kept.
-      benchmarks: of each response of an evaluation; None: they are of training.
+      step: of the weights that sampled the responses.
+      text: converts token ids to text with special tokens.
+      benchmarks: benchmark of each response of an evaluation; None: training responses.
     """
     directory.mkdir(exist_ok=True)
     rollouts = [item.rollout for item in scored]
@@ -133,9 +130,8 @@ def write_rollouts(
 
 
 def _strings(values: Iterable[str | None]) -> pa.Array:
-    """A column of text whatever it holds: all None would have no type, half a surrogate pair from
-    a file or a verifier no encoding."""
-    return pa.array(
-        [value if value is None else value.encode(errors="replace").decode() for value in values],
-        pa.string(),
-    )
+    """A column of text, typed also if all values are None; unpaired surrogates become "?"."""
+    texts = [
+        value if value is None else value.encode(errors="replace").decode() for value in values
+    ]
+    return pa.array(texts, pa.string())

@@ -1,4 +1,4 @@
-"""The report of a run: `curves.png` and one-file `report.html`, made from its files on disk."""
+"""The report of a run: `curves.png` and `report.html`, a page in one file."""
 
 from __future__ import annotations
 
@@ -23,34 +23,22 @@ from semrl_jax.runs.records import read_rows
 
 matplotlib.use("Agg")
 
+
+def _by_correctness(key: str) -> dict[str, str]:
+    return {f"{key}/{kind}": kind for kind in ("correct", "incorrect")}
+
+
 # Title, unit, and the keys to draw: key -> label. A key with * stands for all matching keys; the
 # text that matches * is added to the label.
 PANELS = (
     ("Accuracy", "share", {"eval/*/greedy_accuracy": "greedy", "reward/correct": "training"}),
     ("Reward", "score", {"reward/mean": "mean", "reward/group_std": "spread within groups"}),
-    (
-        "Effective rank (ER)",
-        "rank",
-        {
-            "metrics/effective_rank/correct": "correct",
-            "metrics/effective_rank/incorrect": "incorrect",
-        },
-    ),
-    (
-        "Velocity (ERV)",
-        "rank",
-        {
-            "metrics/effective_rank_velocity/correct": "correct",
-            "metrics/effective_rank_velocity/incorrect": "incorrect",
-        },
-    ),
+    ("Effective rank (ER)", "rank", _by_correctness("metrics/effective_rank")),
+    ("Velocity (ERV)", "rank", _by_correctness("metrics/effective_rank_velocity")),
     (
         "Acceleration (ERA)",
         "rank per stride",
-        {
-            "metrics/effective_rank_acceleration/correct": "correct",
-            "metrics/effective_rank_acceleration/incorrect": "incorrect",
-        },
+        _by_correctness("metrics/effective_rank_acceleration"),
     ),
     (
         "Shaping",
@@ -97,7 +85,7 @@ def write_report(workdir: pathlib.Path) -> None:
 
 
 def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
-    """Draws one panel per quantity over the steps; a quantity that was never logged is left out."""
+    """Draws one panel per quantity over the steps; leaves out quantities that were not logged."""
     present = {key for row in rows for key, value in row.items() if value is not None}
     panels = [(title, unit, _present_keys(keys, present)) for title, unit, keys in PANELS]
     panels = [panel for panel in panels if panel[2]]
@@ -131,15 +119,15 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
             usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
             axes.set_ylim(0, 2.5 * usual)
         if len(keys) > 1 or title == "Shaping":
-            below = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}
-            axes.legend(
-                fontsize=7, frameon=False, **(below if len(keys) > MAX_LABELS_INSIDE else {})
-            )
+            place = {}
+            if len(keys) > MAX_LABELS_INSIDE:
+                place = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}
+            axes.legend(fontsize=7, frameon=False, **place)
     return figure
 
 
 def _present_keys(keys: Mapping[str, str], present: Collection[str]) -> dict[str, str]:
-    """The keys of a panel that were logged, and their labels."""
+    """The keys of a panel that were logged, with their labels."""
     found = {}
     for pattern, label in keys.items():
         head, _, tail = pattern.partition("*")
@@ -147,7 +135,7 @@ def _present_keys(keys: Mapping[str, str], present: Collection[str]) -> dict[str
             name = key.removeprefix(head).removesuffix(tail)
             if len(name) > MAX_LABEL:
                 name = name[: MAX_LABEL - 3] + "..."
-            # A name comes from a prompt file; an unescaped dollar sign would start mathematics.
+            # The name may come from a prompt file. Matplotlib reads $...$ as mathematics.
             found[key] = f"{label} {name}".strip().replace("$", r"\$")
     return found
 
@@ -160,7 +148,7 @@ def _samples(directory: pathlib.Path) -> list[dict]:
     table = pq.read_table(files[-1])
     names = [name for name in (*names, "finish_reason") if name in table.column_names]
     shown = value_names(name for name in table.column_names if name.startswith("metrics/"))
-    # Take responses at equal distances, because neighbours share their prompt.
+    # Take responses at equal distances, because adjacent ones share their prompt.
     stride = max(table.num_rows // NUM_SAMPLES, 1)
     return table.select([*names, *shown]).take(list(range(0, table.num_rows, stride))).to_pylist()
 
@@ -185,11 +173,10 @@ def _page(name: str, record: dict, rows, image: bytes, samples: list[dict]) -> s
     )
     trained = [row for row in rows if "policy/loss" in row]
     last = table(["quantity", "value"], sorted(trained[-1].items())) if trained else ""
-    sample_table = (
-        table([key.removeprefix("metrics/") for key in samples[0]], [s.values() for s in samples])
-        if samples
-        else ""
-    )
+    sample_table = ""
+    if samples:
+        names = [key.removeprefix("metrics/") for key in samples[0]]
+        sample_table = table(names, [sample.values() for sample in samples])
     settings = escape(json.dumps(record["config"], indent=1))
     packages = escape(", ".join(f"{k} {v}" for k, v in record["versions"].items() if v))
     picture = base64.b64encode(image).decode()

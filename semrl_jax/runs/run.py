@@ -1,8 +1,9 @@
-"""What a run keeps of its steps: checkpoints, rows, responses, the report."""
+"""Records the steps of a run: checkpoints, rows of the log, responses, the report."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -11,7 +12,6 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.files import replacing
@@ -25,7 +25,7 @@ from semrl_jax.training.state import TrainState
 
 @dataclasses.dataclass
 class Run:
-    """The directory of a run, and what is said while it goes on. Process 0 alone writes rows."""
+    """The directory and the console output of a run. Only process 0 writes rows and the report."""
 
     config: ml_collections.ConfigDict
     workdir: Workdir
@@ -37,9 +37,9 @@ class Run:
     _writer: MetricWriter | None = None
 
     def begin_rows(self, first_step: int) -> None:
-        """Opens the log; removes what an earlier attempt has recorded from `first_step` on."""
+        """Opens the log; removes what an earlier attempt recorded from `first_step` on."""
         if self.leads:
-            remove_rollouts(self.workdir.rollouts, first_step)
+            remove_rollouts(self.workdir.path / "rollouts", first_step)
             self._writer = MetricWriter(self.workdir.path, first_step)
 
     def end_rows(self) -> None:
@@ -48,33 +48,31 @@ class Run:
             self._writer.close()
 
     def record(self, result: StepResult, bar: Bar) -> None:
-        """Writes the row, the responses where due, and what a person sees."""
+        """Writes the row and, if due, the responses; prints one line each."""
         if self._writer is None:
             return
         step, clock, evaluation = result.step, result.clock, result.evaluation
-        if evaluation is not None and self.config.logging.rollouts_every_steps:
-            with clock("write_rollouts"):
-                self._write_rollouts(step, evaluation.scored, evaluation.benchmarks)
-        if not result.scored:
-            self._writer.write(step, evaluation.scalars | clock.scalars())
-            self.reporter.line(evaluation_line(step, evaluation.scalars))
-            return
         num_steps = self.config.training.num_steps
         every = self.config.logging.rollouts_every_steps
-        if every and (step % every == 0 or step + 1 == num_steps):
-            with clock("write_rollouts"):
-                self._write_rollouts(step, result.scored)
-        scalars = result.scalars | _rates(result) | clock.scalars()
+        scalars = {}
         if evaluation is not None:
             scalars |= evaluation.scalars
+            if every:
+                self._write_rollouts(result, evaluation.scored, evaluation.benchmarks)
+        if result.scored:
+            if every and (step % every == 0 or step + 1 == num_steps):
+                self._write_rollouts(result, result.scored)
+            scalars |= result.scalars | _rates(result)
+        scalars |= clock.scalars()
         self._writer.write(step, scalars)
-        bar.advance()
         if evaluation is not None:
             self.reporter.line(evaluation_line(step, evaluation.scalars))
-        self.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
+        if result.scored:
+            bar.advance()
+            self.reporter.line(summary_line(step + 1, num_steps, scalars, bar.left_s()))
 
     def keep(self, state: TrainState) -> None:
-        """Saves the state and draws the report where they are due."""
+        """Saves the state and draws the report if they are due."""
         step = int(state.step)
         if self.checkpoints.due(step, self.config.training.num_steps):
             self.checkpoints.save(state)
@@ -83,7 +81,7 @@ class Run:
             self.draw_report()
 
     def draw_report(self) -> None:
-        """Draws the report. A report that cannot be drawn is one line, and changes nothing else."""
+        """Draws the report. If that fails, it prints one line, and the run continues."""
         if not self.leads:
             return
         try:
@@ -101,19 +99,19 @@ class Run:
                 np.savez(out, **named)
         return file
 
-    def _write_rollouts(self, step: int, scored, benchmarks=None) -> None:
-        def text(token_ids: np.ndarray) -> str:
-            return data.full_text(self.tokenizer, token_ids)
-
-        write_rollouts(self.workdir.rollouts, step, scored, text, benchmarks)
+    def _write_rollouts(self, result: StepResult, scored, benchmarks=None) -> None:
+        text = functools.partial(data.full_text, self.tokenizer)
+        directory = self.workdir.path / "rollouts"
+        with result.clock("write_rollouts"):
+            write_rollouts(directory, result.step, scored, text, benchmarks)
 
 
 def _rates(result: StepResult) -> dict[str, float]:
     num_tokens = sum(item.rollout.num_policy_tokens for item in result.scored)
-    clock: Clock = result.clock
-    trained_s = sum(clock.seconds(phase) for phase in ("old_logprobs", "ref_logprobs", "update"))
+    seconds = result.clock.seconds
+    trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "update")))
     return {
-        "rollout/tokens_per_s": num_tokens / clock.seconds("sample"),
+        "rollout/tokens_per_s": num_tokens / seconds("sample"),
         "rollout/staleness": 0.0,
         "policy/tokens_per_s": num_tokens / trained_s,
         "response/num_tokens": float(num_tokens),

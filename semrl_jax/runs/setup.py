@@ -1,4 +1,4 @@
-"""Setup of a run: everything it needs, made in an order in which a mistake costs least."""
+"""Setup of a run, in an order in which user mistakes are found before slow work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
-from jax.sharding import Mesh
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.seam import Algorithm, load_algorithm
@@ -33,21 +32,22 @@ from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
-from semrl_jax.sampling.exchange import owning_processes
-from semrl_jax.sampling.prompts import (
-    check_files,
-    training_prompts,
-)
+from semrl_jax.sampling.exchange import sampling_processes
+from semrl_jax.sampling.prompts import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.state import TrainState, make_optimizer
 
 T = TypeVar("T")
+OPTIMIZER = (
+    "learning_rate", "learning_rate_warmup_steps", "adam_b1", "adam_b2", "weight_decay",
+    "max_grad_norm",
+)  # fmt: skip
 
 
 class Inputs(NamedTuple):
-    """What a run is given, read and found right."""
+    """Inputs of a run, after all checks."""
 
     algorithm: Algorithm
     policy: models.Policy
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     scores: Sequence[ModuleType]
 
     def hashes(self) -> dict[str, str]:
-        """By what they are of."""
+        """Hash by name of the input."""
         return {
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
@@ -78,7 +78,7 @@ class OpenRun:
     start: pathlib.Path  # model directory that training starts from
 
     def first_state(self) -> TrainState:
-        """The newest sound checkpoint, or the state before the first update."""
+        """The newest valid checkpoint, or the state before the first update."""
         learner = self.learner
         restored = self.run.checkpoints.restore(learner.abstract_state())
         if restored is not None:
@@ -96,9 +96,9 @@ def open_run(
     stop: StopRequest,
     peers: Peers,
 ) -> Iterator[OpenRun]:
-    """Builds everything a run needs and takes it down again, whatever ends the block.
+    """Builds all parts of a run, and closes them at the end of the block.
 
-    With several processes all call it together; a mistake that one finds ends all.
+    With several processes, all call it together. A user mistake in one process ends all.
     """
     mesh = models.make_mesh(config.mesh.to_dict())
     rows = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -113,20 +113,13 @@ def open_run(
             f"of mesh.sequence={mesh.shape['sequence']}, over which the tokens of a row are split."
         )
     with contextlib.ExitStack() as stack:
-        # First: its workers import while the model is made.
-        verifier = stack.enter_context(
-            VerifierPool(
-                num_workers=config.rewards.num_workers,
-                timeout_s=config.rewards.timeout_s,
-                mode=config.rewards.mode,
-                unboxed_penalty=config.rewards.unboxed_penalty,
-                function=config.rewards.function,
-                failure_score=config.rewards.failure_score,
-                memory_limit_gib=config.rewards.memory_limit_gib,
-            )
-        )
+        options = config.rewards.to_dict()
+        del options["shuffle"]
+        # The pool comes first: its workers import modules while the model is built.
+        verifier = stack.enter_context(VerifierPool(**options))
         device_lock = threading.Lock()
-        owners = sampling_processes(config, mesh)
+        check_addresses(config.rollout.addresses)
+        sampling = sampling_processes(processes_of(mesh), len(config.rollout.addresses))
 
         def agreed(phase: str, work: Callable[[], T]) -> T:
             def interruptibly() -> T:
@@ -135,13 +128,13 @@ def open_run(
 
             return run_phase(peers, phase, interruptibly)
 
-        # What a mistake may be in comes first; the weights and the warm start are costly.
+        # All user input is checked first, because weights and warm start take long.
         def check_inputs() -> Inputs:
             algorithm = load_algorithm(config.algorithms.to_dict())
             scores = load_scores(config.evaluation.scores)
             check_files(config)
             policy, tokenizer = build_policy(config)
-            ends = end_token_ids(config, tokenizer)
+            end_tokens = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
@@ -151,16 +144,15 @@ def open_run(
             if config.rewards.function:
                 answer = prompts.examples[0].answer
                 verifier.validate(f"\\boxed{{{answer}}}", answer)
-            return Inputs(algorithm, policy, tokenizer, ends, prompts, problems, scores)
+            return Inputs(algorithm, policy, tokenizer, end_tokens, prompts, problems, scores)
 
         inputs = agreed("check_inputs", check_inputs)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
         def connect() -> RolloutClient | None:
-            if peers.index not in owners:
+            if peers.index not in sampling:
                 return None
-            place = owners.index(peers.index), len(owners)
             return stack.enter_context(
                 open_client(
                     config,
@@ -171,69 +163,43 @@ def open_run(
                     run_id=workdir.run_id,
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
-                    place=place,
+                    place=(sampling.index(peers.index), len(sampling)),
                     num_problems=most_requests(inputs.problems, inputs.scores, config),
                 )
             )
 
-        def make_start() -> None:
-            if peers.index == 0:
-                starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+        def find_start() -> pathlib.Path:
+            directory = workdir.path / "warm_start"
+            return starting_directory(config, policy, tokenizer, directory, reporter)
 
         def load() -> tuple[pathlib.Path, models.Params | None]:
-            start = starting_directory(config, policy, tokenizer, workdir.warm_start, reporter)
+            start = find_start()
             if not inputs.algorithm.needs.reference:
-                models.check_params(start, policy.config)  # what the first state will load
+                models.check_params(start, policy.config)  # the first state will load them
                 return start, None
             return start, starting_params(start, policy, mesh, config.model.reference_dtype)
 
         client = agreed("connect", connect)
-        agreed("warm_start", make_start)
+        agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
         start, reference = agreed("load", load)
         measurer = None
         if config.hidden_states.source != "none":
-            measurer = stack.enter_context(
-                Measurer(
-                    max_tokens=config.rollout.max_response_tokens,
-                    num_threads=config.metrics.num_threads,
-                    stride=config.metrics.stride,
-                    dataset_stride=config.metrics.dataset_stride,
-                    window=config.metrics.window,
-                    method=config.metrics.method,
-                    names=tuple(config.metrics.names),
-                    layers=tuple(config.metrics.layers),
-                    window_growth=config.metrics.window_growth,
-                    device_batch=config.metrics.device_batch,
-                )
-            )
-        checkpoints = stack.enter_context(
-            contextlib.closing(
-                Checkpoints(
-                    workdir.checkpoints,
-                    keep=config.checkpoints.keep,
-                    every_steps=config.checkpoints.every_steps,
-                    keep_every=config.checkpoints.keep_every,
-                    extra_steps=tuple(config.checkpoints.extra_steps),
-                    warn=reporter.line,
-                    peers=peers,
-                )
-            )
+            options = config.metrics.to_dict()
+            del options["placement"]
+            options |= {name: tuple(options[name]) for name in ("names", "layers")}
+            max_tokens = config.rollout.max_response_tokens
+            measurer = stack.enter_context(Measurer(max_tokens=max_tokens, **options))
+        checkpoints = Checkpoints(
+            workdir.path / "checkpoints", **config.checkpoints, warn=reporter.line, peers=peers
         )
-        training = config.training
+        stack.enter_context(contextlib.closing(checkpoints))
         learner = Learner(
             config=config,
             algorithm=inputs.algorithm,
             policy=dataclasses.replace(policy, mesh=mesh),
             mesh=mesh,
             reference=reference,
-            optimizer=make_optimizer(
-                learning_rate=training.learning_rate,
-                learning_rate_warmup_steps=training.learning_rate_warmup_steps,
-                adam_b1=training.adam_b1,
-                adam_b2=training.adam_b2,
-                weight_decay=training.weight_decay,
-                max_grad_norm=training.max_grad_norm,
-            ),
+            optimizer=make_optimizer(**{name: config.training[name] for name in OPTIMIZER}),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,
             device_lock=device_lock,
@@ -248,7 +214,7 @@ def open_run(
             verifier=verifier,
             measurer=measurer,
             peers=peers,
-            owners=owners,
+            sampling=sampling,
             stop=stop,
             reporter=reporter,
         )
@@ -265,30 +231,22 @@ def open_run(
         yield OpenRun(run, sampler, evaluator, learner, start)
 
 
-def sampling_processes(config: ml_collections.ConfigDict, mesh: Mesh) -> tuple[int, ...]:
-    """The owners of the data shards, as many as there are replicas to sample from.
+def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
+    """Checks that the inputs are the same in all processes, and the same as at the first start.
+
+    The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
+    start is not: the run makes it.
 
     Raises:
-      UserError: if a replica is named twice.
-    """
-    check_addresses(config.rollout.addresses)
-    owners = owning_processes(processes_of(mesh))
-    return owners[: len(config.rollout.addresses)] if config.rollout.addresses else owners
-
-
-def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
-    """Compares what the processes read with each other, and with what the run began with.
-
-    The weights of `model_path` are an input too: the run stays near to them. A warm start is the
-    run's own.
+      UserError: if an input differs.
     """
     directory = models.find_directory(model_path) if model_path else None
-    sample = {"weights": models.weights_sample(directory)} if directory else {}
-    found = peers.gather("inputs", hashes | sample)
+    own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
+    found = peers.gather("inputs", own)
 
     def compare() -> None:
         for process, others in enumerate(found):
-            for name, value in (hashes | sample).items():
+            for name, value in own.items():
                 if others[name] != value:
                     raise UserError(
                         f"process {process} reads other {name} than process {peers.index}; give "
@@ -298,38 +256,41 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
     run_phase(peers, "inputs", compare)
 
     def check() -> None:
-        weights = {"weights": weights_hash(workdir, directory, **sample)} if directory else {}
-        workdir.check_inputs(hashes | weights)
+        weights = {}
+        if directory:
+            weights["weights"] = weights_hash(workdir, directory, own["weights"])
+        workdir.check_inputs(own | weights)
 
     on_first(peers, "inputs", check)
 
 
-def weights_hash(workdir: Workdir, directory: pathlib.Path, weights: str) -> str:
-    """`models.weights_hash`, without reading the files again where none has changed since.
+def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
+    """`models.weights_hash`; reads the files only if they have changed since the last start.
 
-    As with make or git, an unchanged file is one of the same name, size and time of change; here
-    its sample must be the same, too, since copies and images may keep or level times.
+    As in make and git, files are unchanged if their times of modification are the same. Here their
+    sample must be the same too, because copies and images may keep old times.
 
     Args:
-      workdir: records the hash, and what it is of.
+      workdir: records the hash, the sample and the times.
       directory: of the model.
-      weights: its `models.weights_sample`.
+      sample: `models.weights_sample` of the directory.
     """
     files = sorted(directory.glob("*.safetensors"))
-    state = {"sample": weights, "changed_ns": [file.stat().st_mtime_ns for file in files]}
-    with contextlib.suppress(OSError, UserError, KeyError):  # none yet, or torn
-        recorded = read_json_object(workdir.weights_record)
+    state = {"sample": sample, "changed_ns": [file.stat().st_mtime_ns for file in files]}
+    record = workdir.path / "weights.json"
+    with contextlib.suppress(OSError, UserError, KeyError):  # missing or incomplete
+        recorded = read_json_object(record)
         if recorded["state"] == state:
             return recorded["sha256"]
     sha256 = models.weights_hash(directory)
-    write_json(workdir.weights_record, {"sha256": sha256, "state": state})
+    write_json(record, {"sha256": sha256, "state": state})
     return sha256
 
 
 def check_model_limits(
     config: ml_collections.ConfigDict, architecture: models.DecoderConfig
 ) -> None:
-    """Raises UserError for sampling settings outside the model's context or vocabulary."""
+    """Raises UserError for sampling settings beyond the model's context or vocabulary."""
     rollout, vocab_size = config.rollout, architecture.vocab_size
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     if length > architecture.max_position_embeddings:

@@ -1,4 +1,4 @@
-"""The supervised warm start of a random model, made once per run directory."""
+"""The model that training starts from: a given one, or a random one after a warm start."""
 
 from __future__ import annotations
 
@@ -21,22 +21,14 @@ def starting_directory(
     warm_start: pathlib.Path,
     reporter: Reporter,
 ) -> pathlib.Path:
-    """The model that training starts from: `model.path`, or the warm start, made once a run."""
+    """The directory of `model.path`, or the warm start, which is made if it is missing.
+
+    The warm start trains a random model on demonstrations of a teacher that forgets carries.
+    """
     if config.model.path:
         return find_directory(config.model.path)
-    if not (warm_start / "config.json").exists():
-        make_warm_start(config, policy, tokenizer, warm_start, reporter)
-    return warm_start
-
-
-def make_warm_start(
-    config: ml_collections.ConfigDict,
-    policy: Policy,
-    tokenizer: Any,
-    directory: pathlib.Path,
-    reporter: Reporter,
-) -> None:
-    """Trains a random model on the forgetful teacher's demonstrations and saves it."""
+    if (warm_start / "config.json").exists():
+        return warm_start
     params = policy.init(jax.random.key(config.seed))
     options = config.warm_start
     if options.num_steps:
@@ -59,4 +51,5 @@ def make_warm_start(
                 micro_batch_size=options.micro_batch_size, learning_rate=options.learning_rate,
                 seed=config.seed, report=report,
             )  # fmt: skip
-    save_directory(directory, params, policy.config, tokenizer)
+    save_directory(warm_start, params, policy.config, tokenizer)
+    return warm_start

@@ -1,4 +1,4 @@
-"""The directory of one run: its lock, the record of its settings, its files."""
+"""The directory of a run: its lock, the record of its settings, its files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
+from semrl_jax.runs.config import flatten
 from semrl_jax.settings.moved import with_present_names
 
-# A resumed run may change these settings. Any other change would make it another run.
+# Settings that may change when a run is resumed. The others determine its results.
 MAY_DIFFER = (
     "training.num_steps",
     "training.grace_s",
@@ -37,7 +38,7 @@ MAY_DIFFER = (
     "logging.",
     "distributed.",
     "mesh.",
-    # Devices, and how a step is split over them; its numbers stay the same up to rounding.
+    # The following change results only by rounding.
     "rollout.jax_tensor_parallelism",
     "rollout.jax_data_parallelism",
     "rewards.num_workers",
@@ -56,12 +57,11 @@ class Workdir:
     """A run directory that this process has locked.
 
     Attributes:
-      path: the directory.
-      run_id: created with the directory, the same in all attempts.
+      run_id: the same in all attempts.
       attempt_id: new for every start.
-      resumed: whether an earlier attempt made the directory.
+      resumed: whether there was an earlier attempt.
       changed: settings that differ from the first attempt's, as "field: old -> new".
-      lock: the lock; closing it releases the directory.
+      lock: closing it releases the directory.
       made: directories that this attempt made; the run's own is first.
     """
 
@@ -73,27 +73,8 @@ class Workdir:
     lock: Any
     made: tuple[pathlib.Path, ...] = ()
 
-    @property
-    def checkpoints(self) -> pathlib.Path:
-        return self.path / "checkpoints"
-
-    @property
-    def warm_start(self) -> pathlib.Path:
-        return self.path / "warm_start"
-
-    @property
-    def weights_record(self) -> pathlib.Path:
-        return self.path / "weights.json"
-
-    @property
-    def rollouts(self) -> pathlib.Path:
-        return self.path / "rollouts"
-
     def check_inputs(self, hashes: dict[str, str]) -> None:
-        """Records hashes of the run's inputs at the first start; compares them at later starts.
-
-        Args:
-          hashes: hash by name of the input.
+        """Records hashes by name of the run's inputs; compares them at later starts.
 
         Raises:
           UserError: if an input has changed since the first start.
@@ -116,9 +97,9 @@ class Workdir:
                 )
 
     def discard(self, message: str = "") -> None:
-        """Removes the files of this attempt if a mistake stopped it before it had results.
+        """Removes the files of this attempt if a user mistake stopped it before it had results.
 
-        Nothing is removed if an earlier attempt exists, or if there is a warm start, a row, a
+        Nothing is removed if there was an earlier attempt, or if there is a warm start, a row, a
         checkpoint, or an unknown file.
 
         Args:
@@ -143,16 +124,15 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
     """Makes or reopens a run directory and locks it for this process.
 
     Raises:
-      UserError: if it cannot be written, does not belong to a run, belongs to a run with another
-        config, or is used by a running process.
+      UserError: if it cannot be written, belongs to no run or to one with another config, or if a
+        running process uses it.
     """
     directory = pathlib.Path(path).absolute()
     settings = jsonable(config.to_dict())
+    config_file = directory / "config.json"
     made, lock = _make_and_lock(path, directory, settings)
     try:
-        config_file = directory / "config.json"
-        resumed = config_file.exists()
-        if resumed:
+        if resumed := config_file.exists():
             record = _read_record(config_file)
         else:
             record = {"run_id": secrets.token_hex(8), "config": settings, "versions": versions()}
@@ -174,7 +154,7 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
 def _make_and_lock(
     path: str, directory: pathlib.Path, settings: Any
 ) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
-    """Returns the directories made and the lock; if it raises, as `open_workdir`, none is made."""
+    """Checks the directory before it makes anything; returns the new directories and the lock."""
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"workdir={path} is a file; name a directory.")
@@ -221,14 +201,12 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
     """
     opened: list[Workdir] = []
 
-    def lead() -> dict[str, Any]:
-        workdir = open_workdir(path, config)
-        opened.append(workdir)
-        return {
-            name: getattr(workdir, name) for name in ("run_id", "attempt_id", "resumed", "changed")
-        }
+    def open_first() -> dict[str, Any]:
+        opened.append(open_workdir(path, config))
+        names = ("run_id", "attempt_id", "resumed", "changed")
+        return {name: getattr(opened[0], name) for name in names}
 
-    record = on_first(peers, "open_workdir", lead)
+    record = on_first(peers, "open_workdir", open_first)
     if opened:
         workdir = opened[0]
     else:
@@ -245,11 +223,8 @@ def open_workdir_together(peers: Peers, path: str, config: ml_collections.Config
 
 
 def _is_left_by_a_start(name: str) -> bool:
-    """Whether a start that failed early leaves a file of this name in a run directory.
-
-    A kill during the first write leaves the temporary file. A replica that did not start leaves its
-    log.
-    """
+    """Whether a failed start may leave a file of this name in a run directory."""
+    # config.writing: of a kill during the first write; replica0: the log of one that did not start.
     return name in (".lock", "config.writing") or re.fullmatch(r"replica\d+", name) is not None
 
 
@@ -281,29 +256,20 @@ def _check_shared(workdir: Workdir) -> None:
 def versions() -> dict[str, str]:
     """Package versions and the git revision of the code, "" outside a checkout."""
     found = {name: importlib.metadata.version(name) for name in PACKAGES}
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=pathlib.Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    here, command = pathlib.Path(__file__).parent, ["git", "rev-parse", "HEAD"]
+    revision = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     return found | {"git": revision.stdout.strip()}
 
 
-def flatten_settings(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Every field under its full name, with the value that JSON holds."""
-    return _flatten(jsonable(config.to_dict()))
-
-
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
-    old, new = with_present_names(_flatten(recorded)), _flatten(settings)
+    """The changed settings; UserError if one of them may not change."""
+    old, new = with_present_names(flatten(recorded)), flatten(settings)
     changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        # A setting that did not exist at the first start is only listed.
+        # A setting that did not exist at the first start may have any value.
         if field in old and not field.startswith(MAY_DIFFER):
             raise UserError(
                 f"workdir={path} holds a run with another config ({line}); restore the setting or "
@@ -311,12 +277,3 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
             )
         changed.append(line)
     return tuple(changed)
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else key)
-    return flat

@@ -1,8 +1,8 @@
-"""Which process samples which responses, and how scored responses reach all other processes.
+"""Which processes sample, and how they exchange scored responses.
 
-A data shard (an index over `replica` and `fsdp`) is owned by the lowest process that holds it.
-Owners call replicas, verify and measure; the other processes wait. Each owner then sends its scored
-responses, without hidden states, to every process, so that all processes hold the same batch.
+The lowest process that holds a part of a data shard (an index over `replica` and `fsdp`) samples
+for it. It calls replicas, verifies and measures, while the other processes wait. Then an all-gather
+sends the scored responses, without hidden states, to every process, so that all hold one batch.
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
 T = TypeVar("T")
 
 
-def owning_processes(processes: Int[np.ndarray, "R F S T"]) -> tuple[int, ...]:
-    """The owners of the data shards, without repeats, in ascending order."""
-    return tuple(sorted(set(shard_owners(processes).tolist())))
+def sampling_processes(
+    processes: Int[np.ndarray, "R F S T"], num_addresses: int = 0
+) -> tuple[int, ...]:
+    """The processes that sample, in ascending order.
+
+    Args:
+      processes: the process of each device of the mesh.
+      num_addresses: of given replicas, each used by one process; 0: each process has its own.
+    """
+    found = sorted(set(shard_owners(processes).tolist()))
+    return tuple(found[: num_addresses or None])
 
 
-def share_of(items: Sequence[T], owners: Sequence[int], process: int) -> Sequence[T]:
-    """The consecutive part of the items that belongs to a process; empty if it owns no shard."""
-    if process not in owners:
+def share_of(items: Sequence[T], sampling: Sequence[int], process: int) -> Sequence[T]:
+    """The consecutive part of the items that this process samples; empty if it does not sample."""
+    if process not in sampling:
         return items[:0]
-    place = owners.index(process)
-    start, end = (len(items) * i // len(owners) for i in (place, place + 1))
+    place = sampling.index(process)
+    start, end = (len(items) * i // len(sampling) for i in (place, place + 1))
     return items[start:end]
 
 
 def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
-    """What `unpack_scored` reads; hidden states are left out."""
+    """Packs scored responses, without hidden states, as an npz archive."""
     columns = {
         array.name: (array.dtype, [getattr(item.rollout, array.name) for item in scored])
         for array in TOKEN_ARRAYS
@@ -56,7 +64,7 @@ def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
 
 
 def unpack_scored(data: bytes) -> list[ScoredRollout]:
-    """Scored responses as `pack_scored` took them, without hidden states."""
+    """The inverse of `pack_scored`, except for the hidden states."""
     names = [*(array.name for array in TOKEN_ARRAYS), "mean_states"]
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         records = json.loads(arrays["records"].tobytes())
@@ -73,21 +81,16 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
             metrics=decode(record["metrics"]),
             **record["values"],
         )
+        verdict = Verdict(**record["verdict"])
         scored.append(
-            ScoredRollout(
-                rollout,
-                record["response"],
-                record["reference"],
-                Verdict(**record["verdict"]),
-                means[index],
-            )
+            ScoredRollout(rollout, record["response"], record["reference"], verdict, means[index])
         )
     return scored
 
 
-# Hidden states, and what describes them, stay with the process that has them.
+# Hidden states, and the fields that describe them, are not sent.
 _LOCAL = {"hidden_states", "prompt_states", "layers", "mean_state"}
-# JSON holds the other fields as they are; floats survive it to the last bit.
+# Fields that are sent as JSON, which keeps every bit of a float.
 _VALUES = [
     field.name
     for field in dataclasses.fields(Rollout)
@@ -99,10 +102,7 @@ def _record(item: ScoredRollout) -> dict:
     return {
         "values": {name: getattr(item.rollout, name) for name in _VALUES},
         "metrics": encode(item.rollout.metrics),
-        "versions": [
-            [dataclasses.astuple(span.version), span.start, span.end]
-            for span in item.rollout.versions
-        ],
+        "versions": [dataclasses.astuple(span) for span in item.rollout.versions],
         "response": item.response,
         "reference": item.reference,
         "verdict": dataclasses.asdict(item.verdict),

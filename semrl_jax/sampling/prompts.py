@@ -1,4 +1,4 @@
-"""The prompts a config names: what to train on, and what to evaluate with."""
+"""The prompts for training and for evaluation that a config names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.errors import UserError
 
-# How rows are read where nothing else is said; see `data.load_prompts`.
+# Default settings of a file, see `data.load_prompts`.
 ROW_DEFAULTS = {
     "row_format": "question_answer",
     "question_fields": ("question",),
@@ -19,7 +19,7 @@ ROW_DEFAULTS = {
     "answer_after": "",
     "template": "plain",
 }
-# What an entry of evaluation.files may set for its file alone.
+# Settings that an entry of evaluation.files may have.
 FILE_SETTINGS = (*ROW_DEFAULTS, "num_problems", "name")
 
 
@@ -28,11 +28,11 @@ class EvaluationFile(NamedTuple):
 
     entry: str
     path: str
-    settings: dict[str, Any]  # of this file alone
+    settings: dict[str, Any]  # only for this file
 
 
 def check_files(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for a file of prompts that is not there, before anything slow is done."""
+    """Raises UserError if a prompt file does not exist; called before anything slow."""
     if config.data.task != "files":
         return
     evaluated = [file.path for file in evaluation_files(config.evaluation.files)]
@@ -47,7 +47,7 @@ def check_files(config: ml_collections.ConfigDict) -> None:
 def training_prompts(
     config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
 ) -> data.PromptDataset:
-    """Prompts of the generator or of `data.files`; `report` gets a line about rows left out.
+    """Prompts of the generator or of `data.files`; `report` gets a line about skipped rows.
 
     Raises:
       UserError: for a file, row or template that cannot be used.
@@ -71,30 +71,29 @@ def training_prompts(
 def held_out_problems(
     config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
 ) -> Sequence[data.PromptExample]:
-    """Problems to evaluate with; those of one data source are one benchmark.
+    """Problems for the evaluation; those of one data source are one benchmark.
 
-    A benchmark does not shrink: one over the token limit is among them, and `report` names it. See
-    `sampled_problems`.
+    Problems above the token limit are included, because they count as wrong, see
+    `sampled_problems`. `report` gets a line about them.
 
     Raises:
-      UserError: as above, and for two files with one data source.
+      UserError: for a file, row or template that cannot be used, or two files with one data source.
     """
     options = config.evaluation
     if config.data.task == "arithmetic":
         return data.arithmetic_held_out_prompts(tokenizer, options.num_problems).examples
     problems: list[data.PromptExample] = []
     for file in evaluation_files(options.files):
-        settings = _row_settings(options)
-        if file.settings.get("row_format", options.row_format) != options.row_format:
-            settings = dict(ROW_DEFAULTS)  # those of another format say nothing of this one
-        settings |= {"num_problems": options.num_problems, "name": ""} | file.settings
+        same_format = file.settings.get("row_format", options.row_format) == options.row_format
+        settings = _row_settings(options) if same_format else ROW_DEFAULTS
+        settings = {**settings, "num_problems": options.num_problems, "name": "", **file.settings}
         num_rows, name = settings.pop("num_problems"), settings.pop("name")
         is_chat = data.is_chat(settings["template"])
         loaded = data.load_prompts(
             (file.path,),
             tokenizer,
             **settings,
-            # A chat template alone takes a system prompt, and writes the special tokens itself.
+            # Only chat templates use a system prompt, and they add the special tokens themselves.
             system_prompt=config.data.system_prompt if is_chat else "",
             add_special_tokens=config.data.add_special_tokens and not is_chat,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -108,8 +107,8 @@ def held_out_problems(
         for example in loaded.examples:
             if example.data_source in seen:
                 raise UserError(
-                    f"evaluation.files={tuple(options.files)}: two of them hold the data source "
-                    f"{example.data_source!r}; results are kept by that name, so give one another: "
+                    f"evaluation.files={tuple(options.files)}: two files have the data source "
+                    f"{example.data_source!r}, which names their results; rename one: "
                     f"{file.path}:name=NAME."
                 )
         problems += loaded.examples
@@ -119,7 +118,7 @@ def held_out_problems(
 def sampled_problems(
     problems: Sequence[data.PromptExample], max_prompt_tokens: int
 ) -> dict[int, data.PromptExample]:
-    """Those within the limit, by their place; the others are wrong without a response."""
+    """The problems within the limit, by index; the others count as wrong without a response."""
     return {
         place: problem
         for place, problem in enumerate(problems)
@@ -128,12 +127,12 @@ def sampled_problems(
 
 
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
-    """Splits entries of `evaluation.files` into the file and the settings of its own.
+    """Splits entries of `evaluation.files` into path and settings.
 
-    A value ends before the next `:setting=`; `question_fields` may come several times.
+    A value ends before the next `:setting=`. Only `question_fields` may occur several times.
 
     Raises:
-      UserError: for a setting that is unknown, comes twice or has a value out of range.
+      UserError: for a setting that is unknown, occurs twice or has a value out of range.
     """
     files = []
     for entry in entries:
@@ -142,33 +141,33 @@ def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
         for name, _, value in (part.partition("=") for part in parts):
             if name not in FILE_SETTINGS:
                 raise UserError(
-                    f"evaluation.files={entry!r}: {name!r} is no setting of a file; it may have "
-                    f"{', '.join(FILE_SETTINGS)}."
+                    f"evaluation.files={entry!r}: {name!r} is not a setting of a file; choose "
+                    f"from {', '.join(FILE_SETTINGS)}."
                 )
             if name == "question_fields":
                 settings[name] = (*settings.get(name, ()), value)
-                continue
-            if name in settings:
+            elif name in settings:
                 raise UserError(f"evaluation.files={entry!r}: {name} is set twice; keep one.")
-            settings[name] = _checked(entry, name, value)
+            else:
+                settings[name] = _checked(entry, name, value)
         files.append(EvaluationFile(entry, path, settings))
     return files
 
 
-def _checked(entry: str, name: str, value: str) -> Any:
+def _checked(entry: str, name: str, value: str) -> str | int:
+    """The value of a setting; UserError if it is out of range."""
+    field, rule = f"evaluation.files={entry!r}: ", ""
     if name == "row_format":
-        data.check_row_format(value, f"evaluation.files={entry!r}: ")
-    rules = {
-        "num_problems": (
-            re.fullmatch("0*[1-9][0-9]{0,8}", value),
-            "be a whole number from 1 to 999999999",
-        ),
-        "name": (value.strip(), "not be empty"),
-    }
-    holds, rule = rules.get(name, (True, ""))
-    if not holds:
-        raise UserError(f"evaluation.files={entry!r}: {name}={value!r} must {rule}.")
-    return int(value) if name == "num_problems" else value
+        data.check_row_format(value, field)
+    elif name == "num_problems":
+        if re.fullmatch("0*[1-9][0-9]{0,8}", value):
+            return int(value)
+        rule = "be a whole number from 1 to 999999999"
+    elif name == "name" and not value.strip():
+        rule = "not be empty"
+    if rule:
+        raise UserError(f"{field}{name}={value!r} must {rule}.")
+    return value
 
 
 def _row_settings(rows: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The replicas a run samples from: given addresses, one embedded here, or a child process."""
+"""The replicas of a run: at given addresses, embedded in the trainer, or a child process."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def open_client(
     place: tuple[int, int] = (0, 1),
     num_problems: int = 0,
 ) -> Iterator[RolloutClient]:
-    """A connected client of `rollout.addresses`, or of a replica of its own: `rollout.engine`.
+    """A connected client of `rollout.addresses`, or of a new replica with `rollout.engine`.
 
     Args:
       device_lock: held by the embedded replica while it computes.
-      run_id, attempt_id: replicas know the run by them.
       directory: of the run; a child process writes its settings and output below it.
-      place: (i, n): the i-th of the n processes that sample takes every n-th address.
-      num_problems: prompts of one evaluation, over all processes.
+      place: (i, n): this is number i of the n sampling processes; it uses every n-th address.
+      num_problems: requests of one evaluation, over all processes.
+
+    Raises:
+      UserError: if a replica cannot be used for this run.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
@@ -82,19 +84,19 @@ def open_client(
             vocab_size=policy.config.vocab_size,
         )
         for description in descriptions:
-            # It would refuse the weights, but only once a warm start has been made.
+            # Such a replica would refuse the weights, but only after the warm start.
             if description.version and description.version.run_id != run_id:
                 raise UserError(
                     f"replica {description.replica_id} belongs to run "
-                    f"{description.version.run_id!r:.100}, and this one is {run_id!r}; "
-                    "restart the replica to hand it over."
+                    f"{description.version.run_id!r:.100}, and this run is {run_id!r}; restart "
+                    "the replica to use it here."
                 )
             _check_limits(description, config, num_problems, place[1])
         yield client
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """Raises UserError where one is named twice: each process connects to its share alone."""
+    """Raises UserError for a repeated address: two processes could connect to one replica."""
     twice = [address for address, n in collections.Counter(addresses).items() if n > 1]
     if twice:
         raise UserError(
@@ -106,14 +108,14 @@ def _check_limits(
     replica: ReplicaDescription,
     config: ml_collections.ConfigDict,
     num_problems: int = 0,
-    num_owners: int = 1,
+    num_processes: int = 1,
 ) -> None:
-    """Raises UserError where a replica would refuse what the trainer is going to ask for.
+    """Raises UserError if the replica would refuse a request of this run.
 
-    A call carries a process's share of a step, or of the problems of an evaluation.
+    Each call has one process's share of a training step or of an evaluation.
     """
-    groups, problems = (-(-n // num_owners) for n in (config.data.prompts_per_step, num_problems))
-    num_prompts = max(groups * config.rollout.group_size, problems)
+    groups = -(-config.data.prompts_per_step // num_processes)
+    num_prompts = max(groups * config.rollout.group_size, -(-num_problems // num_processes))
     fewer = "lower evaluation.num_problems, data.prompts_per_step or rollout.group_size"
     same = "start the replica with the trainer's config"
     for field, value, way_out in (
@@ -127,41 +129,41 @@ def _check_limits(
                 f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
                 f"{value}; {way_out}."
             )
-    wanted = config.hidden_states.source == "rollout" or config.evaluation.metrics
-    if wanted and -1 not in replica.layers:
+    uses_states = config.hidden_states.source == "rollout" or config.evaluation.metrics
+    if uses_states and -1 not in replica.layers:
         raise UserError(
             f"replica {replica.replica_id} sends no final hidden states; set "
             "hidden_states.source='policy' and evaluation.metrics=False."
         )
-    for layer in config.metrics.layers if wanted else ():
+    for layer in config.metrics.layers if uses_states else ():
         if layer not in replica.layers:
             reason = f" ({replica.layers_reason})" if replica.layers_reason else ""
             raise UserError(
                 f"replica {replica.replica_id} sends hidden states of layers "
                 f"{list(replica.layers)}{reason}, but metrics.layers has {layer}; leave it out."
             )
-    if config.metrics.placement == "rollout":
-        for name in config.metrics.names:
-            if name not in replica.metric_kinds:
-                raise UserError(
-                    f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
-                    f"metrics.names has {name!r}; start the replica from this release, or set "
-                    "metrics.placement='trainer'."
-                )
+    for name in config.metrics.names if config.metrics.placement == "rollout" else ():
+        if name not in replica.metric_kinds:
+            raise UserError(
+                f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
+                f"metrics.names has {name!r}; start the replica with this release, or set "
+                "metrics.placement='trainer'."
+            )
 
 
 def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:
-    """Refuses a model whose embedded replica does not fit beside the update's own arrays.
+    """Checks that the weights of an embedded replica fit into memory beside the update.
 
-    Counted is what is certain, in float32: the replica's weights, and the first term of
-    docs/memory.md. That both fit does not say that activations and cache do.
+    This is a lower bound in float32: the replica's weights and the first term of docs/memory.md.
+    Activations and the cache need more.
 
     Args:
       engine: the replica's mesh, see `configured_mesh`.
       training: the trainer's mesh.
 
     Raises:
-      UserError: if these exceed what a device has, or the machine where devices are its cores.
+      UserError: if the memory of a device, or of the machine if its cores are the devices, is
+        too small.
     """
     num_parameters = sum(spec.num_bytes for spec in tensor_specs(architecture, "float32")) // 4
     shards = training.shape["fsdp"] * training.shape["tensor"]

@@ -1,4 +1,4 @@
-"""What a trainer asks for and gets: responses of given weights, scored and measured."""
+"""Responses of given weights for a trainer, scored and measured."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass
 class Sampler:
-    """Owns the prompts' order, the replicas, the verifier and the measurer.
+    """Holds the order of the prompts, the replicas, the verifier and the measurer.
 
-    What it returns for a step follows from the config, the weights and the step. With several
-    processes, each owner of a data shard samples its share of the groups, and all get everything
-    but the hidden states of the others.
+    The result of a step depends only on the config, the weights and the step. With several
+    processes, each process in `sampling` samples its share of the groups. Every process gets all
+    responses. Hidden states stay in the process that sampled them.
     """
 
     config: ml_collections.ConfigDict
@@ -78,25 +78,33 @@ class Sampler:
     tokenizer: Any
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
-    client: RolloutClient | None  # of an owner
+    client: RolloutClient | None  # None if this process does not sample
     verifier: VerifierPool
     measurer: Measurer | None
     peers: Peers
-    owners: tuple[int, ...]  # the processes that sample
+    sampling: tuple[int, ...]  # the processes that sample
     stop: StopRequest
     reporter: Reporter
-    weights: Weights | None = None  # since the last sync
-    _counted: dict[str, int] = dataclasses.field(default_factory=dict)  # totals at the last step
+    weights: Weights | None = None  # of the last sync
+    _counted: dict[str, int] = dataclasses.field(default_factory=dict)  # totals at the last call
 
     def sync_weights(self, params: models.Params, step: int) -> WeightVersion | None:
         """Streams the policy to every replica; later calls sample with exactly this version.
 
-        None in a process without replicas. With several processes each tensor is gathered by all
-        of them at once. Raises RuntimeError after `rollout.call_timeout_s`, attempts that all had
-        to repeat included.
+        With several processes, all gather each tensor together. Returns None in a process without
+        replicas.
+
+        Raises:
+          RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
         specs = models.tensor_specs(self.architecture, dtype)
+        check_time = self._deadline(f"no replica took the weights of step {step}")
+        reason = None
+
+        def may_begin() -> None:
+            self.stop.check()
+            check_time(reason)
 
         def read() -> Iterator[np.ndarray]:
             tensors = models.iterate_hf_tensors(params, self.architecture, dtype)
@@ -105,42 +113,46 @@ class Sampler:
         def sync(read: Callable[[], Iterator[np.ndarray]]) -> WeightVersion:
             return self.client.sync_weights(specs, read, step=step)
 
-        if self.peers.count == 1:
+        def send() -> WeightVersion | None:
+            if self.peers.count > 1:
+                return send_together(self.peers, self.stop, self.client and sync, read())
             with self.stop.interruptible():
-                version = sync(read)
-        else:
-            version = self._sync_together(self.client and sync, read, step)
+                return sync(read)
+
+        while True:
+            # Agree first: a process that stops here alone would block the others in a gather.
+            run_phase(self.peers, "sync_weights", may_begin)
+            try:
+                version = run_phase(self.peers, "sync_weights", send)
+                break
+            except Retry as retry:
+                reason = retry
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
         self.weights = Weights(params, version, step)
         return version
 
     def next(self, step: int, position: tuple[int, int], clock: Clock) -> Sample:
-        """G responses to each of the next P prompts, from the weights of the last sync.
-
-        They are scored and measured as they arrive.
-        """
+        """G responses to each of the next P prompts; scored and measured as they arrive."""
         examples, position = data.next_prompts(
             self.prompts, self.config.seed, position, self.config.data.prompts_per_step
         )
-        rollout = self.config.rollout
-        groups = [step * len(examples) + draw for draw in range(len(examples))]
+        first = step * len(examples)  # group of the first prompt
         requests = [
             SampleRequest(
                 sample_id=f"train/{step}/{draw}/{sample}",
-                group_id=groups[draw],
+                group_id=first + draw,
                 sample_index=sample,
                 prompt_ids=example.prompt_ids,
                 seed=stream_seed(self.config.seed, TRAINING, step, draw, sample),
             )
             for draw, example in enumerate(examples)
-            for sample in range(rollout.group_size)
+            for sample in range(self.config.rollout.group_size)
         ]
         with clock("sample"):
             scored = self.sample(
                 requests,
-                dict(zip(groups, (example.answer for example in examples))),
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
+                {first + draw: example.answer for draw, example in enumerate(examples)},
+                **self._distribution(),
                 measured=self.config.hidden_states.source == "rollout",
                 keep_states=self.compares(step),
                 clock=clock,
@@ -149,32 +161,26 @@ class Sampler:
         return Sample(scored, position)
 
     def sample(
-        self,
-        requests: Sequence[SampleRequest],
-        references: Mapping[int, str],
-        **options: Any,
+        self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
     ) -> list[ScoredRollout]:
-        """All requested responses, scored, in (group, sample) order and in every process; each
-        owner samples its groups.
+        """All requested responses, scored, in (group, sample) order, in every process.
 
-        Where a replica has lost its weights, all send them again; the owner then samples its groups
-        anew, what had arrived included. RuntimeError where that goes on for longer than
-        `rollout.call_timeout_s`.
+        If a replica has lost its weights, all processes send the weights again. The process that
+        uses the replica then samples all its groups again.
+
+        Raises:
+          RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
         groups = list(dict.fromkeys(request.group_id for request in requests))
-        own_groups = set(share_of(groups, self.owners, self.peers.index))
+        own_groups = set(share_of(groups, self.sampling, self.peers.index))
         own = [request for request in requests if request.group_id in own_groups]
         scored: list[ScoredRollout] = []
-        timeout_s = self.config.rollout.call_timeout_s
-        deadline = time.monotonic() + timeout_s
+        params, _, step = self.weights
+        check_time = self._deadline(f"the responses of step {step} did not come")
         reason = None
 
         def sample_own() -> None:
-            if reason is not None and time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the responses of step {self.weights.step} did not come within "
-                    f"rollout.call_timeout_s={timeout_s:g} s ({reason})."
-                )
+            check_time(reason)
             if own and not scored:
                 scored.extend(self._sample_here(own, references, **options))
 
@@ -184,7 +190,6 @@ class Sampler:
                 break
             except Retry as retry:
                 reason = retry
-                params, _, step = self.weights
                 self.reporter.line(f"the weights of step {step} are sent again: {reason}")
                 self.sync_weights(params, step)
         return self._of_all(scored)
@@ -196,22 +201,16 @@ class Sampler:
         states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
         step: int,
     ) -> dict[str, float]:
-        """`rollout/..._mismatch/{mean,max}`: how far the rollout engine is from the training model.
+        """`rollout/..._mismatch/{mean,max}`: differences of rollout engine and training model.
 
         Args:
-          scored: as `next` gave them.
+          scored: as `next` returned them.
           logprobs: of the training model.
-          states: of the training model, by index of the response. Compared are those responses that
-            one process has from both.
+          states: of the training model, by index of the response. A process compares the responses
+            for which it has the hidden states of both.
         """
-        rollout = self.config.rollout
-        scalars = logprob_mismatch(
-            [item.rollout for item in scored],
-            logprobs,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-        )
+        rollouts = [item.rollout for item in scored]
+        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution())
         if self.compares(step):
             own = state_differences(scored, states)
             scalars |= state_mismatch(self.peers.gather("mismatch", own))
@@ -223,11 +222,11 @@ class Sampler:
         indicators: Sequence[Metrics],
         states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
     ) -> list[ScoredRollout]:
-        """The responses with what the training model's own pass gives.
+        """The responses with metrics from the forward pass of the training model.
 
         Args:
           indicators: metrics of the tokens, one mapping per response.
-          states: by index of the response, those of this process; measured under
+          states: hidden states in this process, by index of the response; measured if
             `hidden_states.source='policy'`.
         """
         scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
@@ -245,20 +244,21 @@ class Sampler:
     def measure_batch(
         self, scored: Sequence[ScoredRollout]
     ) -> concurrent.futures.Future[dict[str, float]]:
-        """Starts measuring the batch as one set, beside the update; for observation alone."""
+        """Starts measuring the batch as one set, during the update; only for the log."""
         if self.measurer is None or self.peers.index:
-            nothing: concurrent.futures.Future[dict[str, float]] = concurrent.futures.Future()
+            nothing = concurrent.futures.Future()
             nothing.set_result({})
             return nothing
         return self.measurer.submit_batch([item.mean_states for item in scored])
 
     def counters(self) -> dict[str, float]:
-        """Events and bytes on the wire since the last call: of one step, so that a resumed run
-        logs what the uninterrupted one does."""
-        totals = {}
+        """Events and bytes on the wire since the last call, summed over all processes.
+
+        Counts per step, because totals would start again from 0 in a resumed run.
+        """
+        totals = {f"reward/{name}": value for name, value in self.verifier.counters.items()}
         if self.client is not None:
             totals |= {f"rollout/{name}": value for name, value in self.client.counters.items()}
-        totals |= {f"reward/{name}": value for name, value in self.verifier.counters.items()}
         counts = {name: float(n - self._counted.get(name, 0)) for name, n in totals.items()}
         self._counted = totals
         summed: collections.Counter[str] = collections.Counter()
@@ -267,7 +267,7 @@ class Sampler:
         return dict(summed)
 
     def check_stop(self) -> None:
-        """Raises Preempted, in all processes, if one of them was asked to end."""
+        """Raises Preempted in all processes if one of them was asked to end."""
         run_phase(self.peers, "advantages", self.stop.check)
 
     def needs_policy_states(self, step: int) -> bool:
@@ -279,64 +279,32 @@ class Sampler:
         every = self.config.hidden_states.compare_every
         return bool(every) and step % every == 0
 
-    @property
-    def metric_params(self) -> MetricParams:
-        """What a replica is to measure, with `metrics.placement='rollout'`."""
-        metrics = self.config.metrics
-        return MetricParams(
-            names=tuple(metrics.names),
-            stride=metrics.stride,
-            window=metrics.window,
-            method=metrics.method,
-            window_growth=metrics.window_growth,
-            dtype=self.config.hidden_states.dtype,
-            num_threads=metrics.num_threads,
-        )
+    def _distribution(self) -> dict[str, float]:
+        return {name: self.config.rollout[name] for name in ("temperature", "top_p", "top_k")}
 
-    def _sync_together(
-        self,
-        sync: Callable[[Callable[[], Iterator[np.ndarray]]], WeightVersion] | None,
-        read: Callable[[], Iterator[np.ndarray]],
-        step: int,
-    ) -> WeightVersion | None:
+    def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
+        """A function that raises RuntimeError if an attempt failed and the time is over."""
         timeout_s = self.config.rollout.call_timeout_s
         deadline = time.monotonic() + timeout_s
-        reason = None
 
-        def may_begin() -> None:
-            self.stop.check()
+        def check(reason: Retry | None) -> None:
             if reason is not None and time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"no replica took the weights of step {step} within rollout.call_timeout_s="
-                    f"{timeout_s:g} s ({reason})."
+                    f"{failure} within rollout.call_timeout_s={timeout_s:g} s ({reason})."
                 )
 
-        def send() -> WeightVersion | None:
-            return send_together(self.peers, self.stop, sync, read())
-
-        while True:
-            # Agree first: a process that stops here alone would block the others in a gather.
-            run_phase(self.peers, "sync_weights", may_begin)
-            try:
-                return run_phase(self.peers, "sync_weights", send)
-            except Retry as retry:
-                reason = retry
-                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
+        return check
 
     def _of_all(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-        """The responses of all processes in (group, sample) order, each of them held by one.
-
-        Hidden states stay with the process that has them.
-        """
+        """The responses of all processes in (group, sample) order; each is held by one process."""
         if self.peers.count == 1:
             return list(scored)
         parts = gather_bytes(self.peers, "exchange", pack_scored(scored))
-        everything = {
-            item.rollout.sample_id: item for part in parts for item in unpack_scored(part)
-        }
-        everything |= {item.rollout.sample_id: item for item in scored}  # with hidden states
+        received = itertools.chain.from_iterable(map(unpack_scored, parts))
+        # Own responses replace their copies, which have no hidden states.
+        by_id = {item.rollout.sample_id: item for item in (*received, *scored)}
         return sorted(
-            everything.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
+            by_id.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
         )
 
     def _sample_here(
@@ -344,40 +312,40 @@ class Sampler:
         requests: Sequence[SampleRequest],
         references: Mapping[int, str],
         *,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
         measured: bool = False,
         keep_states: bool = False,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
+        **distribution: Any,  # temperature, top_p, top_k
     ) -> list[ScoredRollout]:
         params, version, step = self.weights
 
         def resync() -> WeightVersion:
-            """A replica that restarted holds no weights; the same ones give the same version."""
+            """Sends the weights to a replica that restarted; their version stays the same."""
             if self.peers.count > 1:
                 raise Retry("a replica has lost them")
             return self.sync_weights(params, step)
 
         sampling = SamplingParams(
             max_tokens=self.config.rollout.max_response_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
             eos_token_ids=self.end_token_ids,
             stop_token_ids=tuple(self.config.rollout.stop_token_ids),
+            **distribution,
         )
-        there = measured and self.config.metrics.placement == "rollout"
-        here = measured and not there
-        measured_layers = tuple(self.config.metrics.layers)
-        layers = measured_layers if here else (FINAL_LAYER,) if keep_states else ()
+        metrics, dtype = self.config.metrics, self.config.hidden_states.dtype
+        on_replica = measured and metrics.placement == "rollout"
+        here = measured and not on_replica
+        layers = tuple(metrics.layers) if here else (FINAL_LAYER,) if keep_states else ()
+        options = ("stride", "window", "method", "window_growth", "num_threads")
+        metric_params = MetricParams(
+            names=tuple(metrics.names), dtype=dtype, **{name: metrics[name] for name in options}
+        )
         rollouts = self.client.generate(
             requests,
             sampling,
-            HiddenStateParams(layers, self.config.hidden_states.dtype),
+            HiddenStateParams(layers, dtype),
             version=version,
-            metrics=self.metric_params if there else None,
+            metrics=metric_params if on_replica else None,
             resync=resync,
         )
         with self.stop.interruptible(), contextlib.closing(rollouts):
@@ -393,11 +361,11 @@ class Sampler:
 
 
 def counter(clock: Clock, what: str, total: int) -> Callable[[Rollout], None]:
-    """Shows how many responses have arrived."""
+    """A function that shows the number of responses that have arrived."""
     count = itertools.count(1)
     return lambda _rollout: clock.say(f"{what} {next(count)}/{total}")
 
 
 def stream_seed(*path: int) -> int:
-    """An unsigned 64-bit seed that follows from (seed, stream, step, prompt, sample)."""
+    """An unsigned 64-bit seed, derived from (seed, stream, step, prompt, sample)."""
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0])

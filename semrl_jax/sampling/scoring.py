@@ -1,4 +1,4 @@
-"""Reward and metrics of each response, started as it arrives, so that both hide behind sampling."""
+"""Reward and metrics of each response, computed while other responses are being sampled."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from semrl_jax.types import Rollout
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout, its text as the verifier got it, and the verdict.
+    """A rollout, its text for the verifier, and the verdict.
 
-    `mean_states` are float32 means of its hidden states, one row per measured layer.
+    `mean_states` are float32 means of the hidden states, one row per measured layer.
     """
 
     rollout: Rollout
@@ -28,13 +28,13 @@ class ScoredRollout:
     mean_states: Float[np.ndarray, "L D"] | None = None
 
     def with_measured(self, measured: Measured) -> ScoredRollout:
-        """The same with metrics in the rollout, and its mean states."""
+        """Adds metrics to the rollout and sets the mean states."""
         return dataclasses.replace(
             self.with_metrics(measured.metrics), mean_states=measured.mean_states
         )
 
     def with_metrics(self, metrics: Metrics) -> ScoredRollout:
-        """The same with more metrics in the rollout."""
+        """Adds metrics to the rollout."""
         metrics = {**self.rollout.metrics, **metrics}
         return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, metrics=metrics))
 
@@ -52,24 +52,21 @@ def score_and_measure(
     """Consumes a stream of rollouts; returns them scored, in (group, sample) order.
 
     Args:
-      rollouts: as they arrive, in any order.
-      decode: token ids of a response to the text that its verifier gets.
-      references: reference answer of each group.
-      verifier: scores text against reference.
-      measurer: measures the hidden states of its layers; None leaves `metrics` as the replica sent
+      rollouts: in any order.
+      decode: converts the token ids of a response to the text for the verifier.
+      references: reference answer by group.
+      measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
         them.
-      keep_states: keep the hidden states in memory after measuring.
-      arrived: called for each rollout, for progress.
+      keep_states: whether to keep the hidden states in memory after measuring.
+      arrived: called for each rollout, to show progress.
     """
     started = []
     for rollout in rollouts:
         response = decode(rollout.response_ids)
         reference = references[rollout.group_id]
         verdict = verifier.submit(response, reference)
-        metrics = {
-            layer: measurer.submit(rollout.policy_states(layer))
-            for layer in (measurer.layers if measurer is not None else ())
-        }
+        layers = () if measurer is None else measurer.layers
+        metrics = {layer: measurer.submit(rollout.policy_states(layer)) for layer in layers}
         if not keep_states:
             rollout = dataclasses.replace(rollout, hidden_states=None)
         started.append((rollout, response, reference, verdict, metrics))
@@ -79,8 +76,7 @@ def score_and_measure(
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
     scored = []
     for rollout, response, reference, verdict, metrics in started:
-        mean = rollout.mean_state
-        means = None if mean is None else mean[None]
+        means = None if rollout.mean_state is None else rollout.mean_state[None]
         item = ScoredRollout(rollout, response, reference, verdict.result(), means)
         if metrics:
             found = {layer: future.result() for layer, future in metrics.items()}

@@ -1,4 +1,4 @@
-"""Scalars of one batch of rollouts, on the host: log keys of rewards, lengths and metrics."""
+"""Scalars of a batch of responses for the log: rewards, lengths, metrics, mismatches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def batch_scalars(
 
     Args:
       scored: B = P * G responses in (group, sample) order.
-      rewards: float32 rewards as trained on, one row a group.
+      rewards: float32 rewards that the update uses, one row per group.
 
     Returns:
       `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
-      Means by correctness are left out if no response is of that kind. Invalid metrics are in no
-      mean; `metrics/<name>/valid_fraction` is the share of valid ones.
+      Statistics of correct (incorrect) responses are left out if there is none. Invalid metrics are
+      excluded; `metrics/<name>/valid_fraction` is the share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
@@ -57,7 +57,7 @@ def batch_scalars(
 
 
 def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
-    """`<prefix>/<metric>/...` of measured responses, with the share of valid ones."""
+    """`<prefix>/<metric>/...` of measured responses, with the share of valid metrics."""
     correct = np.array([item.verdict.correct for item in scored])
     scalars = {}
     for key in scored[0].rollout.metrics:
@@ -68,7 +68,7 @@ def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> 
 
 
 def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[MetricKey, Measurement]:
-    """The metrics of all responses as [B] arrays: float32 values, bool validities."""
+    """The metrics of B responses as [B] arrays: float32 values, bool validities."""
     arrays = {}
     for key in scored[0].rollout.metrics:
         values, valid = zip(*(item.rollout.metrics[key] for item in scored))
@@ -84,22 +84,22 @@ def logprob_mismatch(
     top_p: float,
     top_k: int,
 ) -> dict[str, float]:
-    """Absolute difference of the engine's and the training model's log-probabilities, nats.
+    """Absolute difference of the log-probabilities of engine and training model, in nats.
 
-    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k
-    the engine sampled from a part of the vocabulary. Its raw log-probabilities are compared then,
-    which are over the whole vocabulary at temperature 1. {} if the temperatures differ or an engine
-    sends no raw ones.
+    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k,
+    the engine samples from a part of the vocabulary. Then its raw log-probabilities are compared,
+    which are over the whole vocabulary at temperature 1. Returns {} if the temperatures differ or
+    an engine sends no raw log-probabilities.
 
     Args:
       rollouts: B responses.
       old_logprobs: of the training model; padding and context may hold anything.
-      temperature, top_p, top_k: what was sampled with.
+      temperature, top_p, top_k: of the sampling.
     """
-    is_cut = top_p < 1 or top_k > 0
-    if is_cut and temperature != 1:
+    is_truncated = top_p < 1 or top_k > 0
+    if is_truncated and temperature != 1:
         return {}
-    theirs = [r.rollout_raw_logprobs if is_cut else r.rollout_logprobs for r in rollouts]
+    theirs = [r.rollout_raw_logprobs if is_truncated else r.rollout_logprobs for r in rollouts]
     if any(logprobs is None for logprobs in theirs):
         return {}
     masks = [rollout.response_mask for rollout in rollouts]
@@ -115,14 +115,14 @@ def logprob_mismatch(
 def state_differences(
     scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
 ) -> dict[str, float]:
-    """Relative difference of the hidden states of the engine and of the training model, per row.
+    """Relative difference of the hidden states of engine and training model, per token.
 
     Args:
       scored: B responses; those with hidden states are compared.
-      states: of the training model, by index of the response, as far as this process has them.
+      states: of the training model, by index of the response; those that this process has.
 
     Returns:
-      `count`, `sum` and `max` of |ours - theirs| / |ours| over the rows that are here from both.
+      `count`, `sum` and `max` of |ours - theirs| / |ours| over the compared tokens.
     """
     relative = [np.zeros(0)]
     for index, row in states.items():
@@ -131,15 +131,14 @@ def state_differences(
             continue
         ours = row.astype(np.float32)
         theirs = rollout.policy_states(FINAL_LAYER).astype(np.float32)
-        length = np.linalg.norm(ours, axis=1)
-        relative.append(np.linalg.norm(ours - theirs, axis=1) / length)
+        relative.append(np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(ours, axis=1))
     values = np.concatenate(relative)
-    largest = float(values.max(initial=0.0))
-    return {"count": float(len(values)), "sum": float(values.sum()), "max": largest}
+    total, largest = float(values.sum()), float(values.max(initial=0.0))
+    return {"count": float(len(values)), "sum": total, "max": largest}
 
 
 def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`state_differences` of all processes as log scalars; {} if no process compared a row."""
+    """`state_differences` of all processes as log scalars; {} if nothing was compared."""
     count = sum(part["count"] for part in parts)
     if not count:
         return {}
@@ -155,17 +154,14 @@ def _by_correctness(
     correct: Bool[np.ndarray, " B"],
     valid: Bool[np.ndarray, " B"],
 ) -> dict[str, float]:
-    if not valid.any():
-        return {}
-    kept = values[valid]
-    found = {
-        f"{prefix}/mean": kept.mean(),
-        f"{prefix}/max": kept.max(),
-        f"{prefix}/min": kept.min(),
-    }
-    for kind, mask in (("correct", correct & valid), ("incorrect", ~correct & valid)):
+    found = {}
+    for mean, kind, mask in (
+        ("mean", "", valid),
+        ("correct", "correct_", correct & valid),
+        ("incorrect", "incorrect_", ~correct & valid),
+    ):
         if mask.any():
-            found[f"{prefix}/{kind}"] = values[mask].mean()
-            found[f"{prefix}/{kind}_max"] = values[mask].max()
-            found[f"{prefix}/{kind}_min"] = values[mask].min()
+            found[f"{prefix}/{mean}"] = values[mask].mean()
+            found[f"{prefix}/{kind}max"] = values[mask].max()
+            found[f"{prefix}/{kind}min"] = values[mask].min()
     return found

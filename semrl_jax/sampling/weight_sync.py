@@ -1,8 +1,9 @@
-"""Sends the weights of several processes to their replicas: all gather a tensor, or none does."""
+"""Weight sync with several processes: they gather each tensor together, or none begins."""
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,19 +22,19 @@ def send_together(
     sync: Callable[[Callable[[], Iterator[np.ndarray]]], WeightVersion] | None,
     arrays: Iterable[np.ndarray],
 ) -> WeightVersion | None:
-    """One process's part of a sync of weights; all have to call it.
+    """One process's part of a weight sync; every process must call it.
 
-    The first tensor is read when every owner has a replica that answers. Until then all wait, and
-    the missing process is named. From then on all read to the end, even if their replicas fail.
+    All processes wait until each sampling process has a replica that answers. A process that keeps
+    the others waiting is named. Then all read the tensors to the end, even if replicas fail.
 
     Args:
-      sync: of an owner, `RolloutClient.sync_weights`, given what starts a pass over the arrays; the
-        others read along.
-      arrays: each is gathered by all processes when the next one is asked for.
+      sync: calls `RolloutClient.sync_weights` with a function that starts a pass over the arrays;
+        None in a process that does not sample, which only takes part in the gathering.
+      arrays: advancing this iterator gathers the next tensor over all processes.
 
     Raises:
-      Retry: no replica of this process took the weights.
-      Preempted: a signal came; a wait for a replica ends at once.
+      Retry: if no replica of this process took the weights.
+      Preempted: after a signal, which also ends a wait for a replica at once.
       Exception: as `RolloutClient.sync_weights`.
     """
     arrays = iter(arrays)
@@ -41,7 +42,7 @@ def send_together(
 
     def agree(work: Callable[[], Any]) -> None:
         nonlocal agreed, reading
-        with stop.deferred():  # leaving in the middle would block the others
+        with stop.deferred():  # a process that leaves in between would block the others
             agreed = True
             run_phase(peers, "await_replicas", work)
             reading = True
@@ -68,15 +69,12 @@ def send_together(
             return sync(read)
     except (Exception, Preempted) as error:
         if not agreed:
-            agree(_raising(error))
+            agree(functools.partial(_raise, error))
         raise
     finally:
         if reading:
             collections.deque(arrays, maxlen=0)
 
 
-def _raising(error: BaseException) -> Callable[[], None]:
-    def work() -> None:
-        raise error
-
-    return work
+def _raise(error: BaseException) -> None:
+    raise error

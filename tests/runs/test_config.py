@@ -1,4 +1,4 @@
-"""Every contradiction is named before anything starts."""
+"""Contradictions between settings are named before a run starts."""
 
 import json
 
@@ -15,7 +15,7 @@ def test_shipped_configs_are_valid(module):
     validate(module.get_config().lock())
 
 
-def test_evaluation_follows_the_data_until_it_is_set_itself():
+def test_evaluation_settings_follow_data_until_they_are_set():
     config = quickstart.get_config()
     config.data.template = "abel"
     assert config.evaluation.template == "abel"
@@ -102,7 +102,7 @@ def test_a_contradiction_is_named(field, value, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_stride_need_only_leave_the_orders_that_are_used():
+def test_a_stride_needs_to_allow_only_the_orders_in_use():
     config = quickstart.get_config()
     limit = config.rollout.max_response_tokens
     config.shaping.indicators = ("effective_rank_velocity",)
@@ -117,7 +117,7 @@ def test_a_stride_need_only_leave_the_orders_that_are_used():
     validate(config)
 
 
-def test_a_guidance_that_fixed_mixing_never_reads_needs_no_stride():
+def test_fixed_mixing_puts_no_limit_on_the_stride_for_its_unused_guidance():
     config = quickstart.get_config()
     config.shaping.mixing = "half"
     config.metrics.stride = config.rollout.max_response_tokens // 2
@@ -129,11 +129,11 @@ def test_a_guidance_that_fixed_mixing_never_reads_needs_no_stride():
     [
         ("exact", 60, 21, 20),
         ("release", 60, 20, 19),  # the third prefix would end at its 61st token
-        ("release", 2048, 200, 170),  # of 512 tokens alone
+        ("release", 2048, 200, 170),  # every window has 512 tokens
         ("later", 60, 31, 29),
     ],
 )
-def test_the_stride_leaves_the_windows_of_its_rule(window, limit, stride, largest):
+def test_the_stride_limit_depends_on_the_window_rule(window, limit, stride, largest):
     config = quickstart.get_config()
     config.rollout.max_response_tokens = limit
     config.metrics.window = window
@@ -156,7 +156,7 @@ def test_the_stride_leaves_the_windows_of_its_rule(window, limit, stride, larges
         ("metrics.device_batch", 4, "metrics.device_batch=4 is for the trainer's accelerator"),
     ],
 )
-def test_what_a_replica_cannot_measure_is_refused(field, value, message):
+def test_metrics_that_a_replica_cannot_measure_are_refused(field, value, message):
     config = quickstart.get_config()
     config.metrics.placement = "rollout"
     validate(config)
@@ -169,7 +169,7 @@ def test_what_a_replica_cannot_measure_is_refused(field, value, message):
 @pytest.mark.parametrize(
     ("field", "value"), [("hidden_states.source", "policy"), ("metrics.placement", "rollout")]
 )
-def test_other_layers_are_measured_where_they_are(field, value):
+def test_other_layers_need_hidden_states_from_the_replica(field, value):
     config = quickstart.get_config()
     config.metrics.layers = (-1, 0)
     validate(config)
@@ -211,7 +211,7 @@ def test_indicators_of_the_tokens_need_no_hidden_states():
     validate(config)
 
 
-def test_a_field_that_moved_is_named_with_its_place(monkeypatch, tmp_path):
+def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     monkeypatch.setitem(moved.MOVED, "training.rate", "training.learning_rate")
     config = quickstart.get_config()
     validate(config)

@@ -1,4 +1,4 @@
-"""Processes that differ are told apart before they begin, and all leave in order."""
+"""Processes with different settings or code are refused before a run, and exit in order."""
 
 import concurrent.futures
 import hashlib
@@ -13,7 +13,7 @@ from semrl_jax.runs.consistency import check_same, function_hash
 from tests.tiny import tiny_config
 
 
-def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):
+def test_both_processes_report_a_refusal_and_neither_counts_as_lost(pair, monkeypatch, tmp_path):
     configs = tiny_config(), tiny_config()
     configs[1].training.learning_rate = 0.5
     place = {id(config): (peers, None) for config, peers in zip(configs, pair)}
@@ -24,17 +24,17 @@ def test_a_refusal_is_told_by_both_and_neither_counts_as_lost(pair, monkeypatch,
             with pytest.raises(UserError, match="learning_rate=0"):
                 call.result(timeout=60)
     deadline = time.monotonic() + 10
-    # "bye" came before the connection ends: the end of one process is no loss to the other.
+    # Each process sends "bye" before it disconnects, so the other does not count it as lost.
     while not all(link.left for peers in pair for link in peers._links.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not (tmp_path / "run").exists()
 
 
-def test_processes_wait_for_longer_than_one_of_them_may_sample():
+def test_the_phase_timeout_must_exceed_the_call_timeout():
     config = tiny_config()
     config.distributed.update(coordinator="127.0.0.1:9", num_processes=2, process_id=1)
-    assert config.distributed.phase_timeout_s > config.rollout.call_timeout_s  # as shipped
+    assert config.distributed.phase_timeout_s > config.rollout.call_timeout_s  # the defaults
     config.rollout.call_timeout_s = config.distributed.phase_timeout_s
     with pytest.raises(UserError, match="phase_timeout_s=10800 must be above"):
         lifecycle.join_others(config, {})
@@ -50,7 +50,7 @@ def test_processes_wait_for_longer_than_one_of_them_may_sample():
     ],
 )
 def test_each_difference_is_named(name, value, told, monkeypatch):
-    """Process 1 has gathered the values of an unaltered process 0."""
+    """The values of process 0 are gathered before the change, those of process 1 after it."""
     config = tiny_config()
     values = []
 

@@ -1,4 +1,4 @@
-"""What a run remembers of the weights it began with, and how little of them it reads again."""
+"""A run records the hash of its first weights, and later reads only samples of unchanged files."""
 
 import concurrent.futures
 import io
@@ -15,12 +15,12 @@ from semrl_jax.runs.setup import record_inputs
 from semrl_jax.runs.workdir import open_workdir
 
 SIZE = 2 * 2**20
-SAMPLES = model_files.NUM_SAMPLES * model_files.SAMPLE_BYTES  # of a file, a start and a process
+SAMPLES = model_files.NUM_SAMPLES * model_files.SAMPLE_BYTES  # per file, start and process
 
 
 @pytest.fixture
 def model(tmp_path):
-    """Two files of weights; nobody looks at what they mean."""
+    """Two files of weights with random content."""
     directory = tmp_path / "model"
     directory.mkdir()
     for name in ("a", "b"):
@@ -73,10 +73,10 @@ def test_unchanged_weights_are_read_once(workdir, model, read_bytes):
     assert start(workdir, model, read_bytes) == 2 * SAMPLES
     moved = model.rename(model.with_name("moved"))
     assert start(workdir, moved, read_bytes) == 2 * SAMPLES
-    os.utime(moved / "a.safetensors")  # as a copy has another time: read, and found the same
+    os.utime(moved / "a.safetensors")  # a copy with a new time: read, and equal
     assert start(workdir, moved, read_bytes) == 2 * SIZE + 2 * SAMPLES
     assert start(workdir, moved, read_bytes) == 2 * SAMPLES
-    workdir.weights_record.write_text("{")  # torn
+    (workdir.path / "weights.json").write_text("{")  # incomplete
     assert start(workdir, moved, read_bytes) == 2 * SIZE + 2 * SAMPLES
 
 
@@ -89,7 +89,7 @@ def change_one_byte(model):
 
 
 def change_all_but_the_time(model):
-    """As an image of a container whose files all have one time."""
+    """As in a container image in which all files have one time."""
     file = model / "b.safetensors"
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(np.random.default_rng(9).bytes(SIZE))
@@ -104,16 +104,16 @@ def take_one_away(model):
 def test_other_weights_do_not_resume(change, workdir, model, read_bytes):
     start(workdir, model, read_bytes)
     change(model)
-    for _ in range(2):  # and do not become the run's own by trying again
+    for _ in range(2):  # a second attempt does not accept them
         with pytest.raises(UserError, match="began with other weights"):
             start(workdir, model, read_bytes)
 
 
-def test_one_process_reads_the_weights_and_the_others_compare(
+def test_one_process_reads_all_weights_and_the_others_compare_samples(
     pair, workdir, model, tmp_path, read_bytes
 ):
     def of_both(*models):
-        """Each process in a thread that is named after it."""
+        """Runs each process in a thread with its name."""
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
 
             def one(index):

@@ -1,4 +1,4 @@
-"""What two processes of a save tell each other, over a store that both see."""
+"""Messages between two processes of a save, over a key-value store."""
 
 import errno
 import threading
@@ -11,7 +11,7 @@ from semrl_jax.runs.joint_save import JointSave
 
 
 class Store:
-    """As much of the client of jax.distributed as is called."""
+    """The methods of the client of jax.distributed that are used."""
 
     def __init__(self):
         self._values = {}
@@ -26,7 +26,7 @@ class Store:
 
 @pytest.fixture
 def processes(monkeypatch):
-    """The same save as processes 0 and 1 see it."""
+    """One save in processes 0 and 1."""
     monkeypatch.setattr(joint_save.distributed.global_state, "client", Store())
     monkeypatch.setattr(joint_save, "POLL_S", 0.01)
     found = []
@@ -37,7 +37,7 @@ def processes(monkeypatch):
     return found
 
 
-def test_each_waits_until_the_other_has_come(processes):
+def test_each_process_waits_for_the_other(processes):
     first, second = processes
     waiting = threading.Thread(target=first.wait, args=("written", 10.0))
     waiting.start()
@@ -49,7 +49,7 @@ def test_each_waits_until_the_other_has_come(processes):
     assert not waiting.is_alive()
 
 
-def test_what_one_was_refused_ends_the_others_wait(processes):
+def test_a_disk_error_of_one_process_ends_the_wait_of_the_other(processes):
     first, second = processes
     second.fail(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left on device") as caught:
@@ -59,19 +59,19 @@ def test_what_one_was_refused_ends_the_others_wait(processes):
     first.wait("ended", 10.0, whatever_failed=True)
 
 
-def test_a_defect_of_one_is_none_of_the_disks(processes):
+def test_another_error_of_one_process_is_not_reported_as_a_disk_error(processes):
     first, second = processes
     second.fail(TypeError("no such shape"))
     with pytest.raises(PeerFailed, match=r"process 1 could not save .* TypeError: no such shape"):
         first.wait("written", 10.0)
 
 
-def test_one_that_does_not_come_is_named(processes):
+def test_a_missing_process_is_named(processes):
     with pytest.raises(TimeoutError, match=r"processes \[1\] have not reached 'written'"):
         processes[0].wait("written", 0.05)
 
 
-def test_one_process_alone_waits_for_nothing():
+def test_a_single_process_does_not_wait():
     alone = JointSave("run/1", Peers())
     alone.fail(TypeError("unheard"))
     alone.wait("written", 0.0)

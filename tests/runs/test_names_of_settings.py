@@ -1,4 +1,4 @@
-"""A setting that a message or a page names exists."""
+"""Every setting that a message or a page names exists."""
 
 import ast
 import importlib
@@ -25,7 +25,7 @@ OTHERS = re.compile(
 
 
 def texts(file):
-    """A page; the strings of a module that are no docstrings."""
+    """The text of a page, or the strings of a module except docstrings."""
     if file.suffix == ".md":
         return [file.read_text()]
     tree = ast.parse(file.read_text())

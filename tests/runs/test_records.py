@@ -1,4 +1,4 @@
-"""What a run writes and reads back: rows, events, rollouts, the picture, the directory."""
+"""Files of a run: rows, events, rollouts, the report, the directory."""
 
 import dataclasses
 import functools
@@ -53,17 +53,17 @@ def event_steps(path):
     return steps
 
 
-def test_no_step_stands_twice_after_a_resume(tmp_path):
+def test_no_step_occurs_twice_after_a_resume(tmp_path):
     write_rows(tmp_path, range(5))
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "rew')  # torn by a kill
+        file.write('{"step": 5, "rew')  # incomplete after a kill
     write_rows(tmp_path, range(3, 6), first_step=3)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(6))
     assert event_steps(tmp_path) == list(range(6))
 
 
-def test_rollout_files_of_redone_steps_are_removed(tmp_path):
-    """The evaluation with the weights of step s comes before its update, and is made again."""
+def test_rollout_files_of_repeated_steps_are_removed(tmp_path):
+    """The evaluation of step s comes before the update of step s, so it is repeated."""
     scored = [make_scored(i) for i in range(4)]
     for step in range(4):
         write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)))
@@ -76,9 +76,9 @@ def test_rollout_files_of_redone_steps_are_removed(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*kept, "notes.parquet"])
 
 
-def test_recorded_responses_show_what_was_sampled_and_scored(tmp_path):
+def test_recorded_responses_have_text_and_verdict(tmp_path):
     tokenizer = character_tokenizer()
-    half = "\ud800"  # half a surrogate pair, as a verifier may take from a response that is JSON
+    half = "\ud800"  # half a surrogate pair, as a verifier may extract from a JSON response
     eos, seven = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("7")
     scored = [
         make_scored(0, response_ids=np.array([seven, eos], np.int32), error="timeout"),
@@ -98,11 +98,11 @@ def test_recorded_responses_show_what_was_sampled_and_scored(tmp_path):
     training = pq.read_table(tmp_path / "step_000003.parquet")
     assert training.schema.names == [name for name in table.schema.names if name != "benchmark"]
     assert training.schema.field("extracted").type == table.schema.field("extracted").type
-    write_rollouts(tmp_path, 4, [], text, [])  # no problem fits into the limit
+    write_rollouts(tmp_path, 4, [], text, [])  # all problems are too long
     assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
 
 
-def test_recorded_responses_with_context_say_where_it_is(tmp_path):
+def test_recorded_responses_with_context_have_a_mask(tmp_path):
     masks = [np.array([True, False, True]), None]
     ids = np.array([5, 6, 1], np.int32)
     scored = [make_scored(i, response_ids=ids, response_mask=m) for i, m in enumerate(masks)]
@@ -120,7 +120,7 @@ def test_recorded_responses_with_context_say_where_it_is(tmp_path):
     "damage",
     [b"[" * 100_000, b"[]", b"3", b'{"reward": 1}', b'{"step": "3"}', b'{"step": 3, "\xff'],
 )
-def test_rows_end_at_the_first_that_is_none(tmp_path, damage):
+def test_rows_end_at_the_first_invalid_one(tmp_path, damage):
     write_rows(tmp_path, range(3))
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(damage + b"\n")
@@ -128,7 +128,7 @@ def test_rows_end_at_the_first_that_is_none(tmp_path, damage):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(5))
 
 
-def test_nothing_of_a_run_is_written_through_a_link(config, tmp_path):
+def test_no_file_of_a_run_is_written_through_a_link(config, tmp_path):
     target = tmp_path / "thesis.tex"
     target.write_text("years of work")
     run = tmp_path / "run"
@@ -153,7 +153,7 @@ def test_nothing_of_a_run_is_written_through_a_link(config, tmp_path):
     assert (run / "metrics.jsonl").read_text() == ""
 
 
-def test_statistics_by_hand():
+def test_statistics_match_values_computed_by_hand():
     metrics = [
         {MetricKey("effective_rank"): Measurement(value, value > 0)}
         for value in (4.0, 2.0, 0.0, 8.0)
@@ -186,7 +186,7 @@ def test_statistics_by_hand():
     np.testing.assert_array_equal(valid, [True, True, False, True])
 
 
-def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
+def test_lengths_and_mismatches_count_only_policy_tokens():
     masks = [np.array([True, False, True, True]), np.array([False, True])]
     ids = [np.ones(len(mask), np.int32) for mask in masks]
     scored = [
@@ -195,13 +195,13 @@ def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
     ]
     scalars = batch_scalars(scored, np.zeros((1, 2), np.float32))
     assert (scalars["response/length/max"], scalars["response/length/min"]) == (3, 1)
-    # Response token t has -(t + 1) from the engine; context and padding hold garbage here.
+    # The engine gave -(t + 1) to response token t. Context and padding hold arbitrary values.
     old = np.array([[-1.5, 99, -3, -4], [99, -2, 99, 99]], np.float32)
     rollouts = [item.rollout for item in scored]
     found = logprob_mismatch(rollouts, old, temperature=1.0, top_p=1.0, top_k=0)
     assert found["rollout/logprob_mismatch/max"] == 0.5
     assert found["rollout/logprob_mismatch/mean"] == 0.125
-    # The engine sent a row of states for each response token; the policy has its own alone.
+    # The engine sent a state for each response token, the policy has only those of its tokens.
     states = np.repeat(np.array([1, np.nan, 1, 2], np.float32), 2).reshape(4, 1, 2)
     rollout = dataclasses.replace(rollouts[0], hidden_states=states, layers=(-1,))
     with_states = [dataclasses.replace(scored[0], rollout=rollout), scored[1]]
@@ -209,7 +209,7 @@ def test_lengths_and_mismatches_are_of_the_tokens_of_the_policy():
     assert state_differences(with_states, ours) == {"count": 3.0, "sum": 1.0, "max": 1.0}
 
 
-def test_fractions_of_all_ends_sum_to_one():
+def test_fractions_of_finish_reasons_sum_to_one():
     reasons = [*FINISH_REASONS, "eos"]
     scored = [make_scored(i, finish_reason=reason) for i, reason in enumerate(reasons)]
     scalars = batch_scalars(scored, np.zeros((1, len(scored)), np.float32))
@@ -218,8 +218,8 @@ def test_fractions_of_all_ends_sum_to_one():
 
 
 @pytest.mark.parametrize("reward", [0.6, 0.1, -1.0])
-def test_groups_of_equal_rewards_are_those_without_advantages(reward):
-    """The mean of seven float32 rewards of 0.6 rounds; their deviation is 6e-8."""
+def test_zero_variance_groups_are_the_groups_without_advantages(reward):
+    """The float32 mean of seven rewards of 0.6 is rounded; their standard deviation is 6e-8."""
     rewards = np.full((4, 7), reward, np.float32)
     rewards[0, 3] = np.nextafter(rewards[0, 3], np.float32(9))
     scored = [make_scored(i, group_size=7) for i in range(28)]
@@ -233,14 +233,14 @@ def test_groups_of_equal_rewards_are_those_without_advantages(reward):
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "raw", "largest"),
     [
-        (0.5, 1.0, 0, False, 0.25),  # both of the whole vocabulary, at any temperature
+        (0.5, 1.0, 0, False, 0.25),  # both over the whole vocabulary, at any temperature
         (1.0, 0.5, 0, True, 0.125),
         (1.0, 1.0, 2, True, 0.125),
-        (0.5, 0.5, 0, True, None),  # raw ones are of temperature 1
+        (0.5, 0.5, 0, True, None),  # raw log-probabilities are at temperature 1
         (1.0, 0.5, 0, False, None),
     ],
 )
-def test_log_probabilities_are_compared_of_the_same_distribution(
+def test_only_log_probabilities_of_one_distribution_are_compared(
     temperature, top_p, top_k, raw, largest
 ):
     old = np.array([[-1, -2, 7], [-3, 7, 7]], np.float32)
@@ -255,7 +255,7 @@ def test_log_probabilities_are_compared_of_the_same_distribution(
     assert set(scalars.values()) == ({largest} if largest else set())
 
 
-def test_ragged_rollouts_are_padded_by_hand():
+def test_padding_matches_values_written_by_hand():
     scored = [
         make_scored(0),
         make_scored(1, response_ids=np.array([6, 7, 8], np.int32)),
@@ -284,7 +284,7 @@ def test_report_shows_hostile_text_as_text(config, tmp_path):
     write_rows(workdir.path, range(3), **{"policy/loss": 0.1, "eval/arithmetic/greedy_accuracy": 1})
     hostile = "<script>alert(1)</script>&"
     scored = [make_scored(i, response=hostile) for i in range(4)]
-    write_rollouts(workdir.rollouts, 2, scored, lambda ids: hostile)
+    write_rollouts(workdir.path / "rollouts", 2, scored, lambda ids: hostile)
     write_report(workdir.path)
     page = (workdir.path / "report.html").read_text()
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
@@ -297,7 +297,7 @@ def test_panels_without_data_are_left_out():
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward"]
 
 
-def test_the_accuracy_of_every_benchmark_is_drawn_with_a_line_of_its_own():
+def test_the_accuracy_of_every_benchmark_has_its_own_line():
     benchmarks = ["_gsm8k", "cost in $", "a$b$\\frac{", *(f"set{i}" for i in range(12))]
     rows = [
         {"step": step, "reward/correct": 0.5, "policy/kl": None}
@@ -313,7 +313,7 @@ def test_the_accuracy_of_every_benchmark_is_drawn_with_a_line_of_its_own():
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
-def test_steps_are_whole_numbers(num_steps):
+def test_ticks_of_steps_are_whole_numbers(num_steps):
     (axes,) = draw_curves([{"step": step, "reward/mean": 1.0} for step in range(num_steps)]).axes
     ticks = axes.xaxis.get_majorticklocs()
     assert len(ticks) and all(tick == int(tick) for tick in ticks)
@@ -341,7 +341,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(config, tmp_path):
         open_workdir(str(tmp_path / "run"), config)
 
 
-def test_a_run_from_before_a_setting_existed_goes_on_and_names_it(config, tmp_path):
+def test_a_run_older_than_a_setting_resumes_and_names_it(config, tmp_path):
     open_workdir(str(tmp_path / "run"), config).close()
     file = tmp_path / "run" / "config.json"
     record = json.loads(file.read_text())
@@ -356,7 +356,7 @@ def test_a_run_from_before_a_setting_existed_goes_on_and_names_it(config, tmp_pa
     )
 
 
-def test_foreign_directories_are_left_alone(config, tmp_path):
+def test_foreign_directories_are_refused_and_not_changed(config, tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="is not empty and holds no run"):
         open_workdir(str(tmp_path), config)
@@ -368,7 +368,7 @@ def test_foreign_directories_are_left_alone(config, tmp_path):
         open_workdir(str(tmp_path), config)
 
 
-def test_what_an_early_mistake_leaves_is_removed(config, tmp_path):
+def test_files_of_a_start_that_failed_early_are_removed(config, tmp_path):
     workdir = open_workdir(str(tmp_path / "run"), config)
     workdir.discard()
     workdir.close()

@@ -1,4 +1,4 @@
-"""The report in a real browser: it shows its parts, and what a model wrote stays text."""
+"""A real browser shows all parts of the report, and responses only as text."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from tests.fixtures import make_scored
 pytestmark = pytest.mark.browser
 
 
-def test_report_renders_and_runs_nothing_a_model_wrote(config, tmp_path):
+def test_report_renders_and_runs_no_script_of_a_response(config, tmp_path):
     workdir = open_workdir(str(tmp_path / "run"), config)
     writer = MetricWriter(workdir.path, 0)
     for step in range(3):
@@ -24,7 +24,10 @@ def test_report_renders_and_runs_nothing_a_model_wrote(config, tmp_path):
         "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     )
     write_rollouts(
-        workdir.rollouts, 2, [make_scored(i, response=hostile) for i in range(4)], lambda _: hostile
+        workdir.path / "rollouts",
+        2,
+        [make_scored(i, response=hostile) for i in range(4)],
+        lambda _: hostile,
     )
     write_report(workdir.path)
     browser = shutil.which("chromium") or shutil.which("google-chrome")

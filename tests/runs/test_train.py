@@ -46,7 +46,7 @@ def warm_config():
 
 @pytest.fixture(scope="module")
 def warm_run(tmp_path_factory):
-    """The directory of a whole run, with a report."""
+    """The directory of a finished run with a report."""
     workdir = tmp_path_factory.mktemp("runs") / "warm"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "group_rewards", scores_by_length)
@@ -54,7 +54,7 @@ def warm_run(tmp_path_factory):
     return workdir
 
 
-def test_a_run_leaves_what_a_later_tool_needs(warm_run):
+def test_a_run_writes_all_files_that_tools_read(warm_run):
     workdir = warm_run
     rows = read_rows(workdir)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -96,7 +96,7 @@ def test_a_run_leaves_what_a_later_tool_needs(warm_run):
 def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     warm_run, tmp_path, rewarded, capsys
 ):
-    """Straight through 3 steps; and 1 step, then the rest by another call."""
+    """Compares a run of 3 steps with a run of 1 step that a second call resumes."""
     straight, resumed = warm_run, tmp_path / "resumed"
     config = warm_config()
     config.training.num_steps = 1
@@ -122,11 +122,11 @@ def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
 
 
 @pytest.mark.slow
-def test_what_ends_a_run_early_keeps_it_and_leaves_a_report(
+def test_a_run_that_ends_early_is_kept_with_a_report(
     config, tmp_path, rewarded, monkeypatch, capsys, report
 ):
-    """A mistake of the user's, as when a replica comes back with another token; then a signal, of
-    which the report cannot be drawn."""
+    """First a user mistake, such as a replica with another token. Then a signal, with a report that
+    cannot be drawn."""
     workdir, real, drawn = tmp_path / "run", Sampler.sync_weights, []
     ends = {1: UserError("the replica refuses the token"), 2: Preempted("SIGTERM")}
     config.checkpoints.every_steps = 5
@@ -157,15 +157,15 @@ def test_what_ends_a_run_early_keeps_it_and_leaves_a_report(
 @pytest.mark.parametrize(
     ("error", "is_kept"), [(UserError("refused"), False), (RuntimeError("not reached"), True)]
 )
-def test_what_stays_of_a_run_that_ends_in_its_first_step(
+def test_only_a_user_mistake_in_the_first_step_removes_the_run(
     config, tmp_path, monkeypatch, error, is_kept
 ):
-    """Nothing after a mistake; otherwise the id by which replicas may know the run already."""
+    """After other errors the run keeps its id, because replicas may know it already."""
 
     @contextlib.contextmanager
     def opened(config, workdir, *_):
         workdir.check_inputs({"data": "0"})
-        workdir.checkpoints.mkdir()
+        (workdir.path / "checkpoints").mkdir()
         (workdir.path / "metrics.jsonl").touch()
         yield object()
 
@@ -181,7 +181,7 @@ def test_what_stays_of_a_run_that_ends_in_its_first_step(
 
 
 @pytest.mark.slow
-def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
+def test_plain_grpo_may_measure_metrics_that_shaping_cannot_use(config, tmp_path):
     config.metrics.names = ("curvature",)
     config.shaping.target = "none"
     config.training.num_steps = 1
@@ -191,9 +191,9 @@ def test_plain_grpo_may_measure_what_the_shaping_cannot_use(config, tmp_path):
 
 @pytest.mark.slow
 def test_shaping_acts_on_the_parameters(tmp_path, rewarded):
-    """The first update has no baselines and is the same; from the second on the bonus tells.
+    """Without baselines, the first update is the same. From the second on, the bonus changes it.
 
-    Evaluations of the same weights are the same, also where the shaping acts: at step 1.
+    Evaluations of equal weights are equal, also at step 1, where shaping takes effect.
     """
     params, rows = {}, {}
     for target in ("advantage", "none"):
@@ -236,7 +236,7 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
         config.hidden_states.compare_every = 1
         train(config, str(tmp_path / source))
         row = read_rows(tmp_path / source)[0]
-        # bfloat16 keeps 8 bits: rounding by up to 2^-9 a coordinate, less over a row.
+        # bfloat16 keeps 8 bits: rounding by up to 2^-9 per coordinate, less over a row.
         limit = {"float32": 1e-4, "bfloat16": 2**-8}[dtype]
         assert row["rollout/hidden_state_mismatch/max"] < limit
         metrics[source] = row["metrics/effective_rank/mean"]
@@ -245,7 +245,7 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
 
 
 def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
-    """And without a KL no reference: neither its parameters nor a pass of it."""
+    """Without a KL penalty, a reference is neither loaded nor evaluated."""
     real, passes = Learner.logprobs, []
 
     def logprobs(learner, params, batch, **options):
@@ -266,7 +266,7 @@ def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatc
     assert "policy/kl" not in rows[1] and np.isfinite(rows[1]["policy/loss"])
     assert rows[1]["rollout/state_bytes"] == 0
     assert not any(key.startswith("metrics/effective_rank") for key in rows[1])
-    # The evaluation has its statistics without any metric.
+    # An evaluation without metrics still has its statistics.
     assert {"eval/arithmetic/greedy_accuracy", "eval/arithmetic/mean_length"} <= set(rows[0])
 
 
@@ -283,7 +283,7 @@ def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
     assert_same(final_params(resumed, 2), final_params(straight, 2))
     rows = stable(read_rows(straight))[:2]
     assert stable(read_rows(resumed))[:2] == rows
-    # float32 engine and policy, both of the whole vocabulary
+    # float32 engine and policy, both over the whole vocabulary
     assert all(0 < row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)
 
 
@@ -338,15 +338,15 @@ def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
         assert train(config, str(tmp_path / name)) == 0
     row, packed_row = (read_rows(tmp_path / name)[0] for name in ("rows", "packed"))
     for key in ("policy/loss", "policy/entropy", "policy/grad_norm", "metrics/effective_rank/mean"):
-        # The states are float32; sums over tokens have another order.
+        # float32: sums over tokens have another order.
         assert packed_row[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6), key
     assert packed_row["policy/padding_fraction"] != row["policy/padding_fraction"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkeypatch, level):
-    """An engine with bfloat16 weights samples from another distribution than the policy's."""
+def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkeypatch, level):
+    """An engine with bfloat16 weights samples from a slightly different distribution."""
     real_update, real_shaping, seen = Learner.update, loop.shaped_advantages, {}
 
     def shaping(*arguments):
@@ -394,7 +394,7 @@ def test_importance_weights_act_on_the_update(config, tmp_path, rewarded, monkey
 
 
 @pytest.mark.slow
-def test_a_replica_that_measures_gives_the_same_run_without_the_states(
+def test_measuring_on_the_replica_gives_the_same_run_without_sending_states(
     tmp_path, rewarded, monkeypatch
 ):
     sizes, submit_batch = [], Measurer.submit_batch
@@ -424,10 +424,10 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(
                 "metrics/global/effective_rank" in there and "metrics/effective_rank/mean" in there
             )
         for key, value in here.items():
-            # In fact the same: one function, compiled once, of the same bfloat16 states.
+            # Equal bits: one compiled function of the same bfloat16 states.
             assert there[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
     assert any("eval/arithmetic/metrics" in key for key in rows["rollout"][0])
-    # Evaluation and batch are measured as one set each, whatever the calls they arrive in.
+    # Evaluation and batch are each measured as one set, in any order of arrival.
     num_responses = config.data.prompts_per_step * config.rollout.group_size
     assert set(sizes) == {config.evaluation.num_problems, num_responses}
     assert len(set(sizes)) == 2
@@ -435,7 +435,7 @@ def test_a_replica_that_measures_gives_the_same_run_without_the_states(
 
 
 @pytest.mark.slow
-def test_more_layers_are_logged_beside_the_final_one_and_change_nothing(tmp_path):
+def test_more_layers_are_logged_and_change_nothing_else(tmp_path):
     rows, tables = [], []
     for layers in ((-1,), (-1, 0)):
         config = tiny_config()
@@ -464,7 +464,7 @@ def test_more_layers_are_logged_beside_the_final_one_and_change_nothing(tmp_path
 
 
 @pytest.mark.slow
-def test_another_layer_than_the_final_one_may_steer(tmp_path):
+def test_shaping_may_use_a_layer_other_than_the_final_one(tmp_path):
     config = tiny_config()
     config.training.num_steps = 2
     config.metrics.layers = (-1, 0)
@@ -474,7 +474,7 @@ def test_another_layer_than_the_final_one_may_steer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_replica_that_measures_sends_states_where_they_are_compared(tmp_path, config):
+def test_a_replica_that_measures_sends_states_in_steps_that_compare_them(tmp_path, config):
     config.training.num_steps = 2
     config.metrics.placement = "rollout"
     config.hidden_states.compare_every = 2

@@ -1,4 +1,4 @@
-"""Training on prompt files with a model directory and a user's verifier; every mistake named."""
+"""Training with prompt files, a model directory and a user's verifier; mistakes are named."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many are there?" fo
 
 
 def write_problems(file, questions=QUESTIONS):
-    """Rows in the form GSM8K is published in."""
+    """Rows in the format of GSM8K."""
     rows = [{"question": q, "answer": f"He has <<1+2=3>>so many.\n#### {3}"} for q in questions]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -28,7 +28,7 @@ def write_problems(file, questions=QUESTIONS):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A Hugging Face directory: a random Qwen2 with a tokenizer of its own."""
+    """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     tokenizer = data.train_tokenizer(QUESTIONS, 280)
     config = models.DecoderConfig(
@@ -63,11 +63,11 @@ def config(model, problems):
 
 
 @pytest.mark.slow
-def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, capsys):
+def test_a_resumed_run_on_files_equals_an_uninterrupted_run(config, problems, tmp_path, capsys):
     config.training.num_steps = 2
     config.evaluation.metrics = True
     config.metrics.dataset_stride = 4
-    # A problem over the limit is left out of training, and wrong in the benchmark.
+    # A too long problem is left out of training, and counts as wrong in the benchmark.
     write_problems(problems, ["why? " * 200, *QUESTIONS])
     config.evaluation.num_problems = 5
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -77,12 +77,12 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
     config.training.num_steps = 1
     assert train(config, str(resumed)) == 0
     (tmp_path / "moved").mkdir()
-    moved = problems.rename(tmp_path / "moved" / problems.name)  # what counts is what it holds
+    moved = problems.rename(tmp_path / "moved" / problems.name)  # only the content counts
     config.data.files = config.evaluation.files = (str(moved),)
     config.training.num_steps = 2
     assert train(config, str(resumed)) == 0
     assert "resumed" in capsys.readouterr().out
-    # The last row of the first attempt has the evaluation that only ends a run.
+    # The last row of the first attempt has the last evaluation of a run.
     expected, actual = stable(read_rows(straight)), stable(read_rows(resumed))
     assert [row["step"] for row in actual] == [0, 1, 2]
     assert actual == expected
@@ -98,13 +98,13 @@ def test_a_run_on_files_resumes_as_if_never_ended(config, problems, tmp_path, ca
         "metrics/effective_rank/correct_max",
     ):  # fmt: skip
         assert np.isfinite(first[key]), key
-    # Five warm-up updates, two a step: those of the first mini-batches.
+    # Five warm-up updates, two per step; the rate is of the first mini-batch.
     rates = [row["policy/learning_rate"] for row in expected[:2]]
     np.testing.assert_allclose(rates, [1e-2 * 1 / 5, 1e-2 * 3 / 5], rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_the_reference_may_be_held_in_half_the_bytes(config, tmp_path):
+def test_the_reference_may_be_bfloat16(config, tmp_path):
     config.training.num_steps = 1
     config.evaluation.every_steps = 0
     losses = {}
@@ -112,14 +112,14 @@ def test_the_reference_may_be_held_in_half_the_bytes(config, tmp_path):
         config.model.reference_dtype = dtype
         assert train(config, str(tmp_path / dtype)) == 0
         losses[dtype] = read_rows(tmp_path / dtype)[0]
-    # The anchor rounds to 8 bits, the policy does not: near, and not the same.
+    # Only the reference is rounded to 8 bits: the results are close, but not equal.
     assert losses["bfloat16"]["policy/grad_norm"] == pytest.approx(
         losses["float32"]["policy/grad_norm"], rel=1e-2
     )
     assert losses["bfloat16"]["policy/kl"] != losses["float32"]["policy/kl"]
 
 
-def test_bad_rows_are_skipped_and_counted_where_asked_for(config, problems, tmp_path, capsys):
+def test_bad_rows_are_skipped_and_counted_if_configured(config, problems, tmp_path, capsys):
     with problems.open("a") as file:
         file.write('{"question": "no answer"}\n')
     with pytest.raises(UserError, match=r"apples.jsonl, line 7: field 'answer' is missing"):
@@ -255,11 +255,11 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     config.data.files = (str(write_problems(tmp_path / "apples.jsonl", QUESTIONS[:5])),)
     with pytest.raises(UserError, match="began with other data"):
         train(config, str(workdir))
-    assert (workdir / "config.json").exists()  # a run that was there stays
+    assert (workdir / "config.json").exists()  # an existing run is kept
 
 
 def test_changed_weights_do_not_resume(config, model, tmp_path):
-    """They are the anchor of the KL: the rest would be another run."""
+    """The KL penalty refers to them, so it would be another run."""
     copy = shutil.copytree(model, tmp_path / "model")
     config.model.path = str(copy)
     config.training.num_steps = 0
@@ -272,7 +272,7 @@ def test_changed_weights_do_not_resume(config, model, tmp_path):
         train(config, str(tmp_path / "run"))
 
 
-def test_a_kill_in_the_first_write_locks_nobody_out(config, tmp_path):
+def test_a_run_starts_after_a_kill_during_the_first_write(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.writing").write_text("{")
     config.training.num_steps = 0

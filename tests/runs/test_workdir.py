@@ -1,4 +1,4 @@
-"""The run directory: what may be in it before a run, and what a resumed run may change."""
+"""The run directory: its content before a run, and the settings that may change in a resume."""
 
 import json
 import pathlib
@@ -9,8 +9,8 @@ from semrl_jax.errors import UserError
 from semrl_jax.runs.workdir import open_workdir
 
 
-def test_the_same_command_goes_again_after_a_replica_that_did_not_start(config, tmp_path):
-    """What the replica printed stays, for the message names it."""
+def test_the_same_command_works_after_a_replica_did_not_start(config, tmp_path):
+    """The log of the replica is kept, because the message names it."""
     workdir = open_workdir(str(tmp_path / "run"), config)
     (workdir.path / "replica0").mkdir()
     (workdir.path / "replica0" / "log.txt").write_text("no vLLM here\n")
@@ -26,8 +26,8 @@ def everything_in(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def test_nothing_is_left_of_a_run_that_a_mistake_stopped(config, tmp_path):
-    """As far as it may come: refused in its first step, with a replica that has started."""
+def test_a_user_mistake_leaves_no_files(config, tmp_path):
+    """The latest user mistake: in the first step, with a replica that has started."""
     workdir = open_workdir(str(tmp_path / "new" / "run"), config)
     workdir.check_inputs({"data": "0"})
     for directory in ("checkpoints", "replica0", "replica1", "tensorboard"):
@@ -45,7 +45,7 @@ def test_nothing_is_left_of_a_run_that_a_mistake_stopped(config, tmp_path):
 @pytest.mark.parametrize(
     "kept", ["warm_start/config.json", "checkpoints/1/state", "nonfinite_batch.npz", "rollouts/x"]
 )
-def test_what_is_worth_something_stays_and_with_it_the_record(config, tmp_path, kept):
+def test_valuable_files_are_kept_together_with_the_record(config, tmp_path, kept):
     workdir = open_workdir(str(tmp_path / "run"), config)
     (workdir.path / kept).parent.mkdir(parents=True, exist_ok=True)
     (workdir.path / kept).touch()
@@ -55,8 +55,8 @@ def test_what_is_worth_something_stays_and_with_it_the_record(config, tmp_path, 
     assert everything_in(tmp_path) == before
 
 
-def test_what_was_there_before_stays(config, tmp_path):
-    """A directory the user made, and a run that an earlier attempt began."""
+def test_an_existing_directory_or_run_is_kept(config, tmp_path):
+    """A directory that the user made, and a run of an earlier attempt."""
     (tmp_path / "run").mkdir()
     workdir = open_workdir(str(tmp_path / "run"), config)
     workdir.discard()
@@ -86,9 +86,7 @@ RECORD = '{"run_id": "a", "config": {"seed": %s}}'
         ('{"model_type": "qwen2"}', "is not the record of a run"),
     ],
 )
-def test_a_config_file_that_is_no_record_is_named_and_nothing_is_made(
-    config, tmp_path, content, message
-):
+def test_an_invalid_config_file_is_named_and_nothing_is_written(config, tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=rf"config\.json .*{message}.*name another workdir"):
         open_workdir(str(tmp_path), config)
@@ -96,7 +94,7 @@ def test_a_config_file_that_is_no_record_is_named_and_nothing_is_made(
 
 
 @pytest.mark.parametrize("content", ['{"data": "0', DEEP, "[]", "\xff"])
-def test_damaged_inputs_are_the_users_error(config, tmp_path, content):
+def test_damaged_inputs_are_a_user_error(config, tmp_path, content):
     workdir = open_workdir(str(tmp_path / "run"), config)
     (workdir.path / "inputs.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=r"inputs\.json .* restore it or name a new workdir"):
@@ -120,25 +118,25 @@ def test_nothing_is_written_through_a_link(config, tmp_path, name):
     assert target.read_text() == "years of work"
 
 
-def test_a_directory_where_a_file_is_to_be_written_is_named(config, tmp_path):
+def test_a_directory_with_the_name_of_a_file_is_refused(config, tmp_path):
     (tmp_path / "config.writing").mkdir()
     with pytest.raises(UserError, match=r"config\.writing is a directory"):
         open_workdir(str(tmp_path), config)
 
 
-def test_a_run_that_was_refused_does_not_keep_the_directory_locked(config, tmp_path):
+def test_a_refused_run_does_not_keep_the_directory_locked(config, tmp_path):
     file: pathlib.Path = tmp_path / "run" / "config.json"
     open_workdir(str(tmp_path / "run"), config).close()
     content = file.read_text()
     file.write_text(content.replace('"seed": ', '"seed": 1'))
-    with pytest.raises(UserError, match="another config") as caught:  # its frames are kept
+    with pytest.raises(UserError, match="another config") as caught:  # keeps its frames
         open_workdir(str(tmp_path / "run"), config)
     file.write_text(content)
     open_workdir(str(tmp_path / "run"), config).close()
     assert caught
 
 
-def test_a_directory_that_is_merely_named_like_a_replicas_is_not_ours(config, tmp_path):
+def test_a_directory_whose_name_only_resembles_a_replicas_is_foreign(config, tmp_path):
     (tmp_path / "replica_of_the_mona_lisa").mkdir()
     with pytest.raises(UserError, match="is not empty and holds no run"):
         open_workdir(str(tmp_path), config)

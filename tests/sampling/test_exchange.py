@@ -1,4 +1,4 @@
-"""Who samples what, and responses on their way between processes."""
+"""Which processes sample, and the exchange of scored responses between processes."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ from semrl_jax.models import AXES
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.exchange import (
-    owning_processes,
     pack_scored,
+    sampling_processes,
     share_of,
     unpack_scored,
 )
@@ -22,7 +22,7 @@ from semrl_jax.types import Rollout, VersionSpan, WeightVersion
 
 
 @pytest.mark.parametrize(
-    ("processes", "shape", "owners"),
+    ("processes", "shape", "sampling"),
     [
         ([0, 0, 1, 1], (1, 4, 1, 1), (0, 1)),
         ([0, 0, 1, 1], (1, 2, 1, 2), (0, 1)),
@@ -31,23 +31,26 @@ from semrl_jax.types import Rollout, VersionSpan, WeightVersion
         ([3, 2, 1, 0], (2, 1, 2, 1), (0, 2)),
     ],
 )
-def test_the_lowest_process_of_each_data_shard_owns_it(processes, shape, owners):
-    assert owning_processes(np.reshape(processes, shape)) == owners
+def test_the_lowest_process_of_each_data_shard_samples(processes, shape, sampling):
+    processes = np.reshape(processes, shape)
+    assert sampling_processes(processes) == sampling
+    for num_addresses in (1, 2, 3):  # one replica serves one process
+        assert sampling_processes(processes, num_addresses) == sampling[:num_addresses]
 
 
-def test_one_process_owns_everything():
+def test_a_single_process_samples_everything():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), AXES)
-    assert owning_processes(processes_of(mesh)) == (0,)
+    assert sampling_processes(processes_of(mesh), num_addresses=2) == (0,)
     assert share_of(range(7), (0,), 0) == range(7)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 12])
 def test_shares_are_consecutive_and_even(count):
-    owners = (0, 2, 5)
-    shares = [share_of(range(count), owners, process) for process in range(6)]
+    sampling = (0, 2, 5)
+    shares = [share_of(range(count), sampling, process) for process in range(6)]
     assert [i for share in shares for i in share] == list(range(count))
     assert not shares[1] and not shares[3] and not shares[4]
-    sizes = [len(shares[owner]) for owner in owners]
+    sizes = [len(shares[process]) for process in sampling]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -77,7 +80,7 @@ def scored(rng, index, measured, raw):
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_what_was_packed_comes_back_to_the_bit(count):
+def test_packing_and_unpacking_keeps_every_bit(count):
     rng = np.random.default_rng(count)
     before = [scored(rng, i, measured=i % 2 == 0, raw=i % 3 == 0) for i in range(count)]
     after = unpack_scored(pack_scored(before))

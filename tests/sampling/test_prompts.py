@@ -1,4 +1,4 @@
-"""Which problems a config evaluates with, each file read by settings of its own."""
+"""The problems of an evaluation, with settings for each file."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
 from tests.tiny import tiny_config
 
-# As GSM8K and MATH500 are published.
+# The published formats of GSM8K and MATH500.
 GSM8K = {"question": "2*9", "answer": "2*9=18\n#### 18"}
 MATH500 = {"problem": "1-3", "solution": "so \\boxed{-2}", "answer": "-2"}
 SIMPLERL = {"prompt": [{"content": "(3)"}], "reward_model": {"ground_truth": "3"}}
@@ -45,7 +45,7 @@ def read(config, directory, *entries):
     return held_out_problems(config, character_tokenizer(), [].append)
 
 
-def test_a_file_that_is_not_there_is_named_with_its_field(config, tmp_path):
+def test_a_missing_file_is_named_with_its_field(config, tmp_path):
     here, there = str(tmp_path / "gsm8k.jsonl"), str(tmp_path / "none.jsonl")
     config.data.files, config.evaluation.files = (here,), (f"{here}:answer_after=",)
     check_files(config)
@@ -69,16 +69,16 @@ def test_each_file_has_its_own_settings(config, tmp_path):
         "gsm8k": ("Q: 2*9", "18"),
         "math500": ("A:\\ 1-3", "-2"),
         "twice": ("Q: 1-3 -2", "-2"),
-        "simplerl": ("(3)", "3"),  # its rows hold their template, and no mark
+        "simplerl": ("(3)", "3"),  # its rows contain the template, and no answer mark
     }
     assert [p.data_source for p in problems].count("math500") == 1
-    # A system prompt is of the chat template alone, wherever it is used.
+    # Only chat templates use a system prompt.
     config.data.system_prompt = "Be brief."
     assert len(read(config, tmp_path, "gsm8k.jsonl")) == 3
 
 
 MISTAKES = {
-    "gsm8k.jsonl:templat=abel": "'templat' is no setting of a file; it may have row_format, ",
+    "gsm8k.jsonl:templat=abel": "'templat' is not a setting of a file; choose from row_format, ",
     "gsm8k.jsonl:template=abel:template=plain": "template is set twice",
     "gsm8k.jsonl:template=abell": "template='abell' is unknown; choose from",
     "gsm8k.jsonl:row_format=gsm8k": "row_format='gsm8k' must be one of",
@@ -99,24 +99,24 @@ def test_a_mistake_in_a_setting_names_the_file_and_the_field(entry, config, tmp_
 
 def test_settings_are_checked_before_anything_is_started(config):
     config.evaluation.files = ("nowhere.jsonl:answer=####",)
-    with pytest.raises(UserError, match="'answer' is no setting of a file"):
+    with pytest.raises(UserError, match="'answer' is not a setting of a file"):
         validate(config)
 
 
-def test_two_files_of_one_name_are_refused_with_the_way_out(config, tmp_path):
+def test_two_files_with_one_name_are_refused_with_a_way_out(config, tmp_path):
     with pytest.raises(UserError, match=r"data source 'gsm8k'.*/gsm8k.jsonl:name=NAME"):
         read(config, tmp_path, "gsm8k.jsonl", "gsm8k.jsonl:template=abel")
 
 
-def test_a_file_without_settings_is_its_path_whatever_that_holds():
+def test_an_entry_without_settings_is_a_path_with_any_characters():
     for path in ("data/a.jsonl", "C:/a, b=1.jsonl", "a:b.parquet"):
         assert evaluation_files([path]) == [(path, path, {})]
 
 
-def test_problems_over_the_limit_are_not_sampled_and_stay_in_the_denominator(config, tmp_path):
+def test_too_long_problems_are_not_sampled_but_count_as_wrong(config, tmp_path):
     rows = [{"question": "1" * n, "answer": f"#### {n}"} for n in (1, 90, 2)]
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    long = {**rows[1], "data_source": "long"}  # a benchmark without a response
+    long = {**rows[1], "data_source": "long"}  # a benchmark without responses
     (tmp_path / "two.jsonl").write_text(f"{json.dumps(rows[0])}\n{json.dumps(long)}\n")
     config.evaluation.metrics = False
     requested = []
@@ -141,7 +141,7 @@ def test_problems_over_the_limit_are_not_sampled_and_stay_in_the_denominator(con
         config=config, problems=problems, scores=[greedy], sampler=SimpleNamespace(sample=sample)
     )
     scalars = evaluator.evaluate(3, Clock()).scalars
-    # Each has the place and the seed that it has without a limit.
+    # Indices and seeds are those of an evaluation without a limit.
     assert requested == [(i, stream_seed(config.seed, EVALUATION, 3, i, 0)) for i in (0, 2, 3)]
     assert scalars["eval/set/greedy_accuracy"] == 2 / 3
     assert (scalars["eval/set/num_problems"], scalars["eval/set/mean_length"]) == (3, 7)

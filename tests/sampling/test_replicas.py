@@ -1,4 +1,4 @@
-"""What a replica says of itself, beside what a run is going to ask it for."""
+"""The capabilities of a replica are compared with the requests of a run."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.child import ChildReplica
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
-from semrl_jax.runs.setup import sampling_processes
 from semrl_jax.sampling import replicas
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine
 
@@ -24,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_replica_that_cannot_measure_is_refused_before_training(config):
-    """As one of an earlier release, which says nothing of metrics and would send none."""
+    """For example, a replica of an earlier release, which reports no metrics."""
     old = dataclasses.replace(FakeEngine(max_prompts=64, max_response_tokens=64).describe())
     assert old.metric_kinds == ()
     replicas._check_limits(old, config)
@@ -35,7 +34,7 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     able = dataclasses.replace(old, metric_kinds=("curvature", "effective_rank"))
     replicas._check_limits(able, config)
     partly = dataclasses.replace(old, metric_kinds=("effective_rank",))
-    with pytest.raises(UserError, match="has 'curvature'; start the replica from this") as caught:
+    with pytest.raises(UserError, match="has 'curvature'; start the replica with this") as caught:
         replicas._check_limits(partly, config)
     assert "\n" not in str(caught.value)
 
@@ -50,8 +49,8 @@ def test_a_replica_without_a_layer_is_refused_before_training(config):
     assert "\n" not in str(caught.value)
 
 
-def test_a_replica_is_asked_for_the_problems_that_there_are(config):
-    """Not for those that evaluation.num_problems allows per file."""
+def test_the_limit_of_a_replica_is_compared_with_the_actual_number_of_problems(config):
+    """Not with evaluation.num_problems, which is a limit per file."""
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
     assert config.training.responses_per_step <= 64
     config.evaluation.num_problems = 10_000
@@ -59,14 +58,14 @@ def test_a_replica_is_asked_for_the_problems_that_there_are(config):
     config.evaluation.num_problems = 40  # of each of two files
     with pytest.raises(UserError, match=r"max_prompts=64, .* asks for 80; lower evaluation.num_p"):
         replicas._check_limits(replica, config, num_problems=80)
-    # Each of two processes asks for its share.
-    replicas._check_limits(replica, config, num_problems=80, num_owners=2)
+    # Each of two processes requests its share.
+    replicas._check_limits(replica, config, num_problems=80, num_processes=2)
     with pytest.raises(UserError, match="asks for 65"):
-        replicas._check_limits(replica, config, num_problems=129, num_owners=2)
+        replicas._check_limits(replica, config, num_problems=129, num_processes=2)
 
 
 def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_path, monkeypatch):
-    """It would refuse the weights, but only when warm start, rows and checkpoints are begun."""
+    """It would refuse the weights, but only after the warm start."""
     policy, tokenizer = build_policy(config)
     hashes = {
         "model_hash": policy.config.hash,
@@ -83,31 +82,29 @@ def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_pat
         monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", replica.token)
         config.rollout.addresses = (replica.address,)
         config.rewards.num_workers = 1
-        with pytest.raises(UserError, match=r"belongs to run 'other', and this one is '\w+'; rest"):
+        with pytest.raises(UserError, match=r"belongs to run 'other', and this run is '\w+'; rest"):
             train(config, str(tmp_path / "runs" / "mine"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_address_named_twice_is_refused_by_every_process(config):
-    """Of several processes each would have it once, and each take it for its own."""
-    mesh = models.make_mesh({"replica": 1, "fsdp": 8, "sequence": 1, "tensor": 1})
-    config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2")
-    assert sampling_processes(config, mesh) == (0,)
+def test_an_address_that_is_named_twice_is_refused(config, tmp_path):
+    """Two processes could get one entry each and both use the replica."""
+    replicas.check_addresses(("127.0.0.1:1", "127.0.0.1:2"))
     config.rollout.addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:1")
     with pytest.raises(UserError, match=r"names '127\.0\.0\.1:1' more than once"):
-        sampling_processes(config, mesh)
+        train(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 class NotStarted(ChildReplica):
-    """What a child is started with, but none is."""
+    """Records the arguments of a child process, but starts none."""
 
     def __init__(self, command, **options):
         self.directory = options["directory"]
 
 
-def test_a_child_finds_a_model_of_a_relative_path(config, tmp_path, monkeypatch):
-    """It runs in the directory of the code. A name on the hub stays one; its token is the child's
-    own."""
+def test_a_child_process_finds_a_model_with_a_relative_path(config, tmp_path, monkeypatch):
+    """The child runs in the directory of the code, with its own token. Hub ids do not change."""
     monkeypatch.setattr(building, "ChildReplica", NotStarted)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
@@ -132,7 +129,7 @@ ARCHITECTURE = models.DecoderConfig(
 @pytest.mark.parametrize(
     ("tensor", "fsdp", "needed"),
     [
-        # Eight devices share the machine: a copy each, or one; updates of all, or one of all.
+        # Eight devices share the memory: 8 copies or 1 of the weights, 8 states of the update or 1.
         (1, 1, 8 * 4 + 8 * 20),
         (8, 1, 4 + 8 * 20),
         (8, 8, 4 + 20),
@@ -149,7 +146,7 @@ def test_a_model_that_does_not_fit_beside_its_updates_is_refused(tensor, fsdp, n
         replicas.check_fit(ARCHITECTURE, engine, training)
 
 
-def test_a_devices_own_limit_counts_where_it_has_one(monkeypatch):
+def test_the_memory_limit_of_a_device_is_used_if_it_reports_one(monkeypatch):
     class Device:
         def memory_stats(self):
             return {"bytes_limit": 24 * 10**6}
@@ -162,7 +159,7 @@ def test_a_devices_own_limit_counts_where_it_has_one(monkeypatch):
         replicas.check_fit(ARCHITECTURE, mesh, mesh)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_is_made(
+def test_a_model_that_does_not_fit_is_refused_before_files_are_written(
     config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(replicas, "available_bytes", lambda: 1000)

@@ -1,4 +1,4 @@
-"""Verdicts and metrics of a stream: by sample, not by arrival."""
+"""Verdicts and metrics of responses that arrive in any order."""
 
 import concurrent.futures
 import dataclasses
@@ -57,7 +57,7 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
         )
 
 
-def test_results_follow_the_sample_not_the_arrival():
+def test_results_do_not_depend_on_the_order_of_arrival():
     rollouts = make_rollouts()
     straight = score(rollouts)
     seen = []
@@ -76,7 +76,7 @@ def test_results_follow_the_sample_not_the_arrival():
         assert a.rollout.hidden_states is None
 
 
-def test_responses_are_measured_and_let_go_while_others_are_sampled():
+def test_states_are_measured_and_released_while_others_are_sampled():
     futures = []
     rollouts = [
         dataclasses.replace(
@@ -99,7 +99,7 @@ def test_responses_are_measured_and_let_go_while_others_are_sampled():
         for future in futures:
             future.result(timeout=120)
         deadline = time.monotonic() + 60
-        while sum(ref() is not None for ref in states) > 2:  # the last that came, one to come
+        while sum(ref() is not None for ref in states) > 2:  # the last one, and one to come
             assert time.monotonic() < deadline
             time.sleep(0.01)
         yield rollouts.pop(0)
@@ -116,7 +116,7 @@ def test_responses_are_measured_and_let_go_while_others_are_sampled():
 
 
 @pytest.mark.parametrize("layers", [(-1,), (0, -1), (-1, 0)])
-def test_each_asked_layer_is_measured_whatever_its_place(layers):
+def test_each_requested_layer_is_measured_at_any_index(layers):
     for item in score(make_rollouts(2), layers=layers, keep_states=True):
         states = item.rollout.hidden_states  # of layers 0 and -1
         assert {key.layer for key in item.rollout.metrics} == set(layers)
@@ -135,7 +135,7 @@ def test_each_asked_layer_is_measured_whatever_its_place(layers):
             )
 
 
-def test_the_tokens_of_the_policy_are_measured_in_each_layer():
+def test_only_policy_tokens_are_measured_in_each_layer():
     random = np.random.default_rng(1)
     with_context, without = [], []
     for rollout in make_rollouts(4):
@@ -220,8 +220,8 @@ def rank_series_f64(rows, stride):
     return rank(rows), np.mean(deltas)
 
 
-def test_neighbours_in_a_call_change_no_bit():
-    # Groups of 16 for these; 21 leave one that is not full.
+def test_other_responses_in_a_call_change_no_bit():
+    # Groups have 16 places, so the second group of 21 responses is not full.
     random = np.random.default_rng(5)
     states = [random.normal(size=(length, 16)).astype(np.float32) for length in range(20, 41)]
     with Measurer(max_tokens=64, num_threads=2, **OPTIONS) as measurer:
@@ -237,7 +237,7 @@ def test_neighbours_in_a_call_change_no_bit():
 
 
 @pytest.mark.slow
-def test_a_full_group_starts_and_a_large_response_is_a_group():
+def test_a_full_group_starts_and_a_large_response_has_its_own_call():
     states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
     with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
         pending = [measurer.submit(states) for _ in range(17)]
@@ -250,7 +250,7 @@ def test_a_full_group_starts_and_a_large_response_is_a_group():
         assert measurer.submit(wide).result(timeout=60).metrics[RANK].value > 50
 
 
-def test_what_goes_wrong_reaches_everyone_who_waits():
+def test_an_error_reaches_every_future_of_the_call():
     with Measurer(max_tokens=64, num_threads=1, **OPTIONS | {"window": "none"}) as measurer:
         pending = [measurer.submit(np.ones((4, 16), np.float32)) for _ in range(2)]
         measurer.flush()
@@ -259,10 +259,10 @@ def test_what_goes_wrong_reaches_everyone_who_waits():
                 future.result(timeout=60)
 
 
-def test_one_response_that_cannot_be_measured_harms_no_other():
+def test_a_response_that_cannot_be_measured_does_not_affect_others():
     good = np.random.default_rng(0).normal(size=(10, 16)).astype(np.float32)
     with Measurer(max_tokens=20, num_threads=1, dataset_stride=2, **OPTIONS) as measurer:
-        half = measurer.submit(good.astype(np.float16))  # of another call, and before the others
+        half = measurer.submit(good.astype(np.float16))  # in another call, before the others
         first = measurer.submit(good)
         with pytest.raises(ValueError, match="has 21 tokens; at most max_tokens=20"):
             measurer.submit(np.ones((21, 16), np.float32))
@@ -315,7 +315,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_device_measures_the_same_side_by_side():
+def test_the_device_gives_the_metrics_of_the_host():
     random = np.random.default_rng(5)
     states = [random.normal(size=(length, 16)).astype(np.float32) for length in (20, 31, 33)]
     found = []
@@ -326,18 +326,18 @@ def test_the_device_measures_the_same_side_by_side():
             found.append([future.result(timeout=60) for future in pending])
     for host, device in zip(*found):
         for key, value in host.metrics.items():
-            # Batched products round otherwise.
+            # Batched matrix products are rounded differently.
             np.testing.assert_allclose(device.metrics[key], value, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
 def turn_tokenizer():
-    """One that has <|im_start|>, <|im_end|> and <|endoftext|> as special tokens."""
+    """A tokenizer with <|im_start|>, <|im_end|> and <|endoftext|> as special tokens."""
     return data.train_tokenizer(["so \\boxed{7}."], 262)
 
 
 class HereVerifier(VerifierPool):
-    """math-verify without a process of its own."""
+    """math-verify in this process."""
 
     def __init__(self):
         self.seen = []
@@ -350,7 +350,7 @@ class HereVerifier(VerifierPool):
 
 
 def sample_here(config, tokenizer, rollouts, verifier, references):
-    """What a run makes of the responses that its replicas send."""
+    """The scored responses of a run whose replicas send these rollouts."""
     sampler = sampler_of(
         weights=Weights({}, WeightVersion("run", "attempt", 0, "digest"), 0),
         config=config,
@@ -366,10 +366,10 @@ def sample_here(config, tokenizer, rollouts, verifier, references):
 @pytest.mark.parametrize(
     ("response", "text"),
     [
-        # The tokenizer has these markers as special tokens, which decoding leaves out ...
+        # These markers are special tokens of the tokenizer, which decoding leaves out.
         ("so \\boxed{7}.<|im_end|>\n<|im_start|>user\nso \\boxed{9}", "so \\boxed{7}."),
         ("so \\boxed{7}.<|endoftext|>so \\boxed{9}", "so \\boxed{7}."),
-        # ... and this one it spells in characters.
+        # This marker consists of ordinary tokens.
         ("so \\boxed{7}.</s>so \\boxed{9}", "so \\boxed{7}."),
         ("<|im_start|>so \\boxed{7}.<|im_end|>", "so \\boxed{7}."),
         ("so \\boxed{9}. No: \\boxed{7}", "so \\boxed{9}. No: \\boxed{7}"),

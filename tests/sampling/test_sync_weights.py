@@ -1,4 +1,4 @@
-"""Weights leave several processes in lockstep: all gather every tensor, or none begins."""
+"""Weight sync with two processes: both gather every tensor, or neither begins."""
 
 import concurrent.futures
 
@@ -14,7 +14,7 @@ from tests.tiny import tiny_config
 
 
 class Client:
-    """Reads what it is given, as often as replicas ask for it."""
+    """Reads all arrays and counts them."""
 
     def __init__(self):
         self.read = []
@@ -36,7 +36,7 @@ def policy():
 
 
 def sync(peers, client, policy, *, signalled):
-    """What `Sampler.sync_weights` gives in one process: a version, or the exception."""
+    """Calls `Sampler.sync_weights` in one process; returns the version or the exception."""
     stop = StopRequest(60.0, 75)
     policy, params = policy
     sampler = sampler_of(
@@ -69,7 +69,7 @@ def test_all_tensors_are_read_by_both(pair, policy):
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_to_one_ends_both_before_a_tensor_is_gathered(pair, policy, signalled):
+def test_a_signal_to_one_process_ends_both_before_the_first_gather(pair, policy, signalled):
     clients = Client(), Client()
     found = sync_pair(pair, clients, policy, signalled)
     assert [str(error) for error in found] == ["SIGTERM", "SIGTERM"]

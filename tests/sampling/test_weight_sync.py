@@ -1,4 +1,4 @@
-"""Weights of two processes: retries have one deadline, and a signal ends a wait for a replica."""
+"""Weight sync with two processes: one deadline for all attempts, and signals during a wait."""
 
 import concurrent.futures
 import itertools
@@ -26,7 +26,7 @@ VERSION = WeightVersion("run", "attempt", 3, "digest")
 
 
 def both(*calls):
-    """What two calls return, or the exceptions they raise."""
+    """Runs two calls in parallel; returns their results or exceptions."""
 
     def caught(call):
         try:
@@ -39,7 +39,7 @@ def both(*calls):
 
 
 class Losing:
-    """A client whose replicas all fail after the first tensor, again and again."""
+    """A client whose replicas always fail after the first tensor."""
 
     def sync_weights(self, specs, read, step):
         for _ in itertools.count():
@@ -53,7 +53,7 @@ def short():
     return config
 
 
-def test_weights_are_sent_again_until_one_deadline(pair, short):
+def test_all_attempts_to_send_weights_share_one_deadline(pair, short):
     policy = models.Policy(
         models.DecoderConfig(
             vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1,
@@ -74,10 +74,10 @@ def test_weights_are_sent_again_until_one_deadline(pair, short):
         assert "no replica took the weights of step 3 within rollout.call_timeout_s=0.5" in str(
             error
         )
-    assert lines  # it did try again
+    assert lines  # there was another attempt
 
 
-def test_responses_are_asked_for_again_until_one_deadline(pair, short):
+def test_all_attempts_to_sample_share_one_deadline(pair, short):
     def losing(*args, **options):
         time.sleep(0.05)
         raise Retry("a replica has lost them")
@@ -85,7 +85,7 @@ def test_responses_are_asked_for_again_until_one_deadline(pair, short):
     synced = []
     samplers = [
         sampler_of(
-            peers=peers, owners=(0,), config=short, _sample_here=losing,
+            peers=peers, sampling=(0,), config=short, _sample_here=losing,
             weights=Weights({}, VERSION, 3),
             sync_weights=lambda params, step: synced.append(step),
             reporter=types.SimpleNamespace(line=lambda line: None),
@@ -106,8 +106,8 @@ def test_responses_are_asked_for_again_until_one_deadline(pair, short):
     assert len(synced) >= 4
 
 
-def test_nothing_is_read_before_every_owner_has_a_replica(pair):
-    """And an owner that never gets one is no loss of the others in a collective."""
+def test_no_tensor_is_read_before_every_sampling_process_has_a_replica(pair):
+    """A process that never gets a replica leaves no other process in a collective."""
     read, reached = [], threading.Event()
 
     def arrays(index):
@@ -145,7 +145,7 @@ def test_nothing_is_read_before_every_owner_has_a_replica(pair):
     assert isinstance(found[1], KeyError)
 
 
-def test_a_replica_that_fails_leaves_no_tensor_unread(pair):
+def test_all_tensors_are_read_even_if_a_replica_fails(pair):
     read = []
 
     def arrays(index):
@@ -166,8 +166,8 @@ def test_a_replica_that_fails_leaves_no_tensor_unread(pair):
     assert sorted(read) == [(index, number) for index in range(2) for number in range(3)]
 
 
-def test_a_signal_ends_a_wait_for_a_replica_and_reaches_the_other_process(pair):
-    """The main thread is the one that waits; the signal comes to the other process."""
+def test_a_signal_ends_a_wait_for_a_replica_in_both_processes(pair):
+    """The main thread waits; the signal goes to the other process."""
     others = []
     pair[1].on_stop = lambda: others.append("stop")
     stop, stopped = StopRequest(60.0, 75, forward=pair[0].stop_all), StopRequest(60.0, 75)
@@ -183,10 +183,10 @@ def test_a_signal_ends_a_wait_for_a_replica_and_reaches_the_other_process(pair):
     deadline = time.monotonic() + 5
     while not others and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert others == ["stop"]  # told by the process that was asked
+    assert others == ["stop"]  # forwarded by the process that got the signal
 
 
-def test_a_signal_while_a_tensor_is_gathered_waits_for_its_end(pair):
+def test_a_signal_during_a_gather_takes_effect_after_it(pair):
     stop, read = StopRequest(60.0, 75), []
 
     def arrays():

@@ -1,1 +1,1 @@
-"""Scores of held-out problems, one module each; `evaluation.seam` says what a score defines."""
+"""Scores of held-out problems, one per module; `evaluation.seam` describes the interface."""
