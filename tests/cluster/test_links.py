@@ -9,7 +9,7 @@ import time
 import pytest
 
 from semrl_jax.cluster import links, peers
-from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, call, flush, listen
+from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, Listener, call, flush
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 
@@ -38,7 +38,7 @@ def connect(listener, count, address=None, timeout_s=10.0):
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost", "node.of.a.cluster"])
 def test_both_families(host):
-    listener = listen(host, KEY)
+    listener = Listener(host, KEY)
     reached = "::1" if host == "node.of.a.cluster" else host  # there it listens on all addresses
     first, second = connect(listener, 2, (reached, listener.address[1]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -48,7 +48,7 @@ def test_both_families(host):
 
 
 def test_strangers_that_stay_silent_hold_nobody_up():
-    listener = listen("127.0.0.1", KEY)
+    listener = Listener("127.0.0.1", KEY)
     strangers = [socket.create_connection(listener.address) for _ in range(3)]
     made = connect(listener, 2)
     assert all(isinstance(one, Peers) for one in made)
@@ -57,7 +57,7 @@ def test_strangers_that_stay_silent_hold_nobody_up():
 
 
 def test_who_does_not_know_the_secret_is_let_go():
-    listener, came = listen("127.0.0.1", KEY), []
+    listener, came = Listener("127.0.0.1", KEY), []
     threading.Thread(target=listener.accept, args=(came.append,), daemon=True).start()
     with pytest.raises(UserError, match=r"cannot connect to process 0 at 127\.0\.0\.1 port"):
         call(listener.address, b"another", {"hello": 1, "name": "host:1"}, 10.0)
@@ -87,7 +87,7 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
 
     monkeypatch.setattr(peers.os, "_exit", end)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    listener = listen("127.0.0.1", KEY)
+    listener = Listener("127.0.0.1", KEY)
 
     def make(index):
         return Peers(
