@@ -100,11 +100,6 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the data axes."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXES))
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -172,13 +167,6 @@ def shared_heads(
     if mesh is None or x.shape[2] % mesh.shape["tensor"] == 0:
         return x
     return constrain(jnp.repeat(x, num_heads // x.shape[2], axis=2), "heads", mesh)
-
-
-def constrain_parameters(params: Any, mesh: Mesh | None) -> Any:
-    """`params` and their gradient with the layout of the table."""
-    if mesh is None:
-        return params
-    return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
 
 def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import hlo
 from semrl_jax import models
@@ -46,9 +46,8 @@ def test_mesh_changes_no_number_beyond_rounding(policy, shape):
     expected = jax.jit(policy.final_states)(params, *arguments)
     sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
     policy = dataclasses.replace(policy, mesh=mesh)
-    actual = jax.jit(policy.final_states)(
-        sharded, *jax.device_put(arguments, models.batch_sharding(mesh))
-    )
+    rows = NamedSharding(mesh, PartitionSpec(models.DATA_AXES))
+    actual = jax.jit(policy.final_states)(sharded, *jax.device_put(arguments, rows))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)  # float32 sums, reordered
 
 
