@@ -23,6 +23,10 @@ from semrl_jax.models import (
     parameter_shardings,
 )
 
+RANDOM_MODEL_FIELDS = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings",
+)  # fmt: skip
+
 
 def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
     """Architecture and transformers tokenizer of `model.path`, or of a random model.
@@ -74,12 +78,7 @@ def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> D
         model_type=find_family(family).model_type,
         family=family if "." in family else "",
         vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
         head_dim=model.hidden_size // model.num_heads,
         max_position_embeddings=2048,
-        tie_embeddings=model.tie_embeddings,
+        **{name: model[name] for name in RANDOM_MODEL_FIELDS},
     )

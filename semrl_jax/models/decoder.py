@@ -314,16 +314,13 @@ class Decoder(nnx.Module):
 
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
+        if self.remat == "none" and (self.mesh is None or self.mesh.shape["fsdp"] == 1):
+            return layer_step
         policies = {
-            "none": None,
+            "none": _all_but_constraints,  # the backward pass gathers the parameters again
             "full": None,
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
-        if self.remat == "none":
-            if self.mesh is None or self.mesh.shape["fsdp"] == 1:
-                return layer_step
-            # Gathered parameters are not kept: the backward pass gathers them again.
-            policies["none"] = _all_but_constraints
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
 
 

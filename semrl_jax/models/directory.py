@@ -138,8 +138,7 @@ def load_params(
 ) -> Params:
     """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
 
-    Values of float32, bfloat16 and float16 files are kept exactly. Memory holds the parameters,
-    once, and a few pieces of `PIECE_BYTES`.
+    Values are kept exactly. Memory holds the parameters once, and a few pieces of `PIECE_BYTES`.
 
     Args:
       path: the directory.
@@ -233,10 +232,10 @@ def save_directory(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be at least 1.")
     base = base or {}
-    special = {
-        name: _first_of(given, base.get(name), getattr(tokenizer, name, None))
-        for name, given in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id))
-    }
+    special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    for name, given in special.items():
+        values = (given, base.get(name), getattr(tokenizer, name, None))
+        special[name] = next((value for value in values if value is not None), None)
     hf = config_to_hf(config, **special, base=base, dtype=dtype)
     path = pathlib.Path(path)
     staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
@@ -318,7 +317,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
 def weights_sample(path: str | os.PathLike[str]) -> str:
     """Hex SHA-256 over names, sizes and a few blocks of a directory's safetensors files.
 
-    It is fast and distinguishes two models. It may miss a change of a few values.
+    It is fast and distinguishes two models, but it may miss a change of a few values.
     """
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
@@ -385,14 +384,8 @@ def _save_weights(
     if len(shards) > 1:
         total = sum(spec.num_bytes for shard in shards for spec in shard)
         weight_map = {spec.name: name for name, shard in zip(names, shards) for spec in shard}
-        _write_json(
-            directory / INDEX_FILE,
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-        )
-
-
-def _first_of(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / INDEX_FILE, content)
 
 
 def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -159,13 +159,8 @@ class Policy:
         return jnp.pad(x, ((0, rows), (0, columns)) + ((0, 0),) * (x.ndim - 2))
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(
-            self.config,
-            dtype=jnp.dtype(self.compute_dtype),
-            remat=self.remat,
-            mesh=self._split,
-            rngs=rngs,
-        )
+        dtype = jnp.dtype(self.compute_dtype)
+        return Decoder(self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs)
 
     @property
     def _split(self) -> Mesh | None:

@@ -174,7 +174,7 @@ def other_architecture(directory):
     ("change", "flags", "message"),
     [
         (None, {"step": 7}, r"--step=7 is not among the checkpoints of .*: \[1, 2\]"),
-        (None, {"dtype": "int8"}, r"--dtype='int8' must be one of"),
+        (None, {"dtype": "int8"}, r"dtype='int8' must be one of"),
         (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be a finite number above 0"),
         (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be a finite"),
         (None, {"max_shard_gb": float("inf")}, r"--max_shard_gb=inf must be a finite"),

@@ -119,7 +119,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     local = f"--input={source}"
     assert_one_line(prepare("gsm9k", output, local), "--dataset='gsm9k' must be one of gsm8k, sim")
     assert_one_line(prepare("gsm8k", tmp_path / "made.csv", local), "must be a file ending in .js")
-    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split='val' must be one of train")
+    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split=val: value should be one")
     assert_one_line(prepare("gsm8k", source, local), "is the input; name another file")
     assert_one_line(prepare("gsm8k", source / "a.jsonl", local), "cannot be written")
     assert_one_line(prepare("gsm8k", output, "--input=absent.jsonl"), "'absent.jsonl' does not ex")
