@@ -31,8 +31,7 @@ def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -
     """Parses the flags, runs `main` and exits with its code.
 
     Args:
-      main: the command, which returns an exit code; or several commands, keyed by the word on the
-        command line that selects one.
+      main: the command, which returns an exit code; or several, by the word that selects one.
       usage: printed above the flags by --help.
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"

@@ -2,11 +2,10 @@
 
     python -m launch.convert --source=runs/quickstart --target=exported
 
-From a run directory, this makes a directory for transformers, vLLM or --config.model.path. It uses
-the newest valid checkpoint, or that of --step. From a Hugging Face directory, it makes a checkpoint
-with the parameters only, and config.json and tokenizer beside it. Converting back gives the same
-weights, bit for bit. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one
-line names it).
+A run directory becomes a directory for transformers, vLLM or --config.model.path, from its newest
+valid checkpoint or that of --step. A Hugging Face directory becomes a checkpoint of its parameters,
+with config.json and tokenizer beside it. Converting back gives the same weights, bit for bit.
+Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def convert(
     """Makes `target` from `source`; see the flags.
 
     Raises:
-      UserError: if a flag is out of range, the source is neither a run nor a model or has no valid
-        checkpoint, or the target exists already.
+      UserError: for a flag out of range, a source without parameters, or an existing target.
     """
     if not source.is_dir():
         raise UserError(f"--source={source} is not a directory.")

@@ -52,13 +52,9 @@ def main() -> int:
 
 
 class Job:
-    """Starts the processes and manages them until all have ended.
+    """`count` processes until all have ended; `grace_s` lies between a signal to end and SIGKILL.
 
-    Args:
-      command: of every process; the process's fields of config.distributed are appended.
-      count: number of processes.
-      devices: CPU devices of each process.
-      grace_s: seconds between the signal that asks the processes to end and SIGKILL.
+    Every process runs `command` with its fields of config.distributed, on `devices` CPU devices.
     """
 
     def __init__(self, command: list[str], count: int, devices: int, grace_s: float):

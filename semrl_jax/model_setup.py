@@ -45,7 +45,15 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[Policy, Any]:
             )
     else:
         tokenizer = data.character_tokenizer()
-        architecture = random_architecture(config, len(tokenizer))
+        model, family = config.model, config.model.family or "qwen2"
+        architecture = DecoderConfig(
+            model_type=find_family(family).model_type,
+            family=family if "." in family else "",
+            vocab_size=len(tokenizer),
+            head_dim=model.hidden_size // model.num_heads,
+            max_position_embeddings=2048,
+            **{name: model[name] for name in RANDOM_MODEL_FIELDS},
+        )
     return Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
 
 
@@ -68,17 +76,3 @@ def starting_params(
     shardings = parameter_shardings(policy.shapes(), mesh)
     params = load_params(directory, policy.config, shardings)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def random_architecture(config: ml_collections.ConfigDict, vocab_size: int) -> DecoderConfig:
-    """The architecture of `config.model`'s sizes."""
-    model = config.model
-    family = model.family or "qwen2"
-    return DecoderConfig(
-        model_type=find_family(family).model_type,
-        family=family if "." in family else "",
-        vocab_size=vocab_size,
-        head_dim=model.hidden_size // model.num_heads,
-        max_position_embeddings=2048,
-        **{name: model[name] for name in RANDOM_MODEL_FIELDS},
-    )

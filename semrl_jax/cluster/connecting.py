@@ -30,9 +30,7 @@ def connect(
     over the mesh. With a coordinator on loopback, process 0 listens on loopback only.
 
     Args:
-      coordinator: host:port, as in `Place`.
-      progress: as in `Peers`.
-      timeouts_s: the arguments of `Peers` whose names end in `timeout_s`.
+      progress, timeouts_s: see `Peers`.
 
     Raises:
       UserError: if a process cannot connect to process 0 within `connect_timeout_s`.

@@ -18,20 +18,12 @@ ALONE = "distributed.num_processes=1 runs this process alone"
 
 
 class Place(NamedTuple):
-    """Index of a process in its job, and how to reach process 0.
+    """Index of a process in its job, and how to reach process 0."""
 
-    Attributes:
-      coordinator: host:port where process 0 waits for the others; empty for a single process.
-      num_processes: number of processes of the job, at least 1.
-      process_id: index of this process, in [0, num_processes).
-      source: where the values come from, for messages: settings, Slurm, JobSet, TPU or single
-        process.
-    """
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    source: str
+    coordinator: str  # host:port where process 0 waits for the others; empty for a single process
+    num_processes: int  # of the job, at least 1
+    process_id: int  # index of this process, in [0, num_processes)
+    source: str  # of these values, for messages: settings, Slurm, JobSet, TPU or single process
 
 
 SINGLE = Place("", 1, 0, "single process")

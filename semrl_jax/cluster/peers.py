@@ -1,8 +1,8 @@
 """The processes of one run: small values that they exchange, and detection of a lost process.
 
-Every process holds one connection to process 0, in addition to JAX's own. If a peer is lost, JAX
-would end the process with pages of C++ output that do not name the peer. Messages are small JSON
-objects. Arrays go over the mesh (exchange.py). This module does not load JAX.
+Every process holds one connection to process 0, in addition to JAX's own, which would end the
+process with pages of C++ output that do not name the lost peer. Messages are small JSON objects.
+This module does not load JAX.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Peers:
       address, key: where process 0 listens, and the secret of this run.
       connect_timeout_s: for all others to connect to process 0.
       heartbeat_timeout_s: a process that sends nothing for this long is lost.
-      phase_timeout_s: how long all others wait for one process in `gather`, and how long a process
-        may stay in one phase, for example when a device hangs in a program of all processes.
+      phase_timeout_s: limit of a wait in `gather`, and of one phase of a process, for example when
+        a device hangs in a program of all processes.
       progress: takes one line about a wait, in process 0.
       progress_every_s: seconds between two such lines.
 

@@ -37,9 +37,7 @@ Decoded = tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
     """Angle of each of the H/2 pairs from one position to the next; float32 radians.
 
-    theta^(-2i/H), changed by `config.rope_scaling`. Llama 3 keeps frequencies that make more than
-    high_freq_factor turns in the original context, divides by `factor` those that make fewer than
-    low_freq_factor turns, and blends linearly in between.
+    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear.
 
     Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
     """
@@ -142,8 +140,8 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         dtype: jnp.dtype,
-        remat: str = "none",
-        mesh: Mesh | None = None,
+        remat: str,
+        mesh: Mesh | None,
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -350,5 +348,5 @@ def _with_column(
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:
-    """A checkpoint policy that keeps all values except those that only change a layout."""
+    """A checkpoint policy: keeps all values except those that only change a layout."""
     return primitive.name != "sharding_constraint"

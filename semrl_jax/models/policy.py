@@ -21,25 +21,19 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A decoder without its parameters: hashable, static under jit, rebuilt from config.
-
-    Attributes:
-      config: the architecture.
-      compute_dtype: "float32" or "bfloat16"; parameters are float32 either way.
-      remat: what the backward pass recomputes: "none", "full" or "dots" (keeps matrix products).
-      mesh: over which parameters and activations are split, by the tables of sharding.py. None or a
-        mesh of one device: the program has no layout.
-    """
+    """A decoder without its parameters: hashable, static under jit, rebuilt from config."""
 
     config: DecoderConfig
-    compute_dtype: str = "float32"
+    compute_dtype: str = "float32"  # or "bfloat16"; parameters are float32 either way
+    # What the backward pass recomputes: "none", "full" or "dots" (all but matrix products).
     remat: str = "none"
+    # Splits parameters and activations by the tables of sharding.py. None or a mesh of one device:
+    # the program has no layout.
     mesh: Mesh | None = None
 
     def init(self, key: Array) -> Params:
         """Random float32 parameters: a nested dict, with one stacked array per layer parameter."""
-        module = self._module(nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        return nnx.to_pure_dict(nnx.state(self._module(nnx.Rngs(key)), nnx.Param))
 
     def shapes(self) -> Params:
         """The same tree as `init` with jax.ShapeDtypeStruct leaves; computes nothing."""
@@ -112,8 +106,8 @@ class Policy:
         """Log-probability of each token and entropy of its distribution.
 
         Computes blocks of at most `max_logits` logits, forward and again in the backward pass, so
-        that [B, T, V] never exists in float32. On a mesh, a device has its rows, its columns and
-        its slice of the vocabulary. Sums over the vocabulary travel, logits do not.
+        that [B, T, V] never exists in float32. On a mesh, a device has its rows, columns and slice
+        of the vocabulary. Sums over the vocabulary travel, logits do not.
 
         Args:
           states: row t is the state whose logits produced token t.

@@ -37,7 +37,7 @@ def connect(listener, count, address=None, timeout_s=10.0):
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost", "node.of.a.cluster"])
-def test_both_families(host):
+def test_ipv4_and_ipv6(host):
     listener = Listener(host, KEY)
     reached = "::1" if host == "node.of.a.cluster" else host  # there it listens on all addresses
     first, second = connect(listener, 2, (reached, listener.address[1]))
@@ -47,7 +47,7 @@ def test_both_families(host):
     first.close(), second.close()
 
 
-def test_strangers_that_stay_silent_hold_nobody_up():
+def test_silent_unknown_callers_do_not_block_peers():
     listener = Listener("127.0.0.1", KEY)
     strangers = [socket.create_connection(listener.address) for _ in range(3)]
     made = connect(listener, 2)
@@ -56,7 +56,7 @@ def test_strangers_that_stay_silent_hold_nobody_up():
         one.close()
 
 
-def test_who_does_not_know_the_secret_is_let_go():
+def test_caller_without_the_secret_is_refused():
     listener, came = Listener("127.0.0.1", KEY), []
     threading.Thread(target=listener.accept, args=(came.append,), daemon=True).start()
     with pytest.raises(UserError, match=r"cannot connect to process 0 at 127\.0\.0\.1 port"):
@@ -65,7 +65,7 @@ def test_who_does_not_know_the_secret_is_let_go():
     assert not came
 
 
-def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
+def test_connecting_to_a_silent_port_has_a_deadline(monkeypatch):
     """A full backlog drops packets, as a firewall does."""
     monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 1.0)
     with socket.socket() as silent:
@@ -77,7 +77,7 @@ def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
     assert time.monotonic() - began < 8
 
 
-def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
+def test_connected_processes_report_the_missing_one(monkeypatch, capsys):
     """A permanent mistake is not reported as a lost process, after which one starts again."""
     codes = []
 
@@ -108,7 +108,7 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
     assert "process 0 failed: process 2 did not connect" in capsys.readouterr().err
 
 
-def test_a_process_that_takes_nothing_does_not_stop_the_sender():
+def test_process_that_reads_nothing_does_not_block_the_sender():
     """Sends more than a connection's buffers can hold to a process that does not read."""
     ours, theirs = multiprocessing.Pipe()
     link = Link(1, "stopped", ours)

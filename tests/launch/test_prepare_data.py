@@ -106,7 +106,7 @@ def test_parquet_has_the_columns_of_all_rows(tmp_path):
     assert table.to_pydict() == {"a": [1, 2], "b": [None, "x"]}
 
 
-def test_long_work_says_how_far_it_is(monkeypatch, capsys):
+def test_progress_is_printed(monkeypatch, capsys):
     monkeypatch.setattr("launch.prepare_data.PROGRESS_S", -1.0)
     assert list(with_progress("abc", "read")) == ["a", "b", "c"]
     assert capsys.readouterr().out.splitlines()[1:] == ["1 rows read", "2 rows read"]
