@@ -1,4 +1,4 @@
-"""Waits until all processes of a job are there, then lets JAX join them into one program."""
+"""Waits until all processes of a job have arrived, then lets JAX join them into one program."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
             return leaf
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
         # Two constraints: the first one puts the cast before the gather. In the gradient it puts
-        # the slice after the sum, which compilers for accelerators join to a reduce-scatter.
+        # the slice after the sum, which compilers for accelerators merge into a reduce-scatter.
         for spec in (split, whole):
             leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), NamedSharding(mesh, spec))
         return leaf

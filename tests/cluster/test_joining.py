@@ -219,7 +219,7 @@ def test_process_that_arrives_twice_is_refused():
 
 @pytest.mark.slow
 def test_process_lost_while_joining_ends_the_others():
-    """A process is lost between the exchange and JAX's start: exit code 76 in time, no abort."""
+    """A process lost between the exchange and JAX's start gives exit code 76, not an abort."""
     address = free_address()
     survivor = member(address, 2, 0, timeout=5)
     with call(address, b"semrl_jax/1 1 of 2\n") as dying:

@@ -78,7 +78,7 @@ def test_connecting_to_a_silent_port_has_a_deadline(monkeypatch):
 
 
 def test_connected_processes_report_the_missing_one(monkeypatch, capsys):
-    """A permanent mistake is not reported as a lost process, after which one starts again."""
+    """A permanent mistake is not reported as a lost process, which would cause a restart."""
     codes = []
 
     def end(code):

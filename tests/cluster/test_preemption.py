@@ -1,4 +1,4 @@
-"""A signal ends an interruptible block as Preempted, whatever it meets there."""
+"""A signal ends an interruptible block with Preempted."""
 
 import os
 import queue
@@ -47,7 +47,7 @@ def test_signal_outside_an_interruptible_block_is_deferred(stop):
 
 
 def test_error_caused_by_a_signal_becomes_preempted(stop):
-    """As `Condition.wait` does where the signal comes before it has its lock again."""
+    """`Condition.wait` fails like this if the signal arrives before it has its lock again."""
     lock = threading.Lock()
     with pytest.raises(Preempted) as caught, stop.interruptible():
         try:
