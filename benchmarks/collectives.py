@@ -77,7 +77,7 @@ def compiled_update(config, mesh, num_rows: int, num_tokens: int):
     state = jax.tree_util.tree_map_with_path(
         laid_out, (params, jax.eval_shape(optimizer.init, params))
     )
-    rows = models.batch_sharding(mesh)
+    rows = NamedSharding(mesh, PartitionSpec(models.DATA_AXES))
     batch = [
         jax.ShapeDtypeStruct((num_rows, num_tokens), dtype, sharding=rows)
         for dtype in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)

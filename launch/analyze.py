@@ -4,17 +4,16 @@
     python -m launch.analyze correlation --run=runs/quickstart --output=study
     python -m launch.analyze growth --output=study
 
-metrics: computes the metrics of each response in a file. The file holds `hidden_states` [B, T, D]
-or [T, D] and, optionally, the bool `response_mask`. Writes metrics.csv, effective_rank.csv and
-effective_rank.png into --output.
+metrics: the metrics of each response in a file with `hidden_states` [B, T, D] or [T, D] and perhaps
+the bool `response_mask`. Writes metrics.csv, effective_rank.csv and effective_rank.png.
 
-correlation: measures how strongly ERV and ERA are correlated with ER, on a run's saved responses,
-under each --window and --stride. Writes correlation.csv and correlation.png into --output.
+correlation: how strongly ERV and ERA are correlated with ER, on a run's saved responses, under each
+--window and --stride. Writes correlation.csv and correlation.png.
 
 growth: the same study on long responses. Their rank grows by a known law, or a small random model
-samples them. Writes growth.csv and growth.png into --output.
+samples them. Writes growth.csv and growth.png.
 
-Existing files with these names are replaced. Exit codes: 0 done, 2 wrong flag or file (one line
+Files in --output with these names are replaced. Exit codes: 0 done, 2 wrong flag or file (one line
 names it).
 """
 
@@ -89,16 +88,14 @@ def correlation() -> int:
     steps, stride = run_states(run)
     output = output_directory()
     compilation.keep_programs()
-    strides = STRIDES.value or sorted({max(1, stride // 2), stride, 2 * stride})
+    options: dict[str, Any] = {
+        "strides": STRIDES.value or sorted({max(1, stride // 2), stride, 2 * stride}),
+        "windows": WINDOW.value or WINDOWS,
+        "method": METHOD.value,
+    }
     found = []
     for step, responses in steps.items():
-        found += analysis.correlate(
-            responses,
-            strides=strides,
-            windows=WINDOW.value or WINDOWS,
-            method=METHOD.value,
-            source=f"step {step}",
-        )
+        found += analysis.correlate(responses, source=f"step {step}", **options)
     report(found, output, "correlation")
     return 0
 

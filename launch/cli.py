@@ -31,8 +31,7 @@ def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -
     """Parses the flags, runs `main` and exits with its code.
 
     Args:
-      main: the command, which returns an exit code; or several commands, keyed by the word on the
-        command line that selects one.
+      main: the command, which returns an exit code; or several, by the word that selects one.
       usage: printed above the flags by --help.
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
@@ -68,14 +67,12 @@ def run(main: Callable[[], int] | Mapping[str, Callable[[], int]], usage: str) -
 
 @contextlib.contextmanager
 def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Checks before any work that a directory can be made at `path`, and cleans up after failures.
+    """Checks before any work that a directory can be made at `path`.
 
-    The block writes through neighbours named `<path>.writing` and `<path>.replaced`. If the block
-    fails, they are removed.
+    The block may write to `<path>.writing` and `<path>.replaced`, which are removed if it fails.
 
     Raises:
-      UserError: if the path or one of those two names exists already, or the directory cannot be
-        made.
+      UserError: if one of the three exists already, or the directory cannot be made.
     """
     path = pathlib.Path(os.path.abspath(path))
     neighbours = [path.with_name(path.name + end) for end in (".writing", ".replaced")]
@@ -154,9 +151,11 @@ def _check_values() -> None:
 
 def _check_fields() -> None:
     """Raises UserError for a config file that fails, or a flag that sets no field of it."""
+    if "config" not in flags.FLAGS:
+        return
     for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
         given = re.fullmatch(r"--?config(=.*)?", argument, re.DOTALL)
-        if "config" not in flags.FLAGS or not given:
+        if not given:
             continue
         path = following if given[1] is None else given[1][1:]
         try:
@@ -176,7 +175,7 @@ def _check_fields() -> None:
 
 
 def _places_in(error: Exception) -> str:
-    """Where the fields are now that have moved and that the failing line of a config file names."""
+    """The new names of fields that have moved and that the failing line of a config file uses."""
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
     return "; ".join(filter(None, map(new_places, sorted(names))))
@@ -210,7 +209,7 @@ KINDS = {
 
 
 def _wrong_flag(error: Exception) -> str:
-    """One sentence that says why absl refuses a flag."""
+    """Why absl refuses a flag, in one sentence."""
     if isinstance(error, flags.UnrecognizedFlagError):
         name, dot, field = error.flagname.partition(".")
         known = [flag for flag in flags.FLAGS if not dot or flag == "config"]
@@ -224,8 +223,9 @@ def _wrong_flag(error: Exception) -> str:
     if parser.flag_type() not in KINDS:
         return str(error)
     value = str(error)[found.end() :].removesuffix(f": {error.__context__}")
-    least = getattr(parser, "lower_bound", None)
+    least, most = (getattr(parser, f"{end}_bound", None) for end in ("lower", "upper"))
     bound = "" if least is None else f" of at least {least}"
+    bound += "" if most is None else f" and at most {most}"
     return f"--{found[1]}={value} must be {KINDS[parser.flag_type()]}{bound}."
 
 

@@ -2,11 +2,10 @@
 
     python -m launch.convert --source=runs/quickstart --target=exported
 
-From a run directory, this makes a directory for transformers, vLLM or --config.model.path. It uses
-the newest valid checkpoint, or that of --step. From a Hugging Face directory, it makes a checkpoint
-with the parameters only, and config.json and tokenizer beside it. Converting back gives the same
-weights, bit for bit. Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one
-line names it).
+A run directory becomes a directory for transformers, vLLM or --config.model.path, from its newest
+valid checkpoint or that of --step. A Hugging Face directory becomes a checkpoint of its parameters,
+with config.json and tokenizer beside it. Converting back gives the same weights, bit for bit.
+Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
 """
 
 from __future__ import annotations
@@ -18,30 +17,24 @@ from typing import Any
 from absl import flags
 
 from launch import cli
+from semrl_jax.choices import DTYPES
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
 
-DTYPES = ("float32", "bfloat16")
 # Files copied with the parameters: configuration and tokenizer.
 BESIDE = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
 
 SOURCE = flags.DEFINE_string("source", None, "run, checkpoint or Hugging Face directory")
 TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist, or be empty")
 STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest valid one")
-DTYPE = flags.DEFINE_string("dtype", "float32", f"dtype of Hugging Face weights, one of {DTYPES}")
+DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of Hugging Face weights")
 MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "weights above this size are split")
 FAMILY = flags.DEFINE_string("family", "", "as config.model.family; default: that of the run")
 
 
 def main() -> int:
-    convert(
-        pathlib.Path(cli.required(SOURCE)),
-        pathlib.Path(cli.required(TARGET)),
-        step=STEP.value,
-        dtype=DTYPE.value,
-        max_shard_gb=MAX_SHARD_GB.value,
-        family=FAMILY.value,
-    )
+    options = {flag.name: flag.value for flag in (STEP, DTYPE, MAX_SHARD_GB, FAMILY)}
+    convert(pathlib.Path(cli.required(SOURCE)), pathlib.Path(cli.required(TARGET)), **options)
     return 0
 
 
@@ -57,13 +50,10 @@ def convert(
     """Makes `target` from `source`; see the flags.
 
     Raises:
-      UserError: if a flag is out of range, the source is neither a run nor a model or has no valid
-        checkpoint, or the target exists already.
+      UserError: for a flag out of range, a source without parameters, or an existing target.
     """
     if not source.is_dir():
         raise UserError(f"--source={source} is not a directory.")
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype={dtype!r} must be one of {DTYPES}.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
     record = read_record(source)
@@ -117,7 +107,7 @@ def export(
     model: pathlib.Path,
     dtype: str,
     max_shard_bytes: int,
-    family: str = "",
+    family: str,
 ) -> None:
     """Writes the parameters of a valid checkpoint as a Hugging Face directory like `model`."""
     import jax
@@ -167,7 +157,7 @@ def find_checkpoint(directory: pathlib.Path, step: int | None) -> pathlib.Path:
     raise UserError(f"{directory} has no valid checkpoint to convert ({problem}).")
 
 
-def import_parameters(source: pathlib.Path, target: pathlib.Path, family: str = "") -> None:
+def import_parameters(source: pathlib.Path, target: pathlib.Path, family: str) -> None:
     """Writes the parameters of a Hugging Face directory as one complete checkpoint."""
     from semrl_jax import models
     from semrl_jax.runs.checkpoint_files import save_params

@@ -4,9 +4,9 @@
         --config=configs/quickstart.py --workdir=runs/two
 
 Starts --processes copies of launch.train with the arguments after the two dashes. They are joined
-over loopback. Every line that they print begins with [its process]. When one of them fails, the
-others get SIGTERM and, --grace_s later, SIGKILL. SIGTERM and SIGINT are passed on to all. If this
-command itself is killed, they are killed too (Linux). Exit codes: 0 all done, 2 wrong setting,
+over loopback. Every printed line begins with [its process]. When one of them fails, the others get
+SIGTERM and, --grace_s later, SIGKILL. SIGTERM and SIGINT are passed on to all. If this command
+itself is killed, they are killed too (Linux). Exit codes: 0 all done, 2 wrong setting,
 otherwise that of the first process that failed (launch.train: 75 ended by a signal, 76 another
 process was lost; 128 + N: killed by signal N).
 """
@@ -28,36 +28,33 @@ from absl import flags
 from launch import cli
 from semrl_jax.errors import UserError
 
-PROCESSES = flags.DEFINE_integer("processes", None, "number of processes of launch.train")
-DEVICES = flags.DEFINE_integer("devices_per_process", 1, "CPU devices of each process")
+PROCESSES = flags.DEFINE_integer(
+    "processes", None, "number of processes of launch.train", lower_bound=1, upper_bound=256
+)
+DEVICES = flags.DEFINE_integer(
+    "devices_per_process", 1, "CPU devices of each process", lower_bound=1, upper_bound=4096
+)
 GRACE_S = flags.DEFINE_float(
     "grace_s", 60.0, "from SIGTERM to SIGKILL; must be above training.grace_s to save a checkpoint"
 )
-MAX_PROCESSES = 256
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main() -> int:
-    for flag, limit in ((PROCESSES, MAX_PROCESSES), (DEVICES, 4096)):
-        if not 1 <= cli.required(flag) <= limit:
-            raise UserError(f"--{flag.name}={flag.value} must be from 1 to {limit}.")
+    count = cli.required(PROCESSES)
     if not GRACE_S.value > 0:
         raise UserError(f"--grace_s={GRACE_S.value} must be above 0.")
     if not TRAIN_ARGUMENTS:
         raise UserError("the arguments of launch.train are needed, after --; see --help.")
     command = [sys.executable, "-m", "launch.train", *TRAIN_ARGUMENTS]
-    return Job(command, PROCESSES.value, DEVICES.value, GRACE_S.value).run()
+    return Job(command, count, DEVICES.value, GRACE_S.value).run()
 
 
 class Job:
-    """Starts the processes and manages them until all have ended.
+    """`count` processes until all have ended; `grace_s` lies between a signal to end and SIGKILL.
 
-    Args:
-      command: of every process; the process's fields of config.distributed are appended.
-      count: number of processes.
-      devices: CPU devices of each process.
-      grace_s: seconds between the signal that asks the processes to end and SIGKILL.
+    Every process runs `command` with its fields of config.distributed, on `devices` CPU devices.
     """
 
     def __init__(self, command: list[str], count: int, devices: int, grace_s: float):
@@ -133,9 +130,10 @@ class Job:
             for line in process.stdout:
                 self._write(b"[%d] %s\n" % (index, line.rstrip(b"\r\n")))
 
-        threading.Thread(
-            target=lambda: self._ended.put((index, process.wait())), daemon=True
-        ).start()
+        def wait():
+            self._ended.put((index, process.wait()))
+
+        threading.Thread(target=wait, daemon=True).start()
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         return reader

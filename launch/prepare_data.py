@@ -2,23 +2,24 @@
 
     python -m launch.prepare_data --dataset=gsm8k --split=train --output=data/gsm8k.jsonl
 
-Downloads the split from the Hugging Face hub. With --input=FILE, it converts a local copy instead.
-Every row is read as the trainer reads it. Bad rows are named and left out. GSM8K becomes rows of
-question, answer and data_source. SimpleRL-Zoo's rows are not changed. The output appears only when
-it is complete, and replaces an older file. Exit codes: 0 done, 2 wrong setting, bad file or no
-network (one line says which).
+Downloads the split from the Hugging Face hub, or converts a local copy with --input=FILE. Every row
+is read as the trainer reads it; bad rows are named and left out. GSM8K becomes rows of question,
+answer and data_source. SimpleRL-Zoo's rows are not changed. The output appears only when it is
+complete, and replaces an older file. Exit codes: 0 done, 2 wrong setting, bad file or no network
+(one line names it).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
@@ -35,25 +36,23 @@ class Source(NamedTuple):
     answer_after: str = ""
 
 
-SIMPLERL_SETS = [
-    f"simplelr_{template}_{level}"
-    for template in ("abel", "qwen")
-    for level in ("gsm8k_level1", "level1to4", "level3to5")
-]
 DATASETS = {
     "gsm8k": Source(
         "openai/gsm8k", "main/{split}-00000-of-00001.parquet", "question_answer", "####"
     )
-} | {
-    name: Source("hkust-nlp/SimpleRL-Zoo-Data", f"{name}/{{split}}.parquet", "simplerl")
-    for name in SIMPLERL_SETS
 }
-SPLITS = ("train", "test")
+for _template, _level in itertools.product(
+    ("abel", "qwen"), ("gsm8k_level1", "level1to4", "level3to5")
+):
+    _name = f"simplelr_{_template}_{_level}"
+    _file = f"{_name}/{{split}}.parquet"
+    DATASETS[_name] = Source("hkust-nlp/SimpleRL-Zoo-Data", _file, "simplerl")
 ENDINGS = (".jsonl", ".parquet")
 PROGRESS_S = 2.0
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the user need not change a flag: not a UserError
 
 DATASET = flags.DEFINE_string("dataset", None, f"one of {', '.join(DATASETS)}")
-SPLIT = flags.DEFINE_string("split", "train", f"one of {', '.join(SPLITS)}")
+SPLIT = flags.DEFINE_enum("split", "train", ("train", "test"), "the part of it")
 INPUT = flags.DEFINE_string("input", "", "a local .jsonl or .parquet file to convert instead")
 OUTPUT = flags.DEFINE_string("output", None, "the file to write, .jsonl or .parquet")
 
@@ -64,8 +63,6 @@ def main() -> int:
     name, output = cli.required(DATASET), pathlib.Path(cli.required(OUTPUT))
     if name not in DATASETS:
         raise UserError(f"--dataset={name!r} must be one of {', '.join(DATASETS)}.")
-    if SPLIT.value not in SPLITS:
-        raise UserError(f"--split={SPLIT.value!r} must be one of {', '.join(SPLITS)}.")
     if output.suffix not in ENDINGS or os.path.isdir(output):
         raise UserError(f"--output={output} must be a file ending in {' or '.join(ENDINGS)}.")
     source = DATASETS[name]
@@ -85,10 +82,10 @@ def main() -> int:
 
 
 def download(name: str, file: str) -> str:
-    """The path of a file of the set in the hub's cache. Without a network, a cached copy is used.
+    """The path of a file of the set in the hub's cache; without a network, an earlier copy.
 
     Raises:
-      UserError: if there is no network, no such file, or no permission to read it.
+      UserError: if there is no network and no copy, no such file, or no permission to read it.
     """
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # the error of the HTTP library that the hub uses
@@ -102,7 +99,7 @@ def download(name: str, file: str) -> str:
         )
         return huggingface_hub.hf_hub_download(repository, file, repo_type="dataset")
     except (HTTPError, OSError) as e:
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(e, "errno", None) in DISK_FULL:
             raise
         cached = huggingface_hub.try_to_load_from_cache(repository, file, repo_type="dataset")
         reason = " ".join(str(e).split())[:150]
@@ -156,7 +153,12 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("xb") as file:
             if path.suffix == ".parquet":
-                _write_parquet(file, rows)
+                import pyarrow
+                import pyarrow.parquet
+
+                names = dict.fromkeys(name for row in rows for name in row)  # as they appear
+                columns = {name: [row.get(name) for row in rows] for name in names}
+                pyarrow.parquet.write_table(pyarrow.table(columns), file)
             else:
                 for row in with_progress(rows, "written"):
                     file.write(json.dumps(row).encode() + b"\n")
@@ -164,7 +166,7 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
             os.fsync(file.fileno())
         os.replace(staging, path)
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in DISK_FULL:
             raise
         raise UserError(f"--output={path} cannot be written ({e.strerror}).") from e
     except (TypeError, ValueError, OverflowError, NotImplementedError) as e:  # also pyarrow's
@@ -174,15 +176,6 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     finally:
         with contextlib.suppress(OSError):
             staging.unlink()
-
-
-def _write_parquet(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    names = dict.fromkeys(name for row in rows for name in row)  # in order of appearance
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
 
 
 def with_progress(items: Iterable[T], done: str) -> Iterator[T]:

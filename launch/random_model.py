@@ -2,8 +2,8 @@
 
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
 
-The model has random weights and solves nothing. It is meant for trying a data set, a template or a
-verifier before a real model is downloaded. The text is every string in the rows of the given files.
+The model solves nothing. It is meant for trying a data set, a template or a verifier before a real
+model is downloaded. The tokenizer is trained on every string in the rows of the given files.
 Exit codes: 0 done, 2 wrong setting.
 """
 
@@ -26,15 +26,15 @@ NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "layers")
 NUM_HEADS = flags.DEFINE_integer("num_heads", 2, "query heads")
 NUM_KV_HEADS = flags.DEFINE_integer("num_kv_heads", 1, "key-value heads")
 CONTEXT = flags.DEFINE_integer("context", 4096, "tokens of prompt and response")
-SEED = flags.DEFINE_integer("seed", 0, "random seed of the weights")
+SEED = flags.DEFINE_integer(
+    "seed", 0, "random seed of the weights", lower_bound=0, upper_bound=2**32 - 1
+)
 
 
 def main() -> int:
     output = pathlib.Path(cli.required(OUTPUT))
     if not TEXT.value:
         raise UserError("--text is needed: a .jsonl file to train the tokenizer on.")
-    if not 0 <= SEED.value < 2**32:
-        raise UserError(f"--seed={SEED.value} must be from 0 to 2**32 - 1.")
     if NUM_HEADS.value < 1 or HIDDEN_SIZE.value % NUM_HEADS.value:
         raise UserError(
             f"--num_heads={NUM_HEADS.value} must divide --hidden_size={HIDDEN_SIZE.value}."
@@ -45,21 +45,22 @@ def main() -> int:
 
 
 def make(output: pathlib.Path) -> None:
-    """Writes the directory."""
     import jax
 
     from semrl_jax import data, models
 
     compilation.keep_programs()
-    texts = [text for file in TEXT.value for text in strings_of_file(pathlib.Path(file))]
+    texts = []
+    for file in TEXT.value:
+        for where, row in data.read_rows(pathlib.Path(file)):
+            if isinstance(row, data.RowError):
+                raise UserError(f"{where}: {row}")
+            texts += strings(row)
     tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
+    sizes = (HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS)
     config = models.DecoderConfig(
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE.value,
-        intermediate_size=INTERMEDIATE_SIZE.value,
-        num_layers=NUM_LAYERS.value,
-        num_heads=NUM_HEADS.value,
-        num_kv_heads=NUM_KV_HEADS.value,
+        **{flag.name: flag.value for flag in sizes},
         head_dim=HIDDEN_SIZE.value // NUM_HEADS.value,
         max_position_embeddings=CONTEXT.value,
         tie_embeddings=True,
@@ -70,18 +71,8 @@ def make(output: pathlib.Path) -> None:
     print(f"done: {output} has {count / 1e6:.2f} M parameters and {len(tokenizer)} tokens")
 
 
-def strings_of_file(file: pathlib.Path) -> Iterator[str]:
-    """Every string in the rows of a prompt file, without the keys."""
-    from semrl_jax import data
-
-    for where, row in data.read_rows(file):
-        if isinstance(row, data.RowError):
-            raise UserError(f"{where}: {row}")
-        yield from strings(row)
-
-
 def strings(value: Any) -> Iterator[str]:
-    """The strings in a JSON value, at any depth."""
+    """The strings in a JSON value, at any depth, without the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

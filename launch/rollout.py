@@ -18,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 from absl import flags
@@ -25,7 +27,6 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax import compilation
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rollout import ENGINES
 
 PROGRESS_EVERY_S = 10.0
@@ -33,7 +34,7 @@ MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM add
 PARENT_EVERY_S = 0.5  # between two checks of the parent process
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
-ENGINE = flags.DEFINE_string("engine", "jax", f"engine that samples: one of {ENGINES}")
+ENGINE = flags.DEFINE_enum("engine", "jax", ENGINES, "engine that samples")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "address to bind")
 PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free port")
 UNTIL_STDIN_CLOSES = flags.DEFINE_boolean(
@@ -45,12 +46,8 @@ TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file; with --tls_certificate")
 
 def end_with_stdin() -> None:
     """Sends this process SIGTERM once standard input closes, for whatever reason."""
-
-    def wait() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="stdin", daemon=True).start()
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_parent() -> None:
@@ -65,20 +62,17 @@ def end_with_parent() -> None:
             time.sleep(PARENT_EVERY_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="parent", daemon=True).start()
+    in_background(wait)
 
 
-def end_on_signal() -> None:
-    """Exits with code 0 on a signal that comes before the server has installed its handlers."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+def in_background(function: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def prepare_environment(model_path: str, directory: str) -> None:
     """Sets the variables that JAX, vLLM and the hub read on import.
 
-    VLLM_LOGGING_LEVEL, VLLM_NO_USAGE_STATS, VLLM_RPC_BASE_PATH and HF_HUB_OFFLINE keep the values
-    that the user has set.
+    Those with `setdefault` keep the value that the user has set.
 
     Args:
       model_path: config.model.path.
@@ -98,32 +92,17 @@ def prepare_environment(model_path: str, directory: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def temporary_directory() -> tempfile.TemporaryDirectory:
-    """A directory that is removed with the replica; its path is short enough for sockets."""
-    too_long = len(tempfile.gettempdir()) > MAX_TEMPORARY_PATH
-    return tempfile.TemporaryDirectory(
-        prefix="semrl-vllm-",
-        dir="/tmp" if too_long else None,
-        ignore_cleanup_errors=True,  # a dying process may still create files
-    )
-
-
 def report_until(listening: threading.Event) -> None:
     """Prints every few seconds that vLLM is still starting."""
     started = time.monotonic()
-
-    def report() -> None:
-        while not listening.wait(PROGRESS_EVERY_S):
-            print(f"starting vLLM ({time.monotonic() - started:.0f} s)", flush=True)
-
-    threading.Thread(target=report, name="progress", daemon=True).start()
+    while not listening.wait(PROGRESS_EVERY_S):
+        print(f"starting vLLM ({time.monotonic() - started:.0f} s)", flush=True)
 
 
 def main() -> int:
     config = cli.checked_config(CONFIG)
-    if ENGINE.value not in ENGINES:
-        raise UserError(f"--engine={ENGINE.value!r} must be one of {ENGINES}.")
-    end_on_signal()
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the server has installed its handlers
+        signal.signal(number, lambda *_: sys.exit(0))
     with contextlib.ExitStack() as stack:
         return serve(config, stack)
 
@@ -134,7 +113,14 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         from semrl_jax.rollout.engines.vllm import checked_version
 
         checked_version()  # before anything that takes seconds
-        directory = stack.enter_context(temporary_directory())
+        too_long = len(tempfile.gettempdir()) > MAX_TEMPORARY_PATH
+        directory = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix="semrl-vllm-",
+                dir="/tmp" if too_long else None,
+                ignore_cleanup_errors=True,  # a dying process may still create files
+            )
+        )
         prepare_environment(config.model.path, directory)
     from semrl_jax.model_setup import build_policy
     from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
@@ -142,14 +128,9 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     from semrl_jax.rollout.server import check_place, serve_until_signal
 
     if UNTIL_STDIN_CLOSES.value:
-        end_with_stdin()
+        in_background(end_with_stdin)
     token = read_token(config.rollout.token_file)
-    place = {
-        "host": HOST.value,
-        "port": PORT.value,
-        "tls_certificate": TLS_CERTIFICATE.value,
-        "tls_key": TLS_KEY.value,
-    }
+    place = {flag.name: flag.value for flag in (HOST, PORT, TLS_CERTIFICATE, TLS_KEY)}
     check_place(**place)  # before the model is read
     compilation.keep_programs()
     policy, tokenizer = build_policy(config)
@@ -167,7 +148,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
     try:
         if ENGINE.value == "vllm":
             engine = vllm_engine(config, policy, tokenizer, pathlib.Path(directory))
-            report_until(listening)
+            in_background(report_until, listening)
         else:
             engine = jax_engine(config, policy, tokenizer)
         serve_until_signal(

@@ -12,6 +12,10 @@ from jax.sharding import Mesh
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 
+RANDOM_MODEL_FIELDS = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings",
+)  # fmt: skip
+
 
 def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]:
     """Architecture and transformers tokenizer of `model.path`, or of a random model.
@@ -30,20 +34,14 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
             )
     else:
         tokenizer = data.character_tokenizer()
-        sizes = config.model
-        family = sizes.family or "qwen2"
+        model, family = config.model, config.model.family or "qwen2"
         architecture = models.DecoderConfig(
             model_type=models.find_family(family).model_type,
             family=family if "." in family else "",
             vocab_size=len(tokenizer),
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.hidden_size // sizes.num_heads,
+            head_dim=model.hidden_size // model.num_heads,
             max_position_embeddings=2048,
-            tie_embeddings=sizes.tie_embeddings,
+            **{name: model[name] for name in RANDOM_MODEL_FIELDS},
         )
     return models.Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
 

@@ -7,7 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from semrl_jax.cluster.peers import Peers, listen
+from semrl_jax.cluster.links import Listener
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
@@ -52,7 +53,7 @@ def config():
 def pair():
     """Two peers of one run, for calls from two threads."""
     key = b"secret of the test"
-    listener = listen("127.0.0.1", key)
+    listener = Listener("127.0.0.1", key)
     address = listener.address
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(Peers, 0, 2, listener=listener, key=key)

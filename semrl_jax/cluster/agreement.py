@@ -17,6 +17,7 @@ class Retry(RuntimeError):
 
 # How a process's part ended, worst first. A mistake is reported rather than its consequences.
 KINDS = ("mistake", "failed", "preempted", "retry", "done")
+KIND_OF = {UserError: "mistake", Preempted: "preempted", Retry: "retry"}  # of others: "failed"
 
 
 def run_phase(peers: Peers, phase: str, work: Callable[[], T]) -> T:
@@ -37,7 +38,8 @@ def run_phase(peers: Peers, phase: str, work: Callable[[], T]) -> T:
             value = work()
     except (Exception, Preempted) as caught:
         error = caught
-        outcome = {"kind": _kind(caught), "text": str(caught) or type(caught).__name__}
+        kind = next((kind for base, kind in KIND_OF.items() if isinstance(caught, base)), "failed")
+        outcome = {"kind": kind, "text": str(caught) or type(caught).__name__}
     outcomes = peers.gather(phase, outcome)
     index, worst = min(
         enumerate(outcomes), key=lambda pair: (KINDS.index(pair[1]["kind"]), pair[0])
@@ -62,25 +64,14 @@ def on_first(peers: Peers, phase: str, work: Callable[[], Any]) -> Any:
     """
     if peers.count == 1:
         return work()
-    found = []
-    run_phase(peers, phase, lambda: found.append(work()) if peers.index == 0 else None)
-    return peers.gather(phase, found)[0][0]
+    found = run_phase(peers, phase, lambda: work() if peers.index == 0 else None)
+    return peers.gather(phase, found)[0]
 
 
-def _kind(error: BaseException) -> str:
-    if isinstance(error, UserError):
-        return "mistake"
-    if isinstance(error, Preempted):
-        return "preempted"
-    return "retry" if isinstance(error, Retry) else "failed"
-
-
-def _as_exception(outcome: dict, index: int, phase: str) -> BaseException:
-    text = outcome["text"]
-    if outcome["kind"] == "mistake":
-        return UserError(f"process {index}: {text}")
-    if outcome["kind"] == "preempted":
+def _as_exception(outcome: dict[str, str], index: int, phase: str) -> BaseException:
+    kind, text = outcome["kind"], outcome["text"]
+    if kind == "failed":
+        return PeerFailed(f"process {index} failed in phase {phase!r}: {text}")
+    if kind == "preempted":
         return Preempted(text)
-    if outcome["kind"] == "retry":
-        return Retry(f"process {index}: {text}")
-    return PeerFailed(f"process {index} failed in phase {phase!r}: {text}")
+    return (UserError if kind == "mistake" else Retry)(f"process {index}: {text}")

@@ -1,4 +1,4 @@
-"""Makes `Peers` from processes that JAX has joined."""
+"""Processes that JAX has joined: makes their `Peers`, and sends bytes over the mesh."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from semrl_jax.cluster.environment import split_address
-from semrl_jax.cluster.links import is_loopback, listen
+from semrl_jax.cluster.links import Listener, is_loopback
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.rounding import next_power_of_two
 
 KEY_BYTES = 32
+MIN_GATHERED_BYTES = 2**16
 
 
 def connect(
     coordinator: str,
     *,
-    connect_timeout_s: float,
-    heartbeat_timeout_s: float,
-    phase_timeout_s: float,
     progress: Callable[[str], None],
+    **timeouts_s: float,
 ) -> Peers:
     """The peers of a joined process; without connections if it is the only process.
 
     Process 0 takes a free port, other than the coordinator's. The others receive secret and port
     over the mesh. With a coordinator on loopback, process 0 listens on loopback only.
+
+    Args:
+      progress, timeouts_s: see `Peers`.
 
     Raises:
       UserError: if a process cannot connect to process 0 within `connect_timeout_s`.
@@ -39,7 +42,7 @@ def connect(
     listener, parts = None, np.zeros(KEY_BYTES + 2, np.uint8)
     if jax.process_index() == 0:
         key = secrets.token_bytes(KEY_BYTES)
-        listener = listen(host if is_loopback(host) else "", key)
+        listener = Listener(host if is_loopback(host) else "", key)
         port = listener.address[1]
         parts = np.frombuffer(key + port.to_bytes(2, "big"), np.uint8)
     parts = np.asarray(multihost_utils.broadcast_one_to_all(parts), np.uint8)
@@ -49,8 +52,21 @@ def connect(
         listener=listener,
         address=(host, int.from_bytes(parts[KEY_BYTES:].tobytes(), "big")),
         key=parts[:KEY_BYTES].tobytes(),
-        connect_timeout_s=connect_timeout_s,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        phase_timeout_s=phase_timeout_s,
         progress=progress,
+        **timeouts_s,
     )
+
+
+def gather_bytes(peers: Peers, phase: str, data: bytes) -> list[bytes]:
+    """Returns the data of every process, by process; every process must call it.
+
+    The sizes are exchanged first, so that a missing process is named before the collective.
+    """
+    if peers.count == 1:
+        return [data]
+    sizes = peers.gather(phase, len(data))
+    padded = np.zeros(max(next_power_of_two(max(sizes)), MIN_GATHERED_BYTES), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    with peers.phase(phase):
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row[:length].tobytes() for row, length in zip(rows, sizes)]

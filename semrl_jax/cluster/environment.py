@@ -18,20 +18,12 @@ ALONE = "distributed.num_processes=1 runs this process alone"
 
 
 class Place(NamedTuple):
-    """Index of a process in its job, and how to reach process 0.
+    """Index of a process in its job, and how to reach process 0."""
 
-    Attributes:
-      coordinator: host:port where process 0 waits for the others; empty for a single process.
-      num_processes: number of processes of the job, at least 1.
-      process_id: index of this process, in [0, num_processes).
-      source: where the values come from, for messages: settings, Slurm, JobSet, TPU or single
-        process.
-    """
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    source: str
+    coordinator: str  # host:port where process 0 waits for the others; empty for a single process
+    num_processes: int  # of the job, at least 1
+    process_id: int  # index of this process, in [0, num_processes)
+    source: str  # of these values, for messages: settings, Slurm, JobSet, TPU or single process
 
 
 SINGLE = Place("", 1, 0, "single process")
@@ -44,10 +36,9 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
     environment is not read. Otherwise it is read in the order Slurm, JobSet, TPU slice. If none of
     them has several processes, this is a single process.
 
-    JAX's own detection (`jax.distributed.initialize()` without arguments) is not used. It takes a
-    shell inside a Slurm allocation for a task. It needs a Kubernetes client with the right to read
-    pods. It binds a Slurm task to one GPU. It reports neither address nor number of processes
-    before it waits for them. The variables read here are the same.
+    JAX's own detection, which reads the same variables, takes a shell inside a Slurm allocation for
+    a task, binds a Slurm task to one GPU, and needs a Kubernetes client with the right to read
+    pods. It reports neither address nor number of processes before it waits for them.
 
     Args:
       settings: coordinator, num_processes and process_id of config.distributed; others are ignored.
@@ -177,9 +168,8 @@ def _without_cluster(coordinator: str, num_processes: int, process_id: int) -> P
 def _slurm(environ: Mapping[str, str]) -> Place | None:
     """The place of a task that srun started.
 
-    Every shell inside a job inherits the variables of the job. A batch script or an interactive
-    shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job. Only srun sets the variables of
-    a step. Of these, only SLURM_STEP_NUM_TASKS never has the job's value.
+    A batch script or an interactive shell inherits SLURM_PROCID=0 and the SLURM_NTASKS of the whole
+    job. Only srun sets the variables of a step, and SLURM_STEP_NUM_TASKS never has the job's value.
     """
     in_step = "SLURM_STEP_NUM_TASKS" in environ or "SLURM_STEP_NODELIST" in environ
     if "SLURM_PROCID" not in environ or not in_step:
@@ -190,14 +180,12 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
         return None
     process_id = _number(environ, "SLURM_PROCID", "Slurm", below=num_processes)
     listed = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    nodes = _text(environ, listed, "Slurm")
     try:
-        # Slurm gives task 0 to the first node of the step.
-        host = expand_nodes(_text(environ, listed, "Slurm"))[0]
+        host = expand_nodes(nodes)[0]  # Slurm gives task 0 to the first node of the step
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
-            f"{listed}={environ[listed]!r} cannot be read: {error}; set distributed.coordinator "
+            f"{listed}={nodes!r} cannot be read: {error}; set distributed.coordinator "
             "to host:port of the first node."
         ) from None
     # Two steps of one job may run side by side. The id of the step gives them different ports.
@@ -227,20 +215,17 @@ def _jobset(environ: Mapping[str, str]) -> Place | None:
 def _tpu(environ: Mapping[str, str]) -> Place | None:
     """The place of a host of one or several TPU slices."""
     hosts = [host for host in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-    slices = 1
+    source, slices = "the TPU slice", 1
     if environ.get("MEGASCALE_NUM_SLICES"):
-        slices = _number(environ, "MEGASCALE_NUM_SLICES", "the TPU slice")
+        slices = _number(environ, "MEGASCALE_NUM_SLICES", source)
     if len(hosts) * slices <= 1:
         return None
-    worker = _number(environ, "TPU_WORKER_ID", "the TPU slice", below=len(hosts))
-    host, slice_id = hosts[0], 0
+    process_id, host = _number(environ, "TPU_WORKER_ID", source, below=len(hosts)), hosts[0]
     if slices > 1:
-        slice_id = _number(environ, "MEGASCALE_SLICE_ID", "the TPU slice", below=slices)
+        process_id += len(hosts) * _number(environ, "MEGASCALE_SLICE_ID", source, below=slices)
         # The port in this variable is for the slices' own traffic.
-        host = _text(environ, "MEGASCALE_COORDINATOR_ADDRESS", "the TPU slice").split(":")[0]
-    return Place(
-        f"{host}:{TPU_PORT}", len(hosts) * slices, slice_id * len(hosts) + worker, "the TPU slice"
-    )
+        host = _text(environ, "MEGASCALE_COORDINATOR_ADDRESS", source).split(":")[0]
+    return Place(f"{host}:{TPU_PORT}", len(hosts) * slices, process_id, source)
 
 
 def _text(environ: Mapping[str, str], name: str, source: str) -> str:

@@ -1,4 +1,4 @@
-"""Waits until all processes of a job are there, then lets JAX join them into one program."""
+"""Waits until all processes of a job have arrived, then lets JAX join them into one program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from semrl_jax.cluster.environment import ALONE, Place, split_address
 from semrl_jax.cluster.links import is_loopback, listening_socket
@@ -37,11 +37,11 @@ def join(
     """Joins this process with the others of its job. A single process returns at once.
 
     Must be called before anything uses a JAX backend. If processes are missing, JAX's own wait ends
-    with abort() and a stack trace that does not name them. Therefore the processes first exchange a
-    few lines of text on the coordinator's port. JAX starts when all have arrived.
+    with abort() and a stack trace that does not name them. Therefore the processes first exchange
+    lines of text on the coordinator's port. JAX starts when all have arrived.
 
-    This exchange and JAX's coordination service use neither encryption nor a password. The port
-    must be reachable only from the cluster's own network. A coordinator on loopback binds loopback.
+    This exchange and JAX's coordination service use neither encryption nor a password, so only the
+    cluster's own network may reach the port. A coordinator on loopback binds loopback.
 
     Args:
       place: from `find_place`.
@@ -50,48 +50,86 @@ def join(
       announce: takes one line about a wait, every 10 s.
 
     Raises:
-      UserError: if process 0 cannot be reached, its port cannot be used, or processes did not
-        arrive in time (the message names them), arrived twice, or expect another number of
-        processes.
+      UserError: if process 0 cannot be reached, its port cannot be used, or processes are late,
+        arrived twice, or expect another number of processes; the message names them.
       RuntimeError: if this process has joined already or a JAX backend exists.
     """
     if place.num_processes == 1:
         return
-    deadline = time.monotonic() + connect_timeout_s
+    meeting = _Meeting(place, connect_timeout_s, announce)
     import jax  # here: `find_place` and `Peers` do not need it
 
     if jax.distributed.is_initialized():
         raise RuntimeError("this process has joined its job already")
-    host, port = split_address(place.coordinator, "distributed.coordinator")
     if place.process_id == 0:
-        _receive_all(place, host, port, connect_timeout_s, deadline, announce)
+        _receive_all(meeting)
     else:
-        _call(place, host, port, connect_timeout_s, deadline, announce)
+        _call(meeting)
+    host, port = meeting.address
     # By default gRPC would use the proxy of $http_proxy. The exchange above did not use it.
     bypassed = os.environ.get(NO_GRPC_PROXY) or os.environ.get(NO_PROXY) or ""
     os.environ[NO_GRPC_PROXY] = ",".join(filter(None, (bypassed, host)))
     jax.config.update("jax_check_proxy_envs", False)  # switches off JAX's warning about the proxy
     # JAX's preemption service handles SIGTERM itself; the run would not receive the signal.
     jax.config.update("jax_enable_preemption_service", False)
-    left_s = max(deadline - time.monotonic(), 10.0)
-    with _bounded(left_s, place):
+    left_s = max(meeting.left_s, 10.0)
+    watchdog = threading.Timer(left_s, _give_up, (place,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
         jax.distributed.initialize(
             place.coordinator,
             place.num_processes,
             place.process_id,
             # No detection is needed: `place` is known, and all devices are used.
             cluster_detection_method="deactivate",
-            coordinator_bind_address=_bind_address(host, port),
+            # The rule of `listening_socket`.
+            coordinator_bind_address=place.coordinator if is_loopback(host) else f"[::]:{port}",
             initialization_timeout=math.ceil(left_s) + 60,  # later than our own limit
             heartbeat_timeout_seconds=max(1, math.ceil(heartbeat_timeout_s)),
+        )
+    finally:
+        watchdog.cancel()
+
+
+class _Meeting:
+    """The exchange before JAX starts: its address, its deadline, and progress lines."""
+
+    def __init__(self, place: Place, timeout_s: float, announce: Callable[[str], None]):
+        self.place = place
+        self.address = split_address(place.coordinator, "distributed.coordinator")
+        self._timeout_s, self._announce = timeout_s, announce
+        self._deadline = time.monotonic() + timeout_s
+        self._next_report = time.monotonic() + REPORT_EVERY_S
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def report(self, line: str) -> None:
+        """Announces a line, unless the last one was less than REPORT_EVERY_S ago."""
+        if time.monotonic() >= self._next_report:
+            self._announce(f"waits for {line}")
+            self._next_report += REPORT_EVERY_S
+
+    def failure(self, missing: set[int], problem: str) -> str:
+        """The message when the time is over; `missing` is empty if process 0 never answered."""
+        place, limit = self.place, f"distributed.connect_timeout_s={self._timeout_s:g} s"
+        coordinator = f"distributed.coordinator={place.coordinator}"
+        alone = f"if this is not part of a job, {ALONE} (the place is from {place.source})."
+        if missing:
+            return (
+                f"{name_processes(missing)} of {place.num_processes} did not arrive at "
+                f"{coordinator} within {limit}; start them, or, {alone}"
+            )
+        return (
+            f"{coordinator}: process 0 of {place.num_processes} cannot be reached within {limit} "
+            f"({problem}); start it on that host, open the port, or, {alone}"
         )
 
 
 def exit_without_peers(exit_code: int) -> None:
-    """Makes this process exit with `exit_code` without waiting for other processes of the job.
-
-    Otherwise JAX would wait five minutes for them at the exit.
-    """
+    """Ends this process at its exit without waiting five minutes for the others, as JAX would."""
 
     def leave() -> None:
         sys.stdout.flush()
@@ -101,17 +139,11 @@ def exit_without_peers(exit_code: int) -> None:
     atexit.register(leave)  # atexit calls the last registered function first
 
 
-def _receive_all(
-    place: Place,
-    host: str,
-    port: int,
-    timeout_s: float,
-    deadline: float,
-    announce: Callable[[str], None],
-) -> None:
+def _receive_all(meeting: _Meeting) -> None:
     """Process 0: waits until every other process has connected, then tells all to continue."""
+    place = meeting.place
     try:
-        listener = listening_socket(host, port)
+        listener = listening_socket(*meeting.address)
     except OSError as error:
         # Python adds the address to the reason. For an unknown host name there is no strerror.
         reason = (error.strerror or str(error)).split(" (while")[0]
@@ -122,7 +154,6 @@ def _receive_all(
     callers: dict[int, socket.socket] = {}
     refused = ""
     told: set[int] = set()
-    next_report = time.monotonic() + REPORT_EVERY_S
     with listener, contextlib.ExitStack() as stack:
         stack.callback(lambda: [caller.close() for caller in callers.values()])
         while True:
@@ -130,17 +161,15 @@ def _receive_all(
             missing = set(range(1, place.num_processes)) - callers.keys()
             if not missing:
                 break
-            now = time.monotonic()
-            if now >= deadline:
+            left_s = meeting.left_s
+            if left_s <= 0:
                 _tell(callers, f"late {_ids(missing)}")
-                raise UserError(_absent(place, missing, timeout_s) + refused)
-            if now >= next_report:
-                announce(f"waits for {name_processes(missing)} at {place.coordinator}")
-                next_report += REPORT_EVERY_S
+                raise UserError(meeting.failure(missing, "") + refused)
+            meeting.report(f"{name_processes(missing)} at {place.coordinator}")
             if missing != told:
                 _tell(callers, f"missing {_ids(missing)}")
                 told = missing
-            listener.settimeout(min(1.0, deadline - now))
+            listener.settimeout(min(1.0, left_s))
             try:
                 caller, address = listener.accept()
             except TimeoutError:
@@ -155,56 +184,43 @@ def _receive_all(
 
 def _admit(place: Place, caller: socket.socket, callers: dict[int, socket.socket]) -> str:
     """Accepts or refuses a caller; returns the reason if it refuses a process of a job."""
+    answer = ""
     try:
         caller.settimeout(GREETING_TIMEOUT_S)
-        greeting = _read_line(caller)
-        match = re.fullmatch(rf"{re.escape(GREETING)} (\d{{1,9}}) of (\d{{1,9}})", greeting)
-        if match is None:
-            caller.close()  # an unknown program, such as a port scan
-            return ""
-        process_id, num_processes = int(match[1]), int(match[2])
-        _forget_gone(callers)
-        answer = ""
-        if num_processes != place.num_processes:
-            answer = (
-                f"it expects {num_processes} processes, process 0 expects {place.num_processes}"
-            )
-        elif not 0 < process_id < place.num_processes or process_id in callers:
-            answer = f"process {process_id} has already arrived"
-        if answer:
+        greeting = rf"{re.escape(GREETING)} (\d{{1,9}}) of (\d{{1,9}})"
+        if match := re.fullmatch(greeting, _read_line(caller)):
+            process_id, num_processes = int(match[1]), int(match[2])
+            _forget_gone(callers)
+            if num_processes != place.num_processes:
+                answer = (
+                    f"it expects {num_processes} processes, process 0 expects {place.num_processes}"
+                )
+            elif not 0 < process_id < place.num_processes or process_id in callers:
+                answer = f"process {process_id} has already arrived"
+            else:
+                callers[process_id] = caller
+                return ""
             caller.sendall(f"refused {answer}\n".encode())
-            caller.close()
-        else:
-            callers[process_id] = caller
-        return answer
     except OSError:
-        caller.close()
-        return ""
+        answer = ""
+    caller.close()  # it was refused, or it is an unknown program, such as a port scan
+    return answer
 
 
-def _call(
-    place: Place,
-    host: str,
-    port: int,
-    timeout_s: float,
-    deadline: float,
-    announce: Callable[[str], None],
-) -> None:
+def _call(meeting: _Meeting) -> None:
     """Every other process: connects to process 0 and waits until it says to continue."""
+    place = meeting.place
     problem = "it does not answer"
     missing: set[int] = set()
-    next_report = time.monotonic() + REPORT_EVERY_S
-    while (left_s := deadline - time.monotonic()) > 0:
-        if time.monotonic() >= next_report:
-            announce(f"waits for process 0 at {place.coordinator}: {problem}")
-            next_report += REPORT_EVERY_S
+    while (left_s := meeting.left_s) > 0:
+        meeting.report(f"process 0 at {place.coordinator}: {problem}")
         try:
-            with socket.create_connection((host, port), timeout=min(5.0, left_s)) as connection:
+            with socket.create_connection(meeting.address, min(5.0, left_s)) as connection:
                 greeting = f"{GREETING} {place.process_id} of {place.num_processes}\n"
                 connection.sendall(greeting.encode())
                 problem = "something listens there, but does not answer as process 0 does"
                 while True:
-                    connection.settimeout(max(deadline - time.monotonic(), 0.01))
+                    connection.settimeout(max(meeting.left_s, 0.01))
                     word, _, rest = _read_line(connection).partition(" ")
                     if word == "go":
                         return
@@ -219,31 +235,15 @@ def _call(
                         break
                     missing = {int(number) for number in rest.split(",") if number}
                     if word == "late":
-                        raise UserError(_absent(place, missing, timeout_s))
+                        raise UserError(meeting.failure(missing, problem))
                     problem = f"{name_processes(missing)} did not arrive"
         except TimeoutError:
             pass
         except OSError as error:
             missing = set()
             problem = error.strerror or str(error)
-        time.sleep(max(0.0, min(RETRY_S, deadline - time.monotonic())))
-    if missing:
-        raise UserError(_absent(place, missing, timeout_s))
-    raise UserError(
-        f"distributed.coordinator={place.coordinator}: process 0 of {place.num_processes} cannot "
-        f"be reached within distributed.connect_timeout_s={timeout_s:g} s ({problem}); start it "
-        f"on that host, open the port, or, if this is not part of a job, {ALONE} (the place is "
-        f"from {place.source})."
-    )
-
-
-def _absent(place: Place, missing: set[int], timeout_s: float) -> str:
-    return (
-        f"{name_processes(missing)} of {place.num_processes} did not arrive at "
-        f"distributed.coordinator={place.coordinator} within "
-        f"distributed.connect_timeout_s={timeout_s:g} s; start them, or, if this is not part of a "
-        f"job, {ALONE} (the place is from {place.source})."
-    )
+        time.sleep(max(0.0, min(RETRY_S, meeting.left_s)))
+    raise UserError(meeting.failure(missing, problem))
 
 
 def _ids(numbers: set[int]) -> str:
@@ -285,33 +285,12 @@ def _read_line(connection: socket.socket) -> str:
     raise ConnectionError("the program that answers there is not process 0")
 
 
-def _bind_address(host: str, port: int) -> str:
-    """The address where JAX's service listens, by the same rule as `listening_socket`."""
-    if not is_loopback(host):
-        return f"[::]:{port}"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-@contextlib.contextmanager
-def _bounded(timeout_s: float, place: Place) -> Iterator[None]:
-    """Ends the process with one line if the block takes longer.
-
-    The block is a call into C++, which cannot be interrupted.
-    """
-
-    def give_up():
-        print(
-            f"process {place.process_id} of {place.num_processes}: another process was lost while "
-            f"all were joining at {place.coordinator}; start the same job again",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_PEER_LOST)
-
-    watchdog = threading.Timer(timeout_s, give_up)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.cancel()
+def _give_up(place: Place) -> None:
+    """Ends the process: JAX's wait is a call into C++, which cannot be interrupted."""
+    print(
+        f"process {place.process_id} of {place.num_processes}: another process was lost while "
+        f"all were joining at {place.coordinator}; start the same job again",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_PEER_LOST)

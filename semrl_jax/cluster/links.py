@@ -1,7 +1,7 @@
 """Connections between the processes of one run: handshake, time limits, sending and receiving.
 
-Connections use TCP over IPv4 or IPv6 and the handshake of `multiprocessing.connection`: both ends
-prove that they know the run's secret. This module does not load JAX.
+The handshake is that of `multiprocessing.connection`: both ends prove that they know the run's
+secret. This module does not load JAX.
 """
 
 from __future__ import annotations
@@ -76,9 +76,15 @@ def flush(links: Iterable[Link]) -> None:
 
 
 class Listener:
-    """Process 0's listening socket; `address` is where the others connect."""
+    """Process 0's listening socket; `address` is where the others connect.
 
-    def __init__(self, host: str, key: bytes, port: int):
+    Args:
+      host: a loopback host listens only there, any other host on all addresses.
+      key: the secret of the run.
+      port: 0 takes a free port.
+    """
+
+    def __init__(self, host: str, key: bytes, port: int = 0):
         self._socket = listening_socket(host, port)
         self._key = key
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
@@ -103,14 +109,6 @@ class Listener:
                 multiprocessing.connection.answer_challenge(connection, self._key)
                 hello = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
             arrived(Link(hello["hello"], hello["name"], connection))
-
-
-def listen(host: str, key: bytes, port: int = 0) -> Listener:
-    """Listens on a loopback host only there, for any other host on all addresses.
-
-    Port 0 takes a free port.
-    """
-    return Listener(host, key, port)
 
 
 def call(address: tuple[str, int], key: bytes, hello: dict[str, Any], timeout_s: float) -> Link:

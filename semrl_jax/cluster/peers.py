@@ -1,8 +1,8 @@
 """The processes of one run: small values that they exchange, and detection of a lost process.
 
-Every process holds one connection to process 0, in addition to JAX's own. If a peer is lost, JAX
-would end the process with pages of C++ output that do not name the peer. Messages are small JSON
-objects. Arrays go over the mesh (exchange.py). This module does not load JAX.
+Every process holds one connection to process 0, in addition to JAX's own, which would end the
+process with pages of C++ output that do not name the lost peer. Messages are small JSON objects.
+This module does not load JAX.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from semrl_jax.cluster.links import Link, Listener, call, flush, listen
+from semrl_jax.cluster.links import Link, Listener, call, flush
 from semrl_jax.errors import UserError
-
-__all__ = ["EXIT_PEER_LOST", "PeerFailed", "Peers", "listen", "name_processes"]
 
 EXIT_MISTAKE = 2
 EXIT_PEER_LOST = 76
@@ -39,12 +37,12 @@ class Peers:
     Args:
       index: of this process; process 0 listens.
       count: number of processes; with 1 there are no connections.
-      listener: in process 0, from `listen`.
+      listener: in process 0 only.
       address, key: where process 0 listens, and the secret of this run.
       connect_timeout_s: for all others to connect to process 0.
       heartbeat_timeout_s: a process that sends nothing for this long is lost.
-      phase_timeout_s: how long all others wait for one process in `gather`, and how long a process
-        may stay in one phase, for example when a device hangs in a program of all processes.
+      phase_timeout_s: limit of a wait in `gather`, and of one phase of a process, for example when
+        a device hangs in a program of all processes.
       progress: takes one line about a wait, in process 0.
       progress_every_s: seconds between two such lines.
 
@@ -166,9 +164,10 @@ class Peers:
     def _beat(self) -> None:
         self._send_all({"phase": self._phase, "phase_s": time.monotonic() - self._phase_began})
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: dict[str, Any], but: int | None = None) -> None:
         for link in list(self._links.values()):
-            link.send(message)
+            if link.index != but:
+                link.send(message)
 
     def _accept(self, listener: Listener, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -286,9 +285,7 @@ class Peers:
 
     def _stopped(self, message: dict) -> None:
         if self.index == 0:  # only process 0 has links to all
-            for link in self._links.values():
-                if link.index != message["stop"]:
-                    link.send(message)
+            self._send_all(message, but=message["stop"])
         self.on_stop()
 
     def _failed(self, message: dict) -> None:
@@ -307,9 +304,7 @@ class Peers:
     def _exit(self, message: dict[str, Any], line: str, exit_code: int) -> NoReturn:
         """Ends all processes. Connections that then close are not reported as losses."""
         self._ending.acquire()
-        for link in self._links.values():
-            if link.index != message.get("failed"):
-                link.send(message)
+        self._send_all(message, but=message.get("failed"))
         flush(self._links.values())
         print(line, file=sys.stderr, flush=True)
         os._exit(exit_code)

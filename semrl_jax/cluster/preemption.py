@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: end at a moment when the state in memory is whole."""
+"""SIGTERM and SIGINT end a run only while the train state in memory is complete."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from semrl_jax.errors import Preempted
 class StopRequest:
     """Remembers a signal and raises `Preempted` where the loop allows it.
 
-    Inside `interruptible()` the signal raises at once, even out of a wait; elsewhere the loop asks
-    with `check()`. The update donates its buffers, so it is never interrupted.
-
-    The processes of a run share it: `forward` tells the others of a signal, and what another was
-    sent comes in by `request`.
+    Inside `interruptible()` the signal raises at once, even during a wait; elsewhere the loop calls
+    `check()`. The update donates its buffers, so it is never interrupted.
 
     Args:
-      grace_s: from the signal on; a process that has not ended by then ends with `exit_code`,
-        whatever it is doing.
+      grace_s: this long after the signal, the process ends with `exit_code`, whatever it is doing.
       exit_code: as above.
-      forward: called once, in a thread of its own.
+      forward: tells the other processes of the run, which call their `request`. It is called once,
+        in its own thread.
     """
 
     def __init__(self, grace_s: float, exit_code: int, forward: Callable[[], None] = lambda: None):
         self._signal_name = ""
         self._num_interrupts = 0  # SIGINT
-        self._main_thread = 0  # that handles signals, while they are
+        self._main_thread = 0  # 0 unless the handlers are installed
         self._forward = forward
         self._depth = 0  # of nested interruptible blocks
         self._late = "no checkpoint", "the run goes on from the one before"
@@ -47,8 +44,8 @@ class StopRequest:
     def interruptible(self) -> Iterator[None]:
         """Allows the signal to raise anywhere in the block.
 
-        Whatever else the block raises after a signal is Preempted too: raised between any two
-        instructions, it can leave a lock unheld whose owner then fails to release it.
+        Any other exception after a signal becomes Preempted. It may be a consequence: for example,
+        a signal inside `Condition.wait` can leave a lock unheld, and its release then fails.
         """
         self.check()
         self._depth += 1
@@ -64,10 +61,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A part of an interruptible block that may not be left in the middle.
-
-        Raises Preempted after it where a signal came.
-        """
+        """Part of an interruptible block that must finish; Preempted is raised only after it."""
         depth, self._depth = self._depth, 0
         try:
             yield
@@ -77,11 +71,11 @@ class StopRequest:
             self.check()
 
     def checkpoint_saved(self) -> None:
-        """Only the report is missing where the process has not ended within the grace time."""
+        """From now on, only the report is missing if the grace time is exceeded."""
         self._late = "no report", "the checkpoint is saved"
 
     def request(self) -> None:
-        """Does as a signal would; from any thread, once however often it is called."""
+        """Has the effect of a signal. Any thread may call it; further calls do nothing."""
         if self._main_thread and not self._signal_name:
             signal.pthread_kill(self._main_thread, signal.SIGTERM)
 
@@ -114,7 +108,7 @@ class StopRequest:
             raise Preempted(self._signal_name)
 
     def _give_up(self, grace_s: float, exit_code: int) -> None:
-        """The sender of the signal will not wait longer; what is on disk is whole."""
+        """Ends the process: the sender would kill it soon. The files on disk are complete."""
         missing, consequence = self._late
         print(
             f"{self._signal_name}: {missing} within training.grace_s={grace_s:g} s; {consequence}",

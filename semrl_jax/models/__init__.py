@@ -1,8 +1,8 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
-from semrl_jax.choices import DTYPES, REMAT_POLICIES
+from semrl_jax.choices import REMAT_POLICIES
 from semrl_jax.models.config import DecoderConfig, RopeScaling
-from semrl_jax.models.decoder import Decoder, KVCache
+from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.directory import (
     check_params,
     eos_token_ids,
@@ -20,7 +20,6 @@ from semrl_jax.models.policy import Params, Policy
 from semrl_jax.models.sharding import (
     AXES,
     DATA_AXES,
-    batch_sharding,
     check_mesh,
     make_mesh,
     parameter_shardings,
@@ -31,9 +30,7 @@ from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, 
 __all__ = [
     "AXES",
     "DATA_AXES",
-    "DTYPES",
     "REMAT_POLICIES",
-    "Decoder",
     "DecoderConfig",
     "Family",
     "KVCache",
@@ -41,7 +38,6 @@ __all__ = [
     "Piece",
     "Policy",
     "RopeScaling",
-    "batch_sharding",
     "check_mesh",
     "check_params",
     "config_from_hf",

@@ -26,15 +26,8 @@ LONGEST_AT_ONCE = 1024  # columns; longer sequences are computed in blocks
 BLOCK = 256  # queries, and keys, of a block
 UNSEEN = -1e30  # score of a masked key: finite, so that no difference is NaN
 
-Attention = Callable[
-    [
-        Float[Array, "B S N H"],
-        Float[Array, "B S K H"],
-        Float[Array, "B S K H"],
-        Int[Array, ""] | None,
-    ],
-    Float[Array, "B S N H"],
-]
+# From queries, keys, values and the window of a layer to attended values [B, S, N, H].
+Attention = Callable[..., Float[Array, "B S N H"]]
 
 
 class Places(NamedTuple):
@@ -72,7 +65,7 @@ def self_attention(
     longest_at_once: int = LONGEST_AT_ONCE,
     block: int = BLOCK,
 ) -> Attention:
-    """Returns the attention of the layers: (queries, keys, values, window) to attended values.
+    """Returns the attention of the layers.
 
     A token attends to tokens of its own segment, in its own and in earlier columns, fewer than
     `window` positions back. Sequences of more than `longest_at_once` columns are computed in
@@ -90,12 +83,9 @@ def self_attention(
     split = mesh is not None and activation_spec("tokens", segment_ids.shape, mesh)[1] is not None
     if split or num_columns > longest_at_once:
         return _blockwise(positions, segment_ids, mesh, block)
-    columns = jnp.arange(num_columns)
-    mask = (
-        (segment_ids[:, :, None] == segment_ids[:, None, :])
-        & (segment_ids[:, None, :] != 0)
-        & (columns[:, None] >= columns[None, :])[None]
-    )  # [B, S, S]
+    columns = jnp.broadcast_to(jnp.arange(num_columns), segment_ids.shape)
+    places = Places(columns, positions, segment_ids)
+    mask = _seen(places, places, None)  # [B, S, S], the same in every layer
 
     def attend(query, key, value, window):
         seen = within_window(mask, positions, positions, window)
@@ -109,14 +99,10 @@ def _blockwise(
     positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"], mesh: Mesh | None, block: int
 ) -> Attention:
     """`self_attention` in blocks; each device has its own rows, columns and heads."""
-    if mesh is None:
-
-        def attend(query, key, value, window):
-            return _attend_by_blocks(query, key, value, positions, segment_ids, window, block)
-
-        return attend
 
     def attend(query, key, value, window):
+        if mesh is None:
+            return _attend_by_blocks(query, key, value, positions, segment_ids, window, block)
         key, value = (shared_heads(x, query.shape[2], mesh) for x in (key, value))
         heads = activation_spec("heads", query.shape, mesh)
         tokens = activation_spec("tokens", segment_ids.shape, mesh)
@@ -197,17 +183,13 @@ def _ring(
 
 def _ring_forward(query, key, value, places, window, axis, num_shards):
     shape = query.shape[:-1]
-    sums = Sums(
-        _zeros((*shape, query.shape[-1]), query),
-        _zeros(shape, query) + UNSEEN,
-    )
+    sums = Sums(_zeros(query.shape, query), _zeros(shape, query) + UNSEEN)
 
     def step(carry, _):
         sums, keys = carry
         # Sending and using the keys do not wait for each other.
-        return (_add_keys(sums, query, places, keys, window), _to_next(keys, axis, num_shards)), (
-            None
-        )
+        sums = _add_keys(sums, query, places, keys, window)
+        return (sums, _to_next(keys, axis, num_shards)), None
 
     keys = (key, value, places)
     (sums, keys), _ = jax.lax.scan(step, (sums, keys), length=num_shards - 1)
@@ -255,7 +237,7 @@ def _add_keys(sums, query, places, keys, window):
 
         def with_keys(sums, block):
             key, value, key_places = block
-            seen = _seen(query_places, key_places, window)
+            seen = _seen(query_places, key_places, window)[:, None, None]
 
             def added():
                 scores = jnp.where(seen, _scores(query, key), UNSEEN)
@@ -286,7 +268,7 @@ def _block_gradients(given, keys, key_gradients, window):
 
         def with_keys(query_gradient, block):
             (key, value, key_places), (key_gradient, value_gradient) = block
-            seen = _seen(query_places, key_places, window)
+            seen = _seen(query_places, key_places, window)[:, None, None]
 
             def added():
                 weights = jnp.where(seen, jnp.exp(_scores(query, key) - log_z[..., None]), 0.0)
@@ -315,13 +297,12 @@ def _block_gradients(given, keys, key_gradients, window):
 
 def _seen(
     query_places: Places, key_places: Places, window: Int[Array, ""] | None
-) -> Bool[Array, "B 1 1 T S"]:
-    """Which keys of a block each query of a block attends to."""
+) -> Bool[Array, "B T S"]:
+    """Which keys each query attends to."""
     columns, positions, segments = (x[:, :, None] for x in query_places)
     key_columns, key_positions, key_segments = (x[:, None, :] for x in key_places)
     mask = (segments == key_segments) & (key_segments != 0) & (columns >= key_columns)
-    mask = within_window(mask, positions[:, :, 0], key_positions[:, 0], window)
-    return mask[:, None, None]
+    return within_window(mask, positions[:, :, 0], key_positions[:, 0], window)
 
 
 def _scores(query, key):

@@ -19,20 +19,16 @@ MAX_POSITIONS = 2**31 - 1  # positions are int32
 class RopeScaling:
     """How rotary frequencies are changed for contexts longer than in pretraining.
 
-    Attributes:
-      rope_type: "linear" divides every frequency by `factor`; "llama3" divides the low ones, keeps
-        the high ones and blends in between.
-      factor: > 0.
-      low_freq_factor, high_freq_factor: llama3 only. A frequency is low if it makes fewer turns
-        than the first in the original context, and high if it makes more than the second.
-      original_max_position_embeddings: llama3 only: the original context in tokens.
+    "linear" divides every frequency by `factor`. "llama3" divides the low ones, keeps the high ones
+    and blends in between: a frequency is low if it makes fewer than `low_freq_factor` turns in the
+    original context, and high if it makes more than `high_freq_factor`.
     """
 
-    rope_type: str
-    factor: float
+    rope_type: str  # "linear" or "llama3"; only the second uses the last three fields
+    factor: float  # above 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: int = 8192  # tokens
 
     def __post_init__(self):
         if self.rope_type not in ("linear", "llama3"):
@@ -52,41 +48,26 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """What fixes the mathematics of a decoder; hashable, so that it can be static under jit.
+    """What fixes the mathematics of a decoder; hashable, so that it can be static under jit."""
 
-    Attributes:
-      model_type: Hugging Face family.
-      family: the module that declares the family, such as "my_package.my_module"; "" is that of
-        `model_type` in `families`.
-      vocab_size: rows of the embedding, padding included.
-      hidden_size: D.
-      intermediate_size: width of the gated feed-forward layer.
-      num_layers, num_heads, num_kv_heads, head_dim: as named.
-      rope_theta: base of the rotary embedding.
-      rms_norm_eps: epsilon of the root mean square norms.
-      max_position_embeddings: context length in tokens.
-      tie_embeddings: whether the output matrix is the embedding.
-      rope_scaling: None leaves the rotary frequencies as they are.
-      sliding_window: a token attends to itself and to the `sliding_window - 1` tokens before it;
-        None: to all tokens before it.
-      full_attention_layers: indices of the layers without the window.
-    """
-
-    vocab_size: int
+    vocab_size: int  # rows of the embedding, padding included
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # width of the gated feed-forward layer
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32_768
-    tie_embeddings: bool = False
-    model_type: str = "qwen2"
-    rope_scaling: RopeScaling | None = None
+    rope_theta: float = 10_000.0  # base of the rotary embedding
+    rms_norm_eps: float = 1e-6  # epsilon of the root mean square norms
+    max_position_embeddings: int = 32_768  # context length in tokens
+    tie_embeddings: bool = False  # whether the output matrix is the embedding
+    model_type: str = "qwen2"  # as in a Hugging Face config.json
+    rope_scaling: RopeScaling | None = None  # None leaves the rotary frequencies as they are
+    # A token attends to itself and to the `sliding_window - 1` tokens before it; None: to all.
     sliding_window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()
+    full_attention_layers: tuple[int, ...] = ()  # indices of the layers without the window
+    # The module that declares the family, such as "my_package.my_module"; "": the one in `families`
+    # that `model_type` names.
     family: str = ""
 
     def __post_init__(self):

@@ -6,7 +6,9 @@ of arrays. Every method returns the state after the final norm, the input of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +30,14 @@ class KVCache(NamedTuple):
     positions: Int[Array, "B S"]
 
 
+# Final state of the last token of each row, the input of each layer there, and the cache.
+Decoded = tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]
+
+
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
     """Angle of each of the H/2 pairs from one position to the next; float32 radians.
 
-    theta^(-2i/H), changed by `config.rope_scaling`. Llama 3 keeps frequencies that make more than
-    high_freq_factor turns in the original context, divides by `factor` those that make fewer than
-    low_freq_factor turns, and blends linearly in between.
+    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear.
 
     Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
     """
@@ -61,6 +65,12 @@ def rotary(
     return turned.astype(x.dtype)
 
 
+def _norm(config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        width, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
+    )
+
+
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
@@ -78,11 +88,7 @@ class DecoderLayer(nnx.Module):
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"), rngs=rngs,
             )  # fmt: skip
 
-        def norm(width):
-            return nnx.RMSNorm(
-                width, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
-            )
-
+        norm = functools.partial(_norm, config, dtype=dtype, rngs=rngs)
         self.attention_norm = norm(hidden)
         self.query = linear(hidden, heads * config.head_dim, config.attention_bias)
         self.key = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
@@ -134,8 +140,8 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         dtype: jnp.dtype,
-        remat: str = "none",
-        mesh: Mesh | None = None,
+        remat: str,
+        mesh: Mesh | None,
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -153,10 +159,7 @@ class Decoder(nnx.Module):
             return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
-        self.final_norm = nnx.RMSNorm(
-            config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype,
-            param_dtype=jnp.float32, rngs=rngs,
-        )  # fmt: skip
+        self.final_norm = _norm(config, config.hidden_size, dtype=dtype, rngs=rngs)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
                 config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype,
@@ -188,17 +191,12 @@ class Decoder(nnx.Module):
                 for x in (token_ids, positions, segment_ids)
             )
         attend = self_attention(positions, segment_ids, mesh=self.mesh)
-        graph, stacked = nnx.split(self.layers)
 
-        def layer_step(x, scanned):
-            state, window = scanned
-            layer = self._layer(graph, state)
+        def step(x, layer, window, index):
             query, key, value = layer.heads(x, positions)
             return layer.residual(x, attend(query, key, value, window)), None
 
-        x, _ = jax.lax.scan(
-            self._checkpointed(layer_step), self._embedded(token_ids), (stacked, self._windows)
-        )
+        x, _ = self._scan(step, self._embedded(token_ids), self._checkpointed)
         return self.final_norm(x)[:, :num_columns]
 
     def prefill(
@@ -207,25 +205,20 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B P"],
         segment_ids: Int[Array, "B P"],
         layers: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache, Float[Array, "B P K D"]]:
+    ) -> tuple[*Decoded, Float[Array, "B P K D"]]:
         """Runs left-padded prompts; the last column is every row's last prompt token.
 
         Args:
           layers: Hugging Face indices of the layers whose states are returned for all columns.
 
         Returns:
-          Final state of the last column, the input of each layer there, the prompts' cache, and
-          the states of the K layers.
+          `Decoded` of the last column, and the states of the K layers.
         """
         attend = self_attention(positions, segment_ids, mesh=self.mesh)
-        graph, stacked = nnx.split(self.layers)
+        wanted = np.array(layers, np.int32)
 
-        num_layers, wanted = self.config.num_layers, np.array(layers, np.int32)
-
-        def layer_step(carry, scanned):
+        def step(carry, layer, window, index):
             x, wanted_states = carry
-            index, (state, window) = scanned
-            layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions)
             attended = attend(query, key, value, window)
             is_input = (wanted == index)[None, None, :, None]
@@ -234,12 +227,9 @@ class Decoder(nnx.Module):
 
         x = self._embedded(token_ids)
         batch, num_columns, width = x.shape
-        (x, wanted_states), (inputs, keys, values) = jax.lax.scan(
-            layer_step,
-            (x, jnp.zeros((batch, num_columns, len(layers), width), x.dtype)),
-            (jnp.arange(num_layers), (stacked, self._windows)),
-        )
-        is_final = np.isin(wanted, (-1, num_layers))
+        wanted_states = jnp.zeros((batch, num_columns, len(layers), width), x.dtype)
+        (x, wanted_states), (inputs, keys, values) = self._scan(step, (x, wanted_states))
+        is_final = np.isin(wanted, (-1, self.config.num_layers))
         if is_final.any():
             final = self.final_norm(x)[:, :, None]
             wanted_states = jnp.where(is_final[None, None, :, None], final, wanted_states)
@@ -253,13 +243,10 @@ class Decoder(nnx.Module):
         positions: Int[Array, " B"],
         columns: Int[Array, " B"],
         cache: KVCache,
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+    ) -> Decoded:
         """Runs one token per row at `positions[b]`, written at cache column `columns[b]`.
 
         Columns may be in any order: the positions in the cache decide what a token attends to.
-
-        Returns:
-          Final state, the input of each layer, and the cache with the token's keys and values.
         """
         key_positions = jnp.where(
             jnp.arange(cache.positions.shape[1])[None] == columns[:, None],
@@ -267,12 +254,9 @@ class Decoder(nnx.Module):
             cache.positions,
         )
         mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
-        graph, stacked = nnx.split(self.layers)
 
-        def layer_step(carry, scanned):
+        def step(carry, layer, window, index):
             x, keys, values = carry
-            index, (state, window) = scanned
-            layer = self._layer(graph, state)
             query, key, value = layer.heads(x, positions[:, None])
             # In the carry, so that XLA writes the B new columns in place of copying the cache.
             keys = _with_column(keys, key[:, 0], index, columns, self.mesh)
@@ -286,10 +270,8 @@ class Decoder(nnx.Module):
             )
             return (layer.residual(x, attended), keys, values), x[:, 0]
 
-        (x, keys, values), inputs = jax.lax.scan(
-            layer_step,
-            (self._embedded(token_ids[:, None]), cache.keys, cache.values),
-            (jnp.arange(self.config.num_layers), (stacked, self._windows)),
+        (x, keys, values), inputs = self._scan(
+            step, (self._embedded(token_ids[:, None]), cache.keys, cache.values)
         )
         return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, key_positions)
 
@@ -311,26 +293,32 @@ class Decoder(nnx.Module):
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The input of the first layer."""
         token_ids = constrain(token_ids, "looked_up_tokens", self.mesh)
-        return constrain(
-            constrain(self.embed(token_ids), "looked_up", self.mesh), "states", self.mesh
-        )
+        x = constrain(self.embed(token_ids), "looked_up", self.mesh)
+        return constrain(x, "states", self.mesh)
 
-    def _layer(self, graph: nnx.GraphDef, state: nnx.State) -> DecoderLayer:
-        """One layer of the stack, its parameters gathered from the data axes."""
-        return nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+    def _scan(
+        self, step: Callable, carry: Any, transform: Callable = lambda layer_step: layer_step
+    ) -> tuple[Any, Any]:
+        """Scans `step(carry, layer, window, index)` over the layers."""
+        graph, stacked = nnx.split(self.layers)
+
+        def layer_step(carry, scanned):
+            index, state, window = scanned
+            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            return step(carry, layer, window, index)
+
+        indices = jnp.arange(self.config.num_layers)
+        return jax.lax.scan(transform(layer_step), carry, (indices, stacked, self._windows))
 
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
+        if self.remat == "none" and (self.mesh is None or self.mesh.shape["fsdp"] == 1):
+            return layer_step
         policies = {
-            "none": None,
+            "none": _all_but_constraints,  # the backward pass gathers the parameters again
             "full": None,
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
-        if self.remat == "none":
-            if self.mesh is None or self.mesh.shape["fsdp"] == 1:
-                return layer_step
-            # Gathered parameters are not kept: the backward pass gathers them again.
-            policies["none"] = _all_but_constraints
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
 
 
@@ -360,5 +348,5 @@ def _with_column(
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:
-    """A checkpoint policy that keeps all values except those that only change a layout."""
+    """A checkpoint policy: keeps all values except those that only change a layout."""
     return primitive.name != "sharding_constraint"

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,14 @@ from semrl_jax.files import read_json_object, remove
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
-from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.models.weights import (
+    EMBEDDING,
+    HEAD,
+    Piece,
+    iterate_hf_tensors,
+    params_from_hf,
+    tensor_specs,
+)
 from semrl_jax.types import TensorSpec
 
 CONFIG_FILE = "config.json"
@@ -33,7 +40,6 @@ FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
 # Tensors that are not parameters: tables of angles that older releases of transformers wrote.
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_END_TOKENS = 1000
 PIECE_BYTES = 2 * 2**20  # of float32 that are read at once; a few copies are held
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` reads
@@ -67,12 +73,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
         snapshot = huggingface_hub.snapshot_download(
             str(path), allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
         )
-    except (
-        HTTPError,
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # offline, or no valid answer
+    except (HTTPError, OSError, ValueError, KeyError) as error:  # offline, or no valid answer
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"model {str(path)!r} is no local directory, and the Hugging Face hub did not give it "
@@ -137,8 +138,7 @@ def load_params(
 ) -> Params:
     """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
 
-    Values of float32, bfloat16 and float16 files are kept exactly. Memory holds the parameters,
-    once, and a few pieces of `PIECE_BYTES`.
+    Values are kept exactly. Memory holds the parameters once, and a few pieces of `PIECE_BYTES`.
 
     Args:
       path: the directory.
@@ -155,11 +155,44 @@ def load_params(
 
 
 def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[str, pathlib.Path]:
-    """The file of each tensor that `load_params` reads, from the headers; raises as it does."""
+    """The file of each tensor that `load_params` reads; raises as it does.
+
+    Compares names, shapes and dtypes in the headers of the files with the architecture.
+    """
     path = pathlib.Path(path)
-    specs = tensor_specs(config, "float32")
-    files = _weight_files(path, specs)
-    _check_tensors(path, files, specs, config)
+    expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
+    files = _weight_files(path, expected)
+    problems = [f"{INDEX_FILE}: {name} is missing" for name in expected.keys() - files.keys()]
+    heads = []  # files that repeat the embedding as output matrix
+    for file in sorted(set(files.values())):
+        with _open(file) as weights:
+            found = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            for name, tensor in found.items():
+                if IGNORED_TENSORS.fullmatch(name):
+                    continue
+                is_tied = name == HEAD and config.tie_embeddings
+                wanted = expected.get(EMBEDDING if is_tied else name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if wanted is None:
+                    problems.append(f"{file.name}: {name:.100} is not part of the model")
+                elif shape != wanted:
+                    problems.append(f"{file.name}: {name} has shape {shape}, not {wanted}")
+                elif dtype not in FILE_DTYPES:
+                    problems.append(
+                        f"{file.name}: {name} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}"
+                    )
+                elif is_tied:
+                    heads.append(file)
+            problems += [
+                f"{file.name}: {name} is missing"
+                for name in expected
+                if files.get(name) == file and name not in found
+            ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UserError(f"{path}: {'; '.join(sorted(problems)[:5])}{more}.")
+    for file in heads:
+        _check_tied(file, files[EMBEDDING], expected[EMBEDDING])
     return files
 
 
@@ -199,10 +232,10 @@ def save_directory(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes={max_shard_bytes} must be at least 1.")
     base = base or {}
-    special = {
-        name: _first_of(given, base.get(name), getattr(tokenizer, name, None))
-        for name, given in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id))
-    }
+    special = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    for name, given in special.items():
+        values = (given, base.get(name), getattr(tokenizer, name, None))
+        special[name] = next((value for value in values if value is not None), None)
     hf = config_to_hf(config, **special, base=base, dtype=dtype)
     path = pathlib.Path(path)
     staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
@@ -228,12 +261,12 @@ def save_directory(
         remove(old)
 
 
-def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, pathlib.Path]:
-    """The file of each tensor: the only one, or as the index has it."""
+def _weight_files(path: pathlib.Path, names: Iterable[str]) -> dict[str, pathlib.Path]:
+    """The file of each tensor: the only file, or the one in the index."""
     if not path.is_dir():
         raise UserError(f"model directory {str(path)!r} does not exist.")
     if (path / WEIGHTS_FILE).is_file():
-        return {spec.name: path / WEIGHTS_FILE for spec in specs}
+        return dict.fromkeys(names, path / WEIGHTS_FILE)
     index = path / INDEX_FILE
     if not index.is_file():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pth") for file in path.glob(pattern))
@@ -243,58 +276,17 @@ def _weight_files(path: pathlib.Path, specs: Sequence[TensorSpec]) -> dict[str, 
                 "it with transformers' save_pretrained(..., safe_serialization=True)."
             )
         raise UserError(f"{path}: {WEIGHTS_FILE} is missing, and so is {INDEX_FILE}.")
-    names = read_json_object(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
+    file_names = read_json_object(index).get("weight_map")
+    if not isinstance(file_names, dict) or not file_names:
         raise UserError(f"{index}: weight_map must map tensor names to files.")
-    for tensor, name in names.items():
+    for tensor, name in file_names.items():
         # Only a name: an index must not lead to another directory.
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise UserError(f"{index}: {tensor:.100} lies in {name!r:.100}, which is no file name.")
-    for name in sorted(set(names.values())):
+    for name in sorted(set(file_names.values())):
         if not (path / name).is_file():
             raise UserError(f"{path / name} is missing; {INDEX_FILE} lists it.")
-    return {tensor: path / name for tensor, name in names.items()}
-
-
-def _check_tensors(
-    path: pathlib.Path,
-    files: Mapping[str, pathlib.Path],
-    specs: Sequence[TensorSpec],
-    config: DecoderConfig,
-) -> None:
-    """Compares names, shapes and dtypes in the headers with the architecture."""
-    expected = {spec.name: spec.shape for spec in specs}
-    problems = [f"{INDEX_FILE}: {name} is missing" for name in expected.keys() - files.keys()]
-    heads = []  # files that repeat the embedding as output matrix
-    for file in sorted(set(files.values())):
-        with _open(file) as weights:
-            found = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-            for name, tensor in found.items():
-                if IGNORED_TENSORS.fullmatch(name):
-                    continue
-                is_tied = name == HEAD and config.tie_embeddings
-                wanted = expected.get(EMBEDDING if is_tied else name)
-                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                if wanted is None:
-                    problems.append(f"{file.name}: {name:.100} is not part of the model")
-                elif shape != wanted:
-                    problems.append(f"{file.name}: {name} has shape {shape}, not {wanted}")
-                elif dtype not in FILE_DTYPES:
-                    problems.append(
-                        f"{file.name}: {name} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}"
-                    )
-                elif is_tied:
-                    heads.append(file)
-            problems += [
-                f"{file.name}: {name} is missing"
-                for name in expected
-                if files.get(name) == file and name not in found
-            ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UserError(f"{path}: {'; '.join(sorted(problems)[:5])}{more}.")
-    for file in heads:
-        _check_tied(file, files[EMBEDDING], expected[EMBEDDING])
+    return {tensor: path / name for tensor, name in file_names.items()}
 
 
 def _check_tied(
@@ -325,7 +317,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
 def weights_sample(path: str | os.PathLike[str]) -> str:
     """Hex SHA-256 over names, sizes and a few blocks of a directory's safetensors files.
 
-    It is fast and distinguishes two models. It may miss a change of a few values.
+    It is fast and distinguishes two models, but it may miss a change of a few values.
     """
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
@@ -392,14 +384,8 @@ def _save_weights(
     if len(shards) > 1:
         total = sum(spec.num_bytes for shard in shards for spec in shard)
         weight_map = {spec.name: name for name, shard in zip(names, shards) for spec in shard}
-        _write_json(
-            directory / INDEX_FILE,
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-        )
-
-
-def _first_of(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / INDEX_FILE, content)
 
 
 def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -17,6 +17,18 @@ from semrl_jax.models.config import (
 )
 from semrl_jax.models.families import Family, find_family, model_types
 
+# Sizes by our names and by those of `config.json`.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
+
 
 def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
     """Reads the fields of a Hugging Face `config.json`.
@@ -48,31 +60,24 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         hf = declared.from_hf(hf) if declared.from_hf else hf
         _refuse_unsupported(declared, hf)
         # Sizes first: the rest is computed from them.
-        vocab_size, width, inner, num_heads = (
-            _size(hf, name)
-            for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        )
-        num_layers = _size(hf, "num_hidden_layers", MAX_LAYERS)
-        num_kv_heads, head_dim = num_heads, declared.head_dim or width // num_heads
+        sizes = {
+            ours: _size(hf, theirs, MAX_LAYERS if ours == "num_layers" else MAX_SIZE)
+            for ours, theirs in SIZES.items()
+            if ours not in OPTIONAL_SIZES or hf.get(theirs) is not None
+        }
         if declared.needs_kv_heads and "num_key_value_heads" not in hf:
             # In transformers the default is the number of one large model.
             raise KeyError("num_key_value_heads")
-        if hf.get("num_key_value_heads") is not None:
-            num_kv_heads = _size(hf, "num_key_value_heads")
-        if hf.get("head_dim") is not None:
-            head_dim = _size(hf, "head_dim")
+        sizes.setdefault("num_kv_heads", sizes["num_heads"])
+        sizes.setdefault(
+            "head_dim", declared.head_dim or sizes["hidden_size"] // sizes["num_heads"]
+        )
         positions = {"max_position_embeddings": 32_768, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(declared, hf)
         return DecoderConfig(
             model_type=model_type,
-            vocab_size=vocab_size,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            **sizes,
             rope_theta=theta,
             rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
             max_position_embeddings=_size(positions, "max_position_embeddings", MAX_POSITIONS),
@@ -88,7 +93,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         raise UserError(f"config.json: {error}") from None
 
 
-def _size(fields: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
+def _size(fields: Mapping[str, Any], name: str, limit: int) -> int:
     """A field that is a whole number from 1 to `limit`; KeyError if it is absent."""
     check_size(name, fields[name], limit)
     return fields[name]
@@ -146,13 +151,7 @@ def config_to_hf(
         **kept,
         "architectures": [family.architecture],
         "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,

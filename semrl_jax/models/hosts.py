@@ -1,4 +1,4 @@
-"""To and from the host: arrays of which each process may hold a part."""
+"""Copies arrays to and from the host. A process may hold only a part of an array."""
 
 from __future__ import annotations
 

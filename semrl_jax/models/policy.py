@@ -10,41 +10,30 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.decoder import Decoder, KVCache
-from semrl_jax.models.sharding import (
-    ACTIVATION_SPECS,
-    DATA_AXES,
-    constrain,
-    constrain_parameters,
-)
+from semrl_jax.models.decoder import Decoded, Decoder
+from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, parameter_shardings
 
 Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A decoder without its parameters: hashable, static under jit, rebuilt from config.
-
-    Attributes:
-      config: the architecture.
-      compute_dtype: "float32" or "bfloat16"; parameters are float32 either way.
-      remat: what the backward pass recomputes: "none", "full" or "dots" (keeps matrix products).
-      mesh: over which parameters and activations are split, by the tables of sharding.py. None or a
-        mesh of one device: the program has no layout.
-    """
+    """A decoder without its parameters: hashable, static under jit, rebuilt from config."""
 
     config: DecoderConfig
-    compute_dtype: str = "float32"
+    compute_dtype: str = "float32"  # or "bfloat16"; parameters are float32 either way
+    # What the backward pass recomputes: "none", "full" or "dots" (all but matrix products).
     remat: str = "none"
+    # Splits parameters and activations by the tables of sharding.py. None or a mesh of one device:
+    # the program has no layout.
     mesh: Mesh | None = None
 
     def init(self, key: Array) -> Params:
         """Random float32 parameters: a nested dict, with one stacked array per layer parameter."""
-        module = self._module(nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        return nnx.to_pure_dict(nnx.state(self._module(nnx.Rngs(key)), nnx.Param))
 
     def shapes(self) -> Params:
         """The same tree as `init` with jax.ShapeDtypeStruct leaves; computes nothing."""
@@ -60,31 +49,18 @@ class Policy:
         """States after the final norm; see `Decoder.__call__`."""
         return self._bind(params)(token_ids, positions, segment_ids)
 
-    def prefill(
-        self,
-        params: Params,
-        token_ids: Int[Array, "B P"],
-        positions: Int[Array, "B P"],
-        segment_ids: Int[Array, "B P"],
-        layers: tuple[int, ...] = (),
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache, Float[Array, "B P K D"]]:
+    def prefill(self, params: Params, *inputs: Any) -> tuple[*Decoded, Float[Array, "B P K D"]]:
         """See `Decoder.prefill`."""
-        return self._bind(params).prefill(token_ids, positions, segment_ids, layers)
+        return self._bind(params).prefill(*inputs)
 
-    def decode(
-        self,
-        params: Params,
-        token_ids: Int[Array, " B"],
-        positions: Int[Array, " B"],
-        columns: Int[Array, " B"],
-        cache: KVCache,
-    ) -> tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]:
+    def decode(self, params: Params, *inputs: Any) -> Decoded:
         """See `Decoder.decode`."""
-        return self._bind(params).decode(token_ids, positions, columns, cache)
+        return self._bind(params).decode(*inputs)
 
     def logits(self, params: Params, states: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Float32 logits of final states."""
-        logits = _float32_product(states, self._bind(params).output_matrix())
+        matrix = self._bind(params).output_matrix()
+        logits = jnp.matmul(states, matrix, preferred_element_type=jnp.float32)
         return constrain(logits, "logits", self._split)
 
     def states_at(
@@ -104,21 +80,18 @@ class Policy:
             return jnp.take_along_axis(states, columns[:, :, None], axis=1)
 
         def of_shard(states, columns):
-            columns = columns - jax.lax.axis_index("sequence") * states.shape[1]
-            inside = (columns >= 0) & (columns < states.shape[1])
-            here = jnp.clip(columns, 0, states.shape[1] - 1)
+            here, inside = _in_shard(columns, "sequence", states.shape[1])
             found = jnp.take_along_axis(states, here[:, :, None], axis=1)
             # One device has the state and the others have zeros, so the sum is exact.
             found = jnp.where(inside[:, :, None], found, jnp.zeros((), found.dtype))
             return jax.lax.psum_scatter(found, "sequence", scatter_dimension=1, tiled=True)
 
-        padded = self._padded
         found = jax.shard_map(
             of_shard,
             mesh=mesh,
             in_specs=(ACTIVATION_SPECS["states"], PartitionSpec(DATA_AXES)),
             out_specs=ACTIVATION_SPECS["states"],
-        )(padded(states), padded(columns))
+        )(self._padded(states), self._padded(columns))
         return found[: columns.shape[0], : columns.shape[1]]
 
     def token_logprobs(
@@ -133,8 +106,8 @@ class Policy:
         """Log-probability of each token and entropy of its distribution.
 
         Computes blocks of at most `max_logits` logits, forward and again in the backward pass, so
-        that [B, T, V] never exists in float32. On a mesh, a device has its rows, its columns and
-        its slice of the vocabulary. Sums over the vocabulary travel, logits do not.
+        that [B, T, V] never exists in float32. On a mesh, a device has its rows, columns and slice
+        of the vocabulary. Sums over the vocabulary travel, logits do not.
 
         Args:
           states: row t is the state whose logits produced token t.
@@ -180,13 +153,8 @@ class Policy:
         return jnp.pad(x, ((0, rows), (0, columns)) + ((0, 0),) * (x.ndim - 2))
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
-        return Decoder(
-            self.config,
-            dtype=jnp.dtype(self.compute_dtype),
-            remat=self.remat,
-            mesh=self._split,
-            rngs=rngs,
-        )
+        dtype = jnp.dtype(self.compute_dtype)
+        return Decoder(self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs)
 
     @property
     def _split(self) -> Mesh | None:
@@ -198,7 +166,18 @@ class Policy:
         return nnx.graphdef(nnx.eval_shape(lambda: self._module(nnx.Rngs(0))))
 
     def _bind(self, params: Params) -> Decoder:
-        return nnx.merge(self._graph, constrain_parameters(params, self._split))
+        if mesh := self._split:  # the gradient of the parameters has the same layout
+            shardings = parameter_shardings(params, mesh)
+            params = jax.lax.with_sharding_constraint(params, shardings)
+        return nnx.merge(self._graph, params)
+
+
+def _in_shard(
+    indices: Int[Array, "*dims"], axis: str, size: int
+) -> tuple[Int[Array, "*dims"], Bool[Array, "*dims"]]:
+    """Indices into this device's `size` elements of an axis, clipped, and which were inside."""
+    indices = indices - jax.lax.axis_index(axis) * size
+    return jnp.clip(indices, 0, size - 1), (indices >= 0) & (indices < size)
 
 
 def _token_logprobs(
@@ -226,24 +205,18 @@ def _token_logprobs(
     @jax.checkpoint
     def of_block(inputs):
         block_states, block_ids = inputs
-        logits = _float32_product(block_states, matrix) / temperature  # [block, V]
+        logits = jnp.matmul(block_states, matrix, preferred_element_type=jnp.float32)
+        logits = logits / temperature  # [block, V]
         log_z = vocabulary.logsumexp(logits)
         chosen = vocabulary.chosen(logits, block_ids)
         probabilities = jnp.exp(logits - log_z[:, None])
         return chosen - log_z, log_z - vocabulary.sum(probabilities * logits)
 
-    logprobs, entropy = jax.lax.map(
-        of_block,
-        (
-            flat_states.reshape(num_blocks, block, width),
-            flat_ids.reshape(num_blocks, block),
-        ),
+    blocks = flat_states.reshape(num_blocks, block, width), flat_ids.reshape(num_blocks, block)
+    logprobs, entropies = (
+        x.reshape(-1)[:num_tokens].reshape(batch, length) for x in jax.lax.map(of_block, blocks)
     )
-    shape = (batch, length)
-    return (
-        logprobs.reshape(-1)[:num_tokens].reshape(shape),
-        entropy.reshape(-1)[:num_tokens].reshape(shape),
-    )
+    return logprobs, entropies
 
 
 class _Vocabulary(NamedTuple):
@@ -265,13 +238,6 @@ class _Vocabulary(NamedTuple):
     def chosen(self, logits: Float[Array, "B V"], ids: Int[Array, " B"]) -> Float[Array, " B"]:
         if self.axis is None:
             return jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-        ids = ids - jax.lax.axis_index(self.axis) * self.size
-        inside = (ids >= 0) & (ids < self.size)
-        here = jnp.take_along_axis(logits, jnp.clip(ids, 0, self.size - 1)[:, None], axis=-1)
-        return jax.lax.psum(jnp.where(inside, here[:, 0], 0.0), self.axis)
-
-
-def _float32_product(
-    states: Float[Array, "B D"], matrix: Float[Array, "D V"]
-) -> Float[Array, "B V"]:
-    return jnp.matmul(states, matrix, preferred_element_type=jnp.float32)
+        here, inside = _in_shard(ids, self.axis, self.size)
+        found = jnp.take_along_axis(logits, here[:, None], axis=-1)[:, 0]
+        return jax.lax.psum(jnp.where(inside, found, 0.0), self.axis)

@@ -100,11 +100,6 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the data axes."""
-    return NamedSharding(mesh, PartitionSpec(DATA_AXES))
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -174,13 +169,6 @@ def shared_heads(
     return constrain(jnp.repeat(x, num_heads // x.shape[2], axis=2), "heads", mesh)
 
 
-def constrain_parameters(params: Any, mesh: Mesh | None) -> Any:
-    """`params` and their gradient with the layout of the table."""
-    if mesh is None:
-        return params
-    return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
-
-
 def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
     """A layer's parameters as its products need them: gathered over `fsdp`, in the compute dtype.
 
@@ -201,7 +189,7 @@ def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
             return leaf
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
         # Two constraints: the first one puts the cast before the gather. In the gradient it puts
-        # the slice after the sum, which compilers for accelerators join to a reduce-scatter.
+        # the slice after the sum, which compilers for accelerators merge into a reduce-scatter.
         for spec in (split, whole):
             leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), NamedSharding(mesh, spec))
         return leaf

@@ -1,14 +1,15 @@
-"""Converts our stacked nested dict to Hugging Face tensors and back, one layer at a time."""
+"""Converts the nested dict of stacked parameters to Hugging Face tensors and back."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -17,6 +18,7 @@ from semrl_jax.models.hosts import to_host
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Ours (below "layers") -> Hugging Face (below "model.layers.<i>."); kernels are transposed.
 LAYER_NAMES = {
     ("attention_norm", "scale"): "input_layernorm.weight",
@@ -45,13 +47,20 @@ class Piece(NamedTuple):
     rows: np.ndarray
 
 
-def numpy_dtype(name: str) -> np.dtype:
-    """NumPy dtype by name, bfloat16 included."""
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+class _Tensor(NamedTuple):
+    """A tensor of Hugging Face, and which of our parameters holds it, transposed if a kernel."""
+
+    name: str
+    shape: tuple[int, ...]
+    path: tuple[str, ...]  # of our parameter
+    layer: int | None = None  # in the stack of our parameter
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.path[-1] == "kernel"
 
 
-def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
-    """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
+def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
     shapes = {
@@ -60,15 +69,23 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
         "key_norm": (config.head_dim,), "output": (width, heads), "mlp_norm": (width,),
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
     }  # fmt: skip
-    specs = [TensorSpec("model.embed_tokens.weight", (config.vocab_size, width), dtype)]
+    yield _Tensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
-        for (module, kind), name in _layer_names(config).items():
+        for (module, kind), name in LAYER_NAMES.items():
+            if module in ("query_norm", "key_norm") and not config.query_key_norm:
+                continue
+            if kind == "bias" and not config.attention_bias:
+                continue
             shape = shapes[module][:1] if kind == "bias" else shapes[module]
-            specs.append(TensorSpec(f"model.layers.{layer}.{name}", shape, dtype))
-    specs.append(TensorSpec("model.norm.weight", (width,), dtype))
+            yield _Tensor(f"model.layers.{layer}.{name}", shape, ("layers", module, kind), layer)
+    yield _Tensor("model.norm.weight", (width,), ("final_norm", "scale"))
     if not config.tie_embeddings:
-        specs.append(TensorSpec("lm_head.weight", (config.vocab_size, width), dtype))
-    return specs
+        yield _Tensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
+
+
+def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
+    """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
+    return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in _tensors(config)]
 
 
 def iterate_hf_tensors(
@@ -78,25 +95,17 @@ def iterate_hf_tensors(
 
     If other processes hold parts of the parameters, all processes must read it to its end.
     """
-    specs = iter(tensor_specs(config, dtype))
-    target = numpy_dtype(dtype)
 
-    def emit(array, transpose=False):
-        host = to_host(array)
-        host = host.T if transpose else host
-        return next(specs), np.ascontiguousarray(host, dtype=target)
+    def of_layer(tensor):
+        array = functools.reduce(operator.getitem, tensor.path, params)
+        return array if tensor.layer is None else array[tensor.layer]
 
-    yield emit(params["embed"]["embedding"])
-    for layer in range(config.num_layers):
-        # One transfer per layer: the host never holds the whole stack.
-        arrays = to_host(
-            {key: params["layers"][key[0]][key[1]][layer] for key in _layer_names(config)}
-        )
-        for key in _layer_names(config):
-            yield emit(arrays[key], transpose=key[1] == "kernel")
-    yield emit(params["final_norm"]["scale"])
-    if not config.tie_embeddings:
-        yield emit(params["head"]["kernel"], transpose=True)
+    # One transfer per layer: the host never holds the whole stack.
+    for _, group in itertools.groupby(_tensors(config), lambda tensor: tensor.layer):
+        tensors = list(group)
+        for tensor, array in zip(tensors, to_host([of_layer(tensor) for tensor in tensors])):
+            array = np.ascontiguousarray(array.T if tensor.is_kernel else array, np.dtype(dtype))
+            yield TensorSpec(tensor.name, tensor.shape, dtype), array
 
 
 def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
@@ -114,27 +123,25 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
     Returns:
       NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
     """
-    places = _places(config)
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    for spec in tensor_specs(config, "float32"):
-        path, layer = places[spec.name]
-        shape = spec.shape[::-1] if path[-1] == "kernel" else spec.shape
-        shapes[path] = shape if layer is None else (config.num_layers, *shape)
+    tensors = {tensor.name: tensor for tensor in _tensors(config)}
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for tensor in tensors.values():
+        shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
+        shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
     leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
     if shardings is None:
         leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
     else:
-        of_path = {p: functools.reduce(lambda d, k: d[k], p, shardings) for p in shapes}
         # One program for all: each compiled program costs about 1 MB and 20 ms.
         zeros = jax.jit(
             lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes.values()],
-            out_shardings=list(of_path.values()),
+            out_shardings=[functools.reduce(operator.getitem, p, shardings) for p in shapes],
         )()
         leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
         del zeros  # its buffers are the leaves' parts
     for name, start, rows in pieces:
-        path, layer = places[name]
-        leaves[path].put(layer, start, rows, transpose=path[-1] == "kernel")
+        tensor = tensors[name]
+        leaves[tensor.path].put(tensor.layer, start, rows, transpose=tensor.is_kernel)
     params: Params = {}
     for path, leaf in leaves.items():
         node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
@@ -215,25 +222,3 @@ def _put_block(part: Array, block: Array, first: Int[Array, " axes"], *, transpo
     block = (block.T if transpose else block).astype(part.dtype)
     block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
     return jax.lax.dynamic_update_slice(part, block, list(first))
-
-
-def _layer_names(config: DecoderConfig) -> dict[tuple[str, str], str]:
-    def has(module: str, kind: str) -> bool:
-        if module in ("query_norm", "key_norm"):
-            return config.query_key_norm
-        return kind != "bias" or config.attention_bias
-
-    return {key: name for key, name in LAYER_NAMES.items() if has(*key)}
-
-
-def _places(config: DecoderConfig) -> dict[str, tuple[tuple[str, ...], int | None]]:
-    """Hugging Face name -> path of our parameter, and the layer of its stack."""
-    places: dict[str, tuple[tuple[str, ...], int | None]] = {
-        "model.embed_tokens.weight": (("embed", "embedding"), None),
-        "model.norm.weight": (("final_norm", "scale"), None),
-        "lm_head.weight": (("head", "kernel"), None),
-    }
-    for layer in range(config.num_layers):
-        for key, name in _layer_names(config).items():
-            places[f"model.layers.{layer}.{name}"] = (("layers", *key), layer)
-    return places

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from semrl_jax import data, models
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import Retry, run_phase
-from semrl_jax.cluster.gathering import gather_bytes
+from semrl_jax.cluster.connecting import gather_bytes
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter

@@ -10,7 +10,8 @@ import sys
 import time
 
 from semrl_jax.cluster.agreement import Retry, on_first, run_phase
-from semrl_jax.cluster.peers import Peers, listen
+from semrl_jax.cluster.links import Listener
+from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import Preempted, UserError
 
 KEY = b"secret of the test"
@@ -42,7 +43,7 @@ def main() -> None:
         os._exit = lambda code: (time.sleep(index == 0), exit_at_once(code))
     listener = None
     if index == 0:
-        listener = listen("127.0.0.1", KEY, port)
+        listener = Listener("127.0.0.1", KEY, port)
         print(listener.address[1], flush=True)
     peers = Peers(
         index, count, listener=listener, address=("127.0.0.1", port), key=KEY,

@@ -45,7 +45,7 @@ def without(environ, *names):
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_the_shipped_settings_find_out():
+def test_default_settings_detect_the_place():
     assert find_place(default.get_config().distributed, {}) == SINGLE
     assert SINGLE[:3] == ("", 1, 0)
 
@@ -65,7 +65,7 @@ def test_the_shipped_settings_find_out():
         (JOBSET_POD | TPU_HOST, Place("semrl-trainer-0-0.semrl:8482", 8, 6, "JobSet")),
     ],
 )
-def test_the_cluster_says(environ, expected):
+def test_place_is_read_from_the_environment(environ, expected):
     assert find(environ) == expected
 
 
@@ -91,15 +91,15 @@ def test_the_cluster_says(environ, expected):
         {"TPU_WORKER_ID": "0"},
     ],
 )
-def test_a_run_of_its_own_is_left_alone(environ):
+def test_environment_of_a_single_process(environ):
     assert find(environ) == SINGLE
 
 
-def test_one_task_of_slurm_on_a_tpu_slice_is_a_host_of_the_slice():
+def test_single_slurm_task_on_a_tpu_slice_is_a_host_of_the_slice():
     assert find(SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"} | TPU_HOST).source == "the TPU slice"
 
 
-def test_settings_come_first():
+def test_settings_override_the_environment():
     broken = SLURM_TASK | {"SLURM_PROCID": "x"}  # this variable must not be read
     settings = {"coordinator": "[::1]:99", "num_processes": 3, "process_id": 2}
     assert find(broken, **settings) == Place("[::1]:99", 3, 2, "settings")
@@ -151,7 +151,7 @@ def test_settings_come_first():
         ({}, without(TPU_SLICES, "MEGASCALE_COORDINATOR_ADDRESS"), "COORDINATOR_ADDRESS is not"),
     ],
 )  # fmt: skip
-def test_contradictions_are_named(settings, environ, message):
+def test_contradictions_are_refused(settings, environ, message):
     with pytest.raises(UserError) as caught:
         find(environ, **settings)
     assert message in str(caught.value)
@@ -185,7 +185,7 @@ def test_node_lists_are_expanded(node_list, expected):
         "a b", "a[1,]", f"a[1-{MAX_NODES + 1}]", "a[1-999]b[1-999]", "a[٣]",
     ],
 )  # fmt: skip
-def test_what_is_no_node_list_is_refused(node_list):
+def test_invalid_node_list_is_refused(node_list):
     with pytest.raises(ValueError):
         expand_nodes(node_list)
 

@@ -58,14 +58,14 @@ def finish(process, timeout=90):
     return process.returncode, output
 
 
-def test_a_single_process_joins_nothing():
+def test_single_process_does_not_join():
     join(SINGLE, connect_timeout_s=0.0, heartbeat_timeout_s=1.0)
     import jax
 
     assert not jax.distributed.is_initialized()
 
 
-def test_all_arrive_and_still_hear_signals():
+def test_all_join_and_still_receive_signals():
     # An address without a proxy: gRPC would wait for it until the deadline.
     proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "elsewhere"}
     address = free_address()
@@ -90,7 +90,7 @@ def attempt(place, timeout_s, lines=None):
     return str(caught.value), time.monotonic() - began
 
 
-def test_nobody_at_the_address():
+def test_no_process_at_the_address():
     address = free_address()
     message, seconds = attempt(Place(address, 2, 1, "Slurm"), 0.5)
     assert f"coordinator={address}: process 0 of 2 cannot be reached within" in message
@@ -109,7 +109,7 @@ def test_nobody_at_the_address():
         (b"go", "the connection was closed"),
     ],
 )
-def test_a_stranger_at_the_address(answer, problem):
+def test_unknown_program_at_the_address(answer, problem):
     """Another program answers: nothing, other text, too much text, or half a line."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
@@ -134,7 +134,7 @@ def test_a_stranger_at_the_address(answer, problem):
     assert seconds < 10
 
 
-def test_a_port_in_use_is_told_at_once():
+def test_port_in_use_is_reported_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         message, seconds = attempt(Place(address, 2, 0, "settings"), 30.0)
@@ -156,7 +156,7 @@ def call(address, greeting):
     raise AssertionError(f"nobody listens at {address}")
 
 
-def test_those_who_are_missing_are_named_to_all(monkeypatch):
+def test_every_process_reports_the_missing_ones(monkeypatch):
     monkeypatch.setattr("semrl_jax.cluster.joining.REPORT_EVERY_S", 0.5)
     address, lines, messages = free_address(), [], {}
 
@@ -195,7 +195,7 @@ def test_those_who_are_missing_are_named_to_all(monkeypatch):
     assert any(re.match(r"waits for processes .* at 127", line) for line in lines), lines
 
 
-def test_a_process_that_came_twice_is_told():
+def test_process_that_arrives_twice_is_refused():
     address, messages = free_address(), {}
 
     def coordinator():
@@ -218,8 +218,8 @@ def test_a_process_that_came_twice_is_told():
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_while_joining_ends_the_others():
-    """A process is lost between the exchange and JAX's start: exit code 76 in time, no abort."""
+def test_process_lost_while_joining_ends_the_others():
+    """A process lost between the exchange and JAX's start gives exit code 76, not an abort."""
     address = free_address()
     survivor = member(address, 2, 0, timeout=5)
     with call(address, b"semrl_jax/1 1 of 2\n") as dying:
@@ -230,7 +230,7 @@ def test_a_process_that_dies_while_joining_ends_the_others():
     assert "Check failure" not in output
 
 
-def test_processes_are_named_in_few_words():
+def test_name_processes():
     assert name_processes([3]) == "process 3"
     assert name_processes({7, 1, 2, 3, 5}) == "processes 1-3, 5, 7"
 
@@ -249,7 +249,7 @@ print("leaves")
 
 
 @pytest.mark.slow
-def test_who_leaves_alone_does_not_wait_for_the_others():
+def test_exit_without_peers_does_not_wait():
     address = free_address()
     first, second = (
         subprocess.Popen(

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from semrl_jax.cluster import links, peers
-from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, call, flush, listen
+from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, Listener, call, flush
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 
@@ -37,8 +37,8 @@ def connect(listener, count, address=None, timeout_s=10.0):
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost", "node.of.a.cluster"])
-def test_both_families(host):
-    listener = listen(host, KEY)
+def test_ipv4_and_ipv6(host):
+    listener = Listener(host, KEY)
     reached = "::1" if host == "node.of.a.cluster" else host  # there it listens on all addresses
     first, second = connect(listener, 2, (reached, listener.address[1]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -47,8 +47,8 @@ def test_both_families(host):
     first.close(), second.close()
 
 
-def test_strangers_that_stay_silent_hold_nobody_up():
-    listener = listen("127.0.0.1", KEY)
+def test_silent_unknown_callers_do_not_block_peers():
+    listener = Listener("127.0.0.1", KEY)
     strangers = [socket.create_connection(listener.address) for _ in range(3)]
     made = connect(listener, 2)
     assert all(isinstance(one, Peers) for one in made)
@@ -56,8 +56,8 @@ def test_strangers_that_stay_silent_hold_nobody_up():
         one.close()
 
 
-def test_who_does_not_know_the_secret_is_let_go():
-    listener, came = listen("127.0.0.1", KEY), []
+def test_caller_without_the_secret_is_refused():
+    listener, came = Listener("127.0.0.1", KEY), []
     threading.Thread(target=listener.accept, args=(came.append,), daemon=True).start()
     with pytest.raises(UserError, match=r"cannot connect to process 0 at 127\.0\.0\.1 port"):
         call(listener.address, b"another", {"hello": 1, "name": "host:1"}, 10.0)
@@ -65,7 +65,7 @@ def test_who_does_not_know_the_secret_is_let_go():
     assert not came
 
 
-def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
+def test_connecting_to_a_silent_port_has_a_deadline(monkeypatch):
     """A full backlog drops packets, as a firewall does."""
     monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT_S", 1.0)
     with socket.socket() as silent:
@@ -77,8 +77,8 @@ def test_a_port_that_does_not_answer_has_a_deadline(monkeypatch):
     assert time.monotonic() - began < 8
 
 
-def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
-    """A permanent mistake is not reported as a lost process, after which one starts again."""
+def test_connected_processes_report_the_missing_one(monkeypatch, capsys):
+    """A permanent mistake is not reported as a lost process, which would cause a restart."""
     codes = []
 
     def end(code):
@@ -87,7 +87,7 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
 
     monkeypatch.setattr(peers.os, "_exit", end)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    listener = listen("127.0.0.1", KEY)
+    listener = Listener("127.0.0.1", KEY)
 
     def make(index):
         return Peers(
@@ -108,7 +108,7 @@ def test_those_that_came_hear_who_did_not(monkeypatch, capsys):
     assert "process 0 failed: process 2 did not connect" in capsys.readouterr().err
 
 
-def test_a_process_that_takes_nothing_does_not_stop_the_sender():
+def test_process_that_reads_nothing_does_not_block_the_sender():
     """Sends more than a connection's buffers can hold to a process that does not read."""
     ours, theirs = multiprocessing.Pipe()
     link = Link(1, "stopped", ours)

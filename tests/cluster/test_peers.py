@@ -43,7 +43,7 @@ def run(who, deed, *, others="none", but=()):
     return found
 
 
-def test_everyone_gathers_everything_in_order():
+def test_gather_returns_all_values_in_order():
     pids = set()
     for code, out, err in run(0, "none").values():
         assert code == 0, err
@@ -63,7 +63,7 @@ def test_everyone_gathers_everything_in_order():
         ("busy", "did not finish it ", 14),  # each phase is short, but there is no end
     ],
 )
-def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
+def test_lost_process_is_named_by_all_others(who, deed, how, limit_s):
     started = time.monotonic()
     found = run(who, deed, but=(who,))
     took = time.monotonic() - started
@@ -74,7 +74,7 @@ def test_who_is_lost_is_named_by_all_others(who, deed, how, limit_s):
     assert took < limit_s + 8  # three interpreters start on a busy machine
 
 
-def test_all_end_where_all_are_stuck():
+def test_all_end_if_all_hang():
     """All processes hang, as in a program of all devices: heartbeats continue, no gather waits."""
     for code, _, err in run(1, "hang", others="hang").values():
         assert code == EXIT_PEER_LOST
@@ -84,21 +84,21 @@ def test_all_end_where_all_are_stuck():
         assert "distributed.phase_timeout_s=4 s" in line
 
 
-def test_those_who_leave_because_one_is_lost_are_not_called_lost():
+def test_processes_that_end_because_of_a_loss_are_not_reported_as_lost():
     for code, _, err in run(1, "die", others="linger", but=(1,)).values():
         assert code == EXIT_PEER_LOST
         (line,) = err.splitlines()
         assert line.startswith("process 1 (")
 
 
-def test_a_slow_process_is_waited_for_and_named_meanwhile():
+def test_progress_line_names_a_slow_process():
     found = run(1, "slow")
     assert [code for code, _, _ in found.values()] == [0, 0, 0]
     progress = [line for line in found[0][1].splitlines() if line.startswith("progress")]
     assert progress and "process 1 (" in progress[0] and "'second'" in progress[0]
 
 
-def test_a_failure_ends_all_with_its_reason_and_code():
+def test_failure_ends_all_with_its_reason_and_exit_code():
     found = run(2, "fail")
     assert [code for code, _, _ in found.values()] == [2, 2, 2]
     for index in (0, 1):
@@ -114,7 +114,7 @@ def test_a_failure_ends_all_with_its_reason_and_code():
         ("retry", "Retry process 1: replica gone"),
     ],
 )
-def test_what_one_raises_all_raise(deed, raised):
+def test_error_in_one_process_is_raised_in_all(deed, raised):
     found = run(1, deed)
     for index, (code, out, err) in found.items():
         assert code == 0, err
@@ -123,12 +123,12 @@ def test_what_one_raises_all_raise(deed, raised):
             assert line == f"raised {raised}"
 
 
-def test_processes_in_other_phases_are_told():
+def test_different_phases_are_an_error():
     found = run(1, "other phase")
     assert any("different phases: ['third'" in err for _, _, err in found.values())
 
 
-def test_one_process_needs_no_one():
+def test_single_process_needs_no_connection():
     peers = Peers()
     assert peers.gather("x", 1) == [1]
     assert on_first(peers, "x", lambda: 3) == 3

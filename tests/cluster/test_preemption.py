@@ -1,4 +1,4 @@
-"""A signal ends an interruptible block as Preempted, whatever it meets there."""
+"""A signal ends an interruptible block with Preempted."""
 
 import os
 import queue
@@ -21,7 +21,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_it_ends_a_wait(stop):
+def test_signal_ends_a_wait(stop):
     timer = threading.Timer(0.05, terminate)
     with pytest.raises(Preempted, match="SIGTERM"), stop.interruptible():
         timer.start()
@@ -29,7 +29,7 @@ def test_it_ends_a_wait(stop):
     timer.join()
 
 
-def test_the_end_of_the_grace_ends_the_process_whatever_it_does(monkeypatch, capsys):
+def test_process_ends_after_the_grace_time(monkeypatch, capsys):
     codes = queue.Queue()
     monkeypatch.setattr(os, "_exit", codes.put)
     with StopRequest(0.01, 75).installed():
@@ -38,7 +38,7 @@ def test_the_end_of_the_grace_ends_the_process_whatever_it_does(monkeypatch, cap
     assert "no checkpoint within training.grace_s=0.01 s" in capsys.readouterr().err
 
 
-def test_it_waits_for_the_end_of_what_may_not_be_interrupted(stop):
+def test_signal_outside_an_interruptible_block_is_deferred(stop):
     terminate()  # raises nothing here
     with pytest.raises(Preempted):
         stop.check()
@@ -46,8 +46,8 @@ def test_it_waits_for_the_end_of_what_may_not_be_interrupted(stop):
         raise AssertionError("the block must not begin")
 
 
-def test_what_breaks_because_of_it_is_it(stop):
-    """As `Condition.wait` does where the signal comes before it has its lock again."""
+def test_error_caused_by_a_signal_becomes_preempted(stop):
+    """`Condition.wait` fails like this if the signal arrives before it has its lock again."""
     lock = threading.Lock()
     with pytest.raises(Preempted) as caught, stop.interruptible():
         try:
@@ -57,7 +57,7 @@ def test_what_breaks_because_of_it_is_it(stop):
     assert "unlocked" in str(caught.value.__cause__)
 
 
-def test_no_handler_of_exceptions_swallows_it(stop):
+def test_except_exception_does_not_catch_preempted(stop):
     with pytest.raises(Preempted), stop.interruptible():
         try:
             terminate()
@@ -65,19 +65,19 @@ def test_no_handler_of_exceptions_swallows_it(stop):
             raise AssertionError("swallowed") from None
 
 
-def test_without_a_signal_an_error_stays_what_it_is(stop):
+def test_error_without_a_signal_is_not_changed(stop):
     with pytest.raises(KeyError), stop.interruptible():
         raise KeyError("x")
 
 
-def test_a_second_interrupt_ends_the_usual_way(stop):
+def test_second_sigint_raises_keyboard_interrupt(stop):
     with pytest.raises(Preempted), stop.interruptible():
         os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_what_is_late_is_named(monkeypatch, capsys):
+def test_message_names_what_was_not_saved_in_time(monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     stop = StopRequest(0.0, 75)

@@ -118,7 +118,7 @@ def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):
 
 @pytest.mark.parametrize("override", [[], ["--config.seed=1"]])
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
-def test_a_record_that_is_none_is_named(parse, tmp_path, text, override):
+def test_invalid_recorded_config_is_named(parse, tmp_path, text, override):
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)

@@ -144,7 +144,7 @@ def test_parameters_alone_go_there_and_back(directory, tmp_path):
         assert content == (tmp_path / "hf" / name).read_bytes(), name
 
 
-def test_an_unsound_checkpoint_is_named_and_the_previous_one_converted(
+def test_invalid_checkpoint_is_named_and_the_previous_one_converted(
     directory, made, tmp_path, capsys
 ):
     file = directory / "checkpoints" / "2" / "state" / "_METADATA"
@@ -174,7 +174,7 @@ def other_architecture(directory):
     ("change", "flags", "message"),
     [
         (None, {"step": 7}, r"--step=7 is not among the checkpoints of .*: \[1, 2\]"),
-        (None, {"dtype": "int8"}, r"--dtype='int8' must be one of"),
+        (None, {"dtype": "int8"}, r"dtype='int8' must be one of"),
         (None, {"max_shard_gb": 0.0}, r"--max_shard_gb=0 must be a finite number above 0"),
         (None, {"max_shard_gb": float("nan")}, r"--max_shard_gb=nan must be a finite"),
         (None, {"max_shard_gb": float("inf")}, r"--max_shard_gb=inf must be a finite"),
@@ -205,7 +205,7 @@ def test_a_target_is_never_overwritten(directory, tmp_path):
 
 
 @pytest.mark.parametrize("end", [".writing", ".replaced"])
-def test_a_neighbour_is_never_removed(directory, tmp_path, end):
+def test_existing_staging_directory_is_never_removed(directory, tmp_path, end):
     neighbour = tmp_path / f"target{end}"
     neighbour.mkdir()
     (neighbour / "mine").write_text("x")
@@ -232,7 +232,7 @@ def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_pat
 
 
 @pytest.mark.slow
-def test_transformers_says_what_our_engine_says(tmp_path):
+def test_transformers_and_our_engine_give_the_same_responses(tmp_path):
     """Trains a tiny run, exports it with the command, and decodes greedily with both."""
     import torch
     import transformers

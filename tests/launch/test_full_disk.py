@@ -43,7 +43,7 @@ def finish(workdir):
 
 
 @pytest.mark.slow
-def test_failed_checkpoints_are_said_and_the_run_goes_on(uninterrupted, workdir):
+def test_failed_checkpoints_are_reported_and_the_run_continues(uninterrupted, workdir):
     result = train_on_full_disk("checkpoints:2:3", workdir)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if "could not be written" in line]
@@ -54,9 +54,7 @@ def test_failed_checkpoints_are_said_and_the_run_goes_on(uninterrupted, workdir)
 
 
 @pytest.mark.soak
-def test_a_last_checkpoint_that_fails_ends_with_code_1_and_the_same_command_goes_on(
-    uninterrupted, workdir
-):
+def test_failed_last_checkpoint_exits_with_1_and_the_same_command_continues(uninterrupted, workdir):
     result = train_on_full_disk("checkpoints:4:99", workdir)
     assert result.returncode == 1
     last = result.stdout.splitlines()[-1]
@@ -83,7 +81,7 @@ def test_a_last_checkpoint_that_fails_after_a_signal_ends_with_code_1(uninterrup
 
 
 @pytest.mark.slow
-def test_a_lost_row_ends_the_run_cleanly_and_the_same_command_goes_on(uninterrupted, workdir):
+def test_failed_row_ends_the_run_and_the_same_command_continues(uninterrupted, workdir):
     result = train_on_full_disk("row:3", workdir)
     assert result.returncode == 1
     assert "No space left on device" in result.stderr.splitlines()[-1]

@@ -29,7 +29,7 @@ def train_on_full_disk(workdir, refused):
     ],
     ids=str,
 )
-def test_a_checkpoint_refused_to_a_process_is_said_and_the_run_goes_on(tmp_path, refused):
+def test_checkpoint_refused_to_one_process_is_reported_and_the_run_continues(tmp_path, refused):
     workdir = tmp_path / "run"
     (code, out, err), (other_code, _, other_err) = train_on_full_disk(workdir, refused)
     assert (code, other_code) == (0, 0), (out, err, other_err)

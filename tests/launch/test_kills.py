@@ -123,13 +123,13 @@ def run_chain(uninterrupted, workdir, kills, *, seed, flags=(), warm=True) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_killed_run_is_the_same_run(uninterrupted, tmp_path, name):
+def test_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp_path, name):
     seed = list(CHAINS).index(name)
     run_chain(uninterrupted, tmp_path / "run", CHAINS[name], seed=seed, warm=name != "warm_start")
 
 
 @pytest.mark.soak
-def test_a_killed_run_with_few_checkpoints_is_the_same_run(uninterrupted, tmp_path):
+def test_killed_run_with_few_checkpoints_equals_an_uninterrupted_one(uninterrupted, tmp_path):
     """Whole steps are lost and repeated: the old rows, events and rollouts must not remain."""
     flags = ("--config.checkpoints.every_steps=4", "--config.checkpoints.keep=1")
     run_chain(uninterrupted, tmp_path / "run", SPARSE, seed=10, flags=flags)

@@ -202,7 +202,7 @@ def test_the_jobset_has_known_fields_only(manifest):
     assert problems(manifest, JOB_SET) == []
 
 
-def test_what_the_api_server_would_refuse_is_seen(manifest):
+def test_invalid_manifests_are_detected(manifest):
     trainer = replicated_job(manifest, "trainer")
     trainer["replica"] = 1
     trainer["template"]["spec"]["backoffLimit"] = "0"
@@ -434,7 +434,7 @@ def test_slurm_queues_the_job_again(tmp_path, code):
     assert recorded["scontrol"] == ["requeue", "4242"]
 
 
-def test_slurm_ends_what_would_only_fail_again(tmp_path):
+def test_slurm_does_not_queue_a_wrong_setting_again(tmp_path):
     result, recorded = sbatch(tmp_path, f"0,{EXIT_USER_ERROR}")
     assert result.returncode == EXIT_USER_ERROR and "not queued again" in result.stdout
     assert "scontrol" not in recorded

@@ -106,7 +106,7 @@ def test_parquet_has_the_columns_of_all_rows(tmp_path):
     assert table.to_pydict() == {"a": [1, 2], "b": [None, "x"]}
 
 
-def test_long_work_says_how_far_it_is(monkeypatch, capsys):
+def test_progress_is_printed(monkeypatch, capsys):
     monkeypatch.setattr("launch.prepare_data.PROGRESS_S", -1.0)
     assert list(with_progress("abc", "read")) == ["a", "b", "c"]
     assert capsys.readouterr().out.splitlines()[1:] == ["1 rows read", "2 rows read"]
@@ -119,7 +119,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     local = f"--input={source}"
     assert_one_line(prepare("gsm9k", output, local), "--dataset='gsm9k' must be one of gsm8k, sim")
     assert_one_line(prepare("gsm8k", tmp_path / "made.csv", local), "must be a file ending in .js")
-    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split='val' must be one of train")
+    assert_one_line(prepare("gsm8k", output, "--split=val"), "--split=val: value should be one")
     assert_one_line(prepare("gsm8k", source, local), "is the input; name another file")
     assert_one_line(prepare("gsm8k", source / "a.jsonl", local), "cannot be written")
     assert_one_line(prepare("gsm8k", output, "--input=absent.jsonl"), "'absent.jsonl' does not ex")

@@ -51,7 +51,7 @@ def assert_close_rows(workdir, expected, first=0):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one_on_the_same_mesh(uninterrupted, tmp_path):
+def test_two_processes_give_the_results_of_one_on_the_same_mesh(uninterrupted, tmp_path):
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}/one", env=devices,
                  timeout=300)  # fmt: skip
@@ -60,7 +60,7 @@ def test_two_processes_give_the_numbers_of_one_on_the_same_mesh(uninterrupted, t
 
 
 @pytest.mark.soak
-def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
+def test_four_processes_on_a_tensor_mesh_give_the_same_results(uninterrupted, warmed):
     flags = ("--config.mesh.tensor=2", "--config.mesh.fsdp=2")
     for code, _, err in finish(start_processes(warmed, 4, *flags, devices=1)):
         assert code == 0, err
@@ -71,7 +71,7 @@ def test_four_processes_on_a_tensor_mesh_give_them_too(uninterrupted, warmed):
     "sequence",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)],
 )
-def test_states_of_the_policy_are_measured_where_they_lie(tmp_path, sequence):
+def test_states_of_the_policy_are_measured_in_their_own_process(tmp_path, sequence):
     """If rows are split over both processes (mesh axis `sequence`), process 0 measures all."""
     flags = (
         "--config.hidden_states.source=policy", "--config.hidden_states.compare_every=1",
@@ -133,7 +133,7 @@ def test_a_signal_ends_all_at_the_same_step_and_a_kill_ends_all(uninterrupted, w
 @pytest.mark.parametrize(
     ("who", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
 )
-def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, number):
+def test_same_command_continues_after_a_lost_process(uninterrupted, warmed, who, number):
     processes = start_processes(warmed, 2)
     read_until(processes[0], "step    3/6")
     lose_one(processes, who, number)
@@ -142,7 +142,7 @@ def test_one_is_lost_and_the_same_command_goes_on(uninterrupted, warmed, who, nu
 
 
 @pytest.mark.soak
-def test_who_hangs_before_a_program_of_all_ends_all(warmed):
+def test_process_that_hangs_before_a_collective_ends_all(warmed):
     """The others wait inside a program, not in a gather; the deadline covers this too."""
     processes = start_processes(
         warmed, 2, "--config.distributed.phase_timeout_s=45", "--config.rollout.call_timeout_s=40",
@@ -211,7 +211,7 @@ def test_it_resumes_with_another_number_of_processes_and_another_mesh(
 
 
 @pytest.mark.soak
-def test_the_environment_of_slurm_is_enough(uninterrupted, warmed):
+def test_slurm_environment_is_sufficient(uninterrupted, warmed):
     """Starts the tasks of one step on this machine, as srun does."""
     job = int(time.time()) % 100_000  # its port; SLURM_PORTS
     variables = {
@@ -251,7 +251,7 @@ def test_processes_with_other_settings_are_refused(tmp_path, flags, named):
 
 
 @pytest.mark.soak
-def test_a_mistake_of_one_is_told_by_all(tmp_path):
+def test_mistake_of_one_process_is_reported_by_all(tmp_path):
     found = finish(start_processes(tmp_path / "run", 2, "--config.rollout.top_k=5000"))
     for code, _, err in found:
         assert code == 2 and "rollout.top_k=5000" in err.strip().splitlines()[-1]

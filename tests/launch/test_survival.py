@@ -41,7 +41,7 @@ def test_an_external_replica_samples_the_same(uninterrupted, warmed, replica):
     assert_same_run(warmed, uninterrupted, NUM_STEPS)
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(uninterrupted, warmed):
+def test_sigterm_saves_and_the_same_command_continues(uninterrupted, warmed):
     process = start("launch.train", f"--config={TINY}", f"--workdir={warmed}")
     read_until(process, "step    2/6")
     asked = time.monotonic()

@@ -292,7 +292,7 @@ def listed(name, reasons):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_difference_from_the_launcher_is_what_the_comments_say(name):
+def test_difference_from_the_launcher_matches_the_comments(name):
     ours = flatten(load(name))
     departures = {}
     print(f"\n{name}")

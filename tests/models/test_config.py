@@ -44,7 +44,7 @@ def test_every_family_is_read_as_transformers_writes_it(family):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "llama"])
-def test_absent_fields_are_what_transformers_takes(model_type):
+def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
     theirs = transformers.AutoConfig.for_model(**fields)
     config = models.config_from_hf(fields)
@@ -78,7 +78,7 @@ def test_nested_and_flat_rope_fields_mean_the_same(fields):
     assert theirs.rope_parameters["rope_theta"] == 500.0
 
 
-def test_hashes_of_earlier_versions_stay():
+def test_hashes_equal_those_of_earlier_versions():
     """Recorded with the version that knew Qwen2 alone; checkpoints and replicas compare them."""
     sizes = {"num_layers": 24, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64}
     config = models.DecoderConfig(

@@ -243,7 +243,7 @@ def test_harmless_extras_are_ignored(pair, tmp_path):
         ([], "must hold a JSON object, not list"),
     ],
 )
-def test_end_tokens_that_are_none_are_named(tmp_path, content, message):
+def test_invalid_end_tokens_are_refused(tmp_path, content, message):
     for name in ("generation_config.json", "config.json"):
         (tmp_path / name).write_text(json.dumps(content))
         with pytest.raises(UserError, match=rf"{name}.*{message}") as error:
@@ -273,7 +273,7 @@ def test_a_tied_head_without_its_embedding_is_named(pair, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", ".writing", ".replaced"])
-def test_a_directory_is_saved_through_no_link(pair, tmp_path, end):
+def test_saving_does_not_follow_links(pair, tmp_path, end):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("years of work")
     (tmp_path / f"model{end}").symlink_to(tmp_path / "mine", target_is_directory=True)
@@ -283,7 +283,7 @@ def test_a_directory_is_saved_through_no_link(pair, tmp_path, end):
     assert models.load_config(tmp_path / "model") == pair.policy.config
 
 
-def test_what_the_disk_answers_to_a_library_is_an_error_of_the_system(pair, tmp_path):
+def test_disk_error_inside_a_library_becomes_oserror(pair, tmp_path):
     """Only those are told in one line."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -296,7 +296,7 @@ def test_what_the_disk_answers_to_a_library_is_an_error_of_the_system(pair, tmp_
     assert not (tmp_path / "model").exists()
 
 
-def test_a_tied_head_of_its_own_is_refused(pair, tmp_path):
+def test_tied_head_with_other_values_is_refused(pair, tmp_path):
     """transformers would not tie then: other logits, and not a word."""
     tensors = load_file(pair.directory / "model.safetensors")
     config = dataclasses.replace(pair.policy.config, tie_embeddings=True)
@@ -503,7 +503,7 @@ def test_end_ids_come_from_generation_config_then_config(tmp_path, generation, c
 
 
 @pytest.mark.parametrize("value", ["</s>", -1, [1, None], True])
-def test_end_ids_that_are_no_ids_are_refused(tmp_path, value):
+def test_end_ids_out_of_range_are_refused(tmp_path, value):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(UserError, match=r"config.json: eos_token_id=.* must be a token id, .*or a"):
         models.eos_token_ids(tmp_path)
@@ -554,7 +554,7 @@ def test_hub_ids_are_fetched_without_code_and_pickles(tmp_path, monkeypatch):
     assert kept == wanted
 
 
-def test_hub_that_cannot_be_reached_is_one_clear_line(tmp_path, monkeypatch):
+def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
     """conftest.py sets HF_HUB_OFFLINE, so nothing leaves the machine."""
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     monkeypatch.chdir(tmp_path)
@@ -567,7 +567,7 @@ def test_hub_that_cannot_be_reached_is_one_clear_line(tmp_path, monkeypatch):
     "failure",
     [huggingface_hub.errors.HTTPError("server disconnected"), KeyError("id"), OSError("no route")],
 )
-def test_a_hub_that_answers_nonsense_is_one_clear_line(failure, tmp_path, monkeypatch):
+def test_invalid_answer_of_the_hub_is_one_line(failure, tmp_path, monkeypatch):
     def snapshot_download(*_, **__):
         raise failure
 

@@ -7,7 +7,7 @@ from semrl_jax import models
 from semrl_jax.errors import UserError
 
 
-def test_an_axis_that_is_left_over_needs_one_device_at_least():
+def test_remaining_axis_needs_at_least_one_device():
     shape = {"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 8}
     with pytest.raises(UserError, match="needs 8 devices, but 4 are there"):
         models.make_mesh(shape, jax.devices()[:4])

@@ -147,7 +147,7 @@ def test_segments_do_not_see_each_other(pair):
         assert relative_error(part, np.asarray(alone)) < 1e-5
 
 
-def test_logits_are_never_held_whole(tmp_path):
+def test_logits_are_computed_in_blocks(tmp_path):
     """The compiled gradient needs a fraction of the [B, T, V] float32 logits."""
     pair = make_pair(tmp_path, vocab_size=20_000, hidden_size=32, num_hidden_layers=1)
     token_ids = jnp.zeros((8, 128), jnp.int32)

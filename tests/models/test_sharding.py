@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import hlo
 from semrl_jax import models
@@ -37,7 +37,7 @@ def policy():
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_mesh_changes_no_number_beyond_rounding(policy, shape):
+def test_mesh_changes_results_only_by_rounding(policy, shape):
     mesh = models.make_mesh(shape)
     params = policy.init(jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, 48, (8, 12)).astype(np.int32)
@@ -46,9 +46,8 @@ def test_mesh_changes_no_number_beyond_rounding(policy, shape):
     expected = jax.jit(policy.final_states)(params, *arguments)
     sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
     policy = dataclasses.replace(policy, mesh=mesh)
-    actual = jax.jit(policy.final_states)(
-        sharded, *jax.device_put(arguments, models.batch_sharding(mesh))
-    )
+    rows = NamedSharding(mesh, PartitionSpec(models.DATA_AXES))
+    actual = jax.jit(policy.final_states)(sharded, *jax.device_put(arguments, rows))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)  # float32 sums, reordered
 
 
@@ -60,7 +59,7 @@ def test_parameters_are_split_not_replicated(policy):
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
-def test_one_axis_takes_the_devices_left_over():
+def test_one_axis_takes_the_remaining_devices():
     mesh = models.make_mesh({"replica": 2, "fsdp": -1, "sequence": 1, "tensor": 1})
     assert dict(mesh.shape) == {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
 
@@ -90,7 +89,7 @@ def mesh_of(*sizes):
     return models.make_mesh(dict(zip(models.AXES, sizes)), jax.devices()[: int(np.prod(sizes))])
 
 
-def test_axes_that_do_not_divide_are_left_out_of_an_activation():
+def test_activation_is_not_split_over_axes_that_do_not_divide():
     mesh = mesh_of(2, 2, 1, 2)
     rows = models.DATA_AXES
     assert activation_spec("heads", (8, 3, 4, 8), mesh) == PartitionSpec(
@@ -117,7 +116,7 @@ def test_a_mesh_that_does_not_split_the_model_is_refused(policy, sizes, change, 
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 2, 2), (1, 8, 1, 1), (1, 1, 8, 1)])
-def test_what_is_not_refused_can_be_laid_out(policy, sizes):
+def test_every_accepted_mesh_can_be_used(policy, sizes):
     mesh = mesh_of(*sizes)
     models.check_mesh(policy.config, mesh)
     models.parameter_shardings(policy.shapes(), mesh)

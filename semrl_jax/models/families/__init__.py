@@ -21,32 +21,23 @@ class Family:
     """What all models of a family have in common. What differs is in `DecoderConfig`.
 
     A field of `config.json` that no family treats in its own way is read as Llama's: `hf_config`.
-
-    Attributes:
-      model_type: as in `config.json`.
-      architecture: the class in transformers.
-      attention_bias: whether the query, key and value projections have a bias.
-      query_key_norm: whether queries and keys are normed per head before the rotary embedding.
-      head_dim: its value where `config.json` has none; None: hidden_size / num_attention_heads.
-      needs_kv_heads: whether `num_key_value_heads` must be there; otherwise it may be absent, and
-        is num_attention_heads.
-      must_be_false: fields that the class in transformers reads and the decoder does not support.
-        They may be absent, and are written as false.
-      sliding_window: "none"; "all": `sliding_window` holds in every layer; "some": in the layers
-        that `layer_types` or `max_window_layers` say, if `use_sliding_window` is true.
-      from_hf: takes the fields of a `config.json` of this family and returns them by Llama's names;
-        None: they have these names.
-      to_hf: the inverse of `from_hf`.
     """
 
-    model_type: str
-    architecture: str
-    attention_bias: bool = False
-    query_key_norm: bool = False
-    head_dim: int | None = None
+    model_type: str  # as in `config.json`
+    architecture: str  # the class in transformers
+    attention_bias: bool = False  # whether the query, key and value projections have a bias
+    query_key_norm: bool = False  # whether each head's queries and keys are normed before rotation
+    head_dim: int | None = None  # default of `config.json`; None: hidden_size / num_attention_heads
+    # Whether `num_key_value_heads` is required. Otherwise its default is num_attention_heads.
     needs_kv_heads: bool = True
+    # Fields that the class in transformers reads and the decoder does not support. They may be
+    # absent, and are written as false.
     must_be_false: tuple[str, ...] = ()
+    # "none"; "all": `sliding_window` holds in every layer; "some": in the layers that `layer_types`
+    # or `max_window_layers` select, if `use_sliding_window` is true.
     sliding_window: str = "none"
+    # Translates the fields of a `config.json` of this family to Llama's names, and back; None: they
+    # have Llama's names.
     from_hf: Callable[[Fields], Fields] | None = None
     to_hf: Callable[[Fields], Fields] | None = None
 

@@ -22,7 +22,6 @@ from semrl_jax.models import (
     params_from_hf,
     tensor_specs,
 )
-from semrl_jax.models.weights import numpy_dtype
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.types import (
@@ -168,4 +167,4 @@ class JaxEngine(Engine):
         """Yields the staged tensors; each buffer is freed when the next one is requested."""
         while self._staged:
             name, (spec, buffer) = self._staged.popitem()
-            yield Piece(name, 0, buffer.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
+            yield Piece(name, 0, buffer.view(np.dtype(spec.dtype)).reshape(spec.shape))
