@@ -1,9 +1,8 @@
-"""The client: replicas that answer, weights sent to all of them, responses from all of them."""
+"""The client of several replicas: checks them, sends them weights, collects their responses."""
 
 from __future__ import annotations
 
 import collections
-import logging
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +11,9 @@ import grpc
 import numpy as np
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.client.broadcast import Broadcast, send_weights
-from semrl_jax.rollout.client.dispatch import Job, dispatch
-from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.broadcast import send_weights
+from semrl_jax.rollout.client.dispatch import dispatch
+from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_certificates, check_token
 from semrl_jax.types import (
@@ -28,8 +27,6 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-_log = logging.getLogger(__name__)
-
 _PROBE_TIMEOUT_S = 5.0  # of one Describe
 _NO_HIDDEN_STATES = HiddenStateParams()
 
@@ -37,8 +34,7 @@ _NO_HIDDEN_STATES = HiddenStateParams()
 class RolloutClient:
     """Samples from one or more rollout replicas over gRPC.
 
-    Calls are synchronous, and several threads may share a client. Every call has a deadline. A wait
-    of more than `progress_every_s` is reported through `progress`.
+    Calls are synchronous, and several threads may share a client. Every call has a deadline.
 
     Args:
       addresses: host:port of each replica.
@@ -46,13 +42,7 @@ class RolloutClient:
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
-      connect_timeout_s: until all replicas have answered.
-      sync_timeout_s: of one `sync_weights`, retries included.
-      generate_timeout_s: of one `generate`, retries included.
-      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
-        time to the first response of a batch, compilation included.
-      progress_every_s: interval between two lines about the same wait.
-      progress: takes one line; the default logs it as a warning.
+      waits: timeouts and `progress`; see `Waits`.
 
     Raises:
       UserError: an address is repeated or missing, an address other than loopback has no TLS, the
@@ -67,12 +57,7 @@ class RolloutClient:
         run_id: str,
         attempt_id: str,
         tls_ca: str = "",
-        connect_timeout_s: float = 300.0,
-        sync_timeout_s: float = 1800.0,
-        generate_timeout_s: float = 7200.0,
-        stall_timeout_s: float = 600.0,
-        progress_every_s: float = 10.0,
-        progress: Callable[[str], None] = _log.warning,
+        **waits,
     ):
         if not addresses or len(set(addresses)) < len(addresses):
             raise UserError(
@@ -81,18 +66,11 @@ class RolloutClient:
         check_token(token)
         self._run_id = run_id
         self._attempt_id = attempt_id
-        self._connect_timeout_s = connect_timeout_s
-        self._sync_timeout_s = sync_timeout_s
-        self._generate_timeout_s = generate_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._progress_every_s = progress_every_s
-        self._progress = progress
+        self._waits = Waits(**waits)
         self._counters: collections.Counter[str] = collections.Counter()
         self._expected: dict[str, str | int] = {}
         authority = _read_pem(tls_ca) if tls_ca else None
-        self._replicas: list[Replica] = []
-        for address in addresses:
-            self._replicas.append(Replica(address, token, tls_ca=authority))
+        self._replicas = [Replica(address, token, tls_ca=authority) for address in addresses]
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -136,7 +114,7 @@ class RolloutClient:
             "tokenizer_hash": tokenizer_hash,
             "vocab_size": vocab_size,
         }
-        deadline = time.monotonic() + self._connect_timeout_s
+        deadline = time.monotonic() + self._waits.connect_timeout_s
         for replica in self._replicas:
             self._await_replica(replica, deadline)
         ids = collections.Counter(r.description.replica_id for r in self._replicas)
@@ -168,20 +146,14 @@ class RolloutClient:
           RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
             value that is not finite.
         """
-        deadline = time.monotonic() + self._sync_timeout_s
+        new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
+        deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
-            job = Broadcast(
-                run_id=self._run_id,
-                attempt_id=self._attempt_id,
-                step=step,
-                specs=specs,
-                timeout_s=deadline - time.monotonic(),
-                stall_timeout_s=self._stall_timeout_s,
-                progress_every_s=self._progress_every_s,
-                progress=self._progress,
-            )
-            replicas = self._answering_replicas()
-            version, failures = send_weights(job, read(), replicas) if replicas else (None, {})
+            version, failures = None, {}
+            if replicas := self._answering_replicas():
+                version, failures = send_weights(
+                    new, specs, read(), replicas, deadline=deadline, waits=self._waits
+                )
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
@@ -195,10 +167,10 @@ class RolloutClient:
             now, retry_at = time.monotonic(), min(r.retry_at for r in self._replicas)
             if retry_at >= deadline:
                 raise RuntimeError(
-                    f"no replica took the weights of step {step} within {self._sync_timeout_s:g} s "
-                    f"({errors})."
+                    f"no replica took the weights of step {step} within "
+                    f"{self._waits.sync_timeout_s:g} s ({errors})."
                 )
-            self._progress(
+            self._waits.progress(
                 f"no replica took the weights of step {step} ({errors}); next attempt in "
                 f"{max(retry_at - now, 0):.1f} s, deadline in {deadline - now:.0f} s"
             )
@@ -238,21 +210,11 @@ class RolloutClient:
           UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
-        job = Job(
-            sampling=sampling,
-            hidden_states=hidden_states,
-            metrics=metrics,
-            version=version,
-            timeout_s=self._generate_timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-            progress_every_s=self._progress_every_s,
-            progress=self._progress,
-            resync=resync,
-        )
-        return dispatch(job, requests, self._replicas, self._counters)
+        call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+        return dispatch(call, self._replicas, self._counters, self._waits, resync)
 
     def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
-        """Refuses kinds of states that a replica, of an earlier release perhaps, does not send."""
+        """Refuses kinds of states that a replica, possibly of an earlier release, lacks."""
         if not hidden_states.layers:
             return
         for replica in self._replicas:
@@ -283,19 +245,20 @@ class RolloutClient:
                             "certificate's authority as rollout.tls_ca_file, or use none of them"
                         )
                     raise UserError(
-                        f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
-                        f"({reason}); {way_out}, or raise rollout.connect_timeout_s."
+                        f"{replica.name} cannot be reached within "
+                        f"{self._waits.connect_timeout_s:g} s ({reason}); {way_out}, or raise "
+                        "rollout.connect_timeout_s."
                     ) from error
-                if now - last_report >= self._progress_every_s:
+                if now - last_report >= self._waits.progress_every_s:
                     last_report = now
-                    self._progress(
+                    self._waits.progress(
                         f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
                         f"{deadline - now:.0f} s)"
                     )
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
 
     def _adopt(self, replica: Replica, timeout_s: float) -> None:
-        """Describes a replica, refuses one of another model, and notes the weights it serves."""
+        """Asks a replica for its description, checks the model, and notes its weights."""
         description = replica.describe(timeout_s)
         for field, expected in self._expected.items():
             actual = getattr(description, field)
@@ -328,7 +291,7 @@ class RolloutClient:
         replica.version = None
         replica.set_aside(error)
         self._counters["replica_failures"] += 1
-        self._progress(f"{replica.name} is set aside until the next sync of weights: {error}")
+        self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
 
 
 def _read_pem(path: str) -> bytes:

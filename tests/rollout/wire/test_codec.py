@@ -401,10 +401,10 @@ BAD_REQUESTS = [
         "stop_token_ids has 2000 ids",
     ),
     (lambda m: m.hidden_states.layers.append(9), ValueError, r"has 9; the replica has \[-1, 0"),
-    (lambda m: m.hidden_states.layers.append(0), ValueError, "names a layer twice"),
+    (lambda m: m.hidden_states.layers.append(0), ValueError, "has an entry twice"),
     (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
     (lambda m: m.hidden_states.kinds.append("later"), ValueError, "kinds has 'later'; the replica"),
-    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "a kind twice"),
+    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "has an entry twice"),
 ]
 
 
@@ -452,8 +452,8 @@ def test_metric_options_round_trip(stride, window, method, growth, dtype, thread
     ("change", "match"),
     [
         (lambda m: m.ClearField("names"), "metrics.names is empty"),
-        (lambda m: m.names.append("luck"), "has 'luck'; the replica measures"),
-        (lambda m: m.names.append("curvature"), "names a metric twice"),
+        (lambda m: m.names.append("luck"), "has 'luck'; the replica has"),
+        (lambda m: m.names.append("curvature"), "has an entry twice"),
         (lambda m: setattr(m, "stride", 0), "metrics.stride=0 must be at least 1"),
         (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
         (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),
