@@ -262,7 +262,7 @@ def test_an_engine_that_fails_is_said(world, sampling):
 def test_an_unknown_metric_is_refused_in_one_line(world, sampling):
     client = world.client(world.replica())
     params = dataclasses.replace(PARAMS, names=("effective_rank", "luck"))
-    with pytest.raises(ValueError, match=r"metrics.names has 'luck'; the replica meas") as caught:
+    with pytest.raises(ValueError, match=r"metrics.names has 'luck'; the replica has") as caught:
         list(client.generate(make_requests(), sampling, version=sync(client), metrics=params))
     assert "\n" not in str(caught.value)
 

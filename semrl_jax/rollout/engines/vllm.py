@@ -30,7 +30,7 @@ from jaxtyping import Float, UInt8
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.memory import available_bytes
-from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -130,7 +130,20 @@ class VllmEngine(Engine):
         self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
         self.keeps_in_flight = settings.in_flight == "keep"
-        self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
+        self._description = ReplicaDescription(
+            engine="vllm",
+            engine_version=self._version_of_vllm,
+            model_hash=model.model_hash,
+            tokenizer_hash=model.tokenizer_hash,
+            vocab_size=model.vocab_size,
+            layers=(-1, model.num_layers),
+            state_kinds=("decode", "prefill"),
+            logprob_kinds=("sampling",),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
+        )
         # More slots than running responses: a request can start while the rows of one that has
         # ended are still being read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
@@ -150,26 +163,7 @@ class VllmEngine(Engine):
         self._pool: Any = None
 
     def describe(self) -> ReplicaDescription:
-        max_prompts, max_prompt_tokens, max_response_tokens = self._limits
-        return ReplicaDescription(
-            protocol_major=0,
-            protocol_minor=0,
-            replica_id="",
-            engine="vllm",
-            engine_version=self._version_of_vllm,
-            model_hash=self._model.model_hash,
-            tokenizer_hash=self._model.tokenizer_hash,
-            vocab_size=self._model.vocab_size,
-            layers=(-1, self._model.num_layers),
-            state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling",),
-            metric_kinds=(),
-            max_prompts=max_prompts,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            version=None,
-            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
-        )
+        return self._description
 
     async def start(self) -> None:
         """Starts vLLM, installs the tap in its workers, and checks that its rows are aligned.
@@ -199,25 +193,19 @@ class VllmEngine(Engine):
         if any(worker[name] != value for name, value in expected.items()):
             raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
 
-    async def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
-    ) -> AsyncIterator[Rollout]:
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         started, num_aborts = time.monotonic(), self._num_aborts
-        kinds = hidden_states.kinds if hidden_states.layers else ()
+        kinds = call.hidden_states.kinds if call.hidden_states.layers else ()
         if "prefill" in kinds:
-            self._check_prompt_rows(requests)
+            self._check_prompt_rows(call.requests)
 
         async def sample(request: SampleRequest) -> Rollout:
             found = await self._sample(
-                request.prompt_ids, request.seed, sampling, kinds, num_aborts
+                request.prompt_ids, request.seed, call.sampling, kinds, num_aborts
             )
-            return self._rollout(request, found, hidden_states, started)
+            return self._rollout(request, found, call.hidden_states, started)
 
-        tasks = [asyncio.create_task(sample(request)) for request in requests]
+        tasks = [asyncio.create_task(sample(request)) for request in call.requests]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
@@ -270,7 +258,7 @@ class VllmEngine(Engine):
 
         settings = self._settings
         kv_cache_gib = settings.kv_cache_gib or (CPU_CACHE_GIB if current_platform.is_cpu() else 0)
-        _, max_prompt_tokens, max_response_tokens = self._limits
+        limits = self._description
         errors = pathlib.Path(self._model.directory) / "errors.log"
         try:
             _log_errors_to(errors)
@@ -279,7 +267,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 dtype=settings.dtype,
-                max_model_len=max_prompt_tokens + max_response_tokens,
+                max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens or None,
                 tensor_parallel_size=settings.tensor_parallel_size,
@@ -311,11 +299,10 @@ class VllmEngine(Engine):
 
     async def _check_alignment(self) -> None:
         """Compares the states of one generation with prefills of its prefixes, token by token."""
-        random = np.random.default_rng(0)
-        _, max_prompt_tokens, max_response_tokens = self._limits
-        length = min(CHECK_PROMPT_TOKENS, max_prompt_tokens)
+        random, limits = np.random.default_rng(0), self._description
+        length = min(CHECK_PROMPT_TOKENS, limits.max_prompt_tokens)
         prompt = random.integers(0, self._model.vocab_size, length, np.int32)
-        sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, max_response_tokens))
+        sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, limits.max_response_tokens))
         found = await self._sample(prompt, 0, sampling, ("decode", "prefill"), 0)
         # The state at the prompt's last token is in both kinds.
         rows = np.concatenate([found.rows["prefill"][:-1], found.rows["decode"]])

@@ -601,7 +601,7 @@ def test_stream_that_ends_early_names_the_missing(world, monkeypatch):
     client = world.client(replica)
     version = sync(client)
     generate = replica.engine.generate
-    replica.engine.generate = lambda requests, *rest: generate(requests[:-2], *rest)
+    replica.engine.generate = lambda call: generate(call._replace(requests=call.requests[:-2]))
     with pytest.raises(RuntimeError, match="without 2 of 8 responses, the first '3/0'"):
         list(client.generate(make_requests(), SamplingParams(16), version=version))
 
@@ -659,10 +659,10 @@ def abort_first(engine, num_calls, fail=False):
     """Aborts the first response of the first calls; with `fail`, the call then fails."""
     generate, calls = engine.generate, itertools.count(1)
 
-    async def aborting(requests, *rest):
+    async def aborting(call):
         aborts = next(calls) <= num_calls
-        async for rollout in generate(requests, *rest):
-            if aborts and rollout.sample_id == requests[0].sample_id:
+        async for rollout in generate(call):
+            if aborts and rollout.sample_id == call.requests[0].sample_id:
                 rollout = _aborted(rollout)
             yield rollout
             if aborts and fail:

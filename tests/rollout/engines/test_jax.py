@@ -22,6 +22,7 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.measurer import Measurer, join_layers
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
 from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
@@ -253,10 +254,9 @@ def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
 
 
 def make_call(policy, params, requests, sampling, **options):
-    return decoding.DecodingCall(
-        policy, jax.device_put(params), requests, sampling, HiddenStateParams(), VERSION,
-        **({"max_batch": 64, "chunk": 4} | options),
-    )  # fmt: skip
+    call = GenerateCall(tuple(requests), sampling, HiddenStateParams(), VERSION)
+    options = {"max_batch": 64, "chunk": 4} | options
+    return decoding.DecodingCall(policy, jax.device_put(params), call, **options)
 
 
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
@@ -427,14 +427,9 @@ def test_half_an_update_leaves_the_old_weights(policy, params):
             buffers[name][:] = (array * value).reshape(-1).view(np.uint8)
 
     async def sample():
-        return as_bytes(
-            [
-                r
-                async for r in engine.generate(
-                    make_requests(2, 2), SamplingParams(8), HiddenStateParams(), VERSION
-                )
-            ]
-        )
+        requests = tuple(make_requests(2, 2))
+        call = GenerateCall(requests, SamplingParams(8), HiddenStateParams(), VERSION)
+        return as_bytes([rollout async for rollout in engine.generate(call)])
 
     stage(1.0)
     asyncio.run(engine.commit_weight_update(VERSION))

@@ -17,6 +17,7 @@ from semrl_jax.rollout.building import engine_mesh, jax_engine
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.sampling import split_sampling
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.runs import validate
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
@@ -70,7 +71,8 @@ def engine_with(params, mesh, **options):
 
 def sample(engine, requests, sampling):
     async def collect():
-        return [r async for r in engine.generate(requests, sampling, STATES, VERSION)]
+        call = GenerateCall(tuple(requests), sampling, STATES, VERSION)
+        return [rollout async for rollout in engine.generate(call)]
 
     return asyncio.run(collect())
 
@@ -146,10 +148,9 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
         assert {s.data.size * share for s in leaf.addressable_shards} == {leaf.size}, path
         assert leaf.sharding.device_set == set(mesh.devices.flat)
     policy = dataclasses.replace(POLICY, mesh=mesh)
-    call = decoding.DecodingCall(
-        policy, held, make_requests(), dataclasses.replace(SAMPLING["sampled"],
-        max_tokens=max_tokens), STATES, VERSION, max_batch=16, chunk=7,
-    )  # fmt: skip
+    sampling = dataclasses.replace(SAMPLING["sampled"], max_tokens=max_tokens)
+    asked = GenerateCall(tuple(make_requests()), sampling, STATES, VERSION)
+    call = decoding.DecodingCall(policy, held, asked, max_batch=16, chunk=7)
     seen = set()
     while not call.done:
         call.step()
@@ -174,11 +175,10 @@ def test_no_program_twice_in_a_bucket(params):
     policy = dataclasses.replace(POLICY, mesh=mesh_of(2, 2))
 
     def run(seed):
-        requests = make_requests(2, 4, seed, shortest=9)
-        call = decoding.DecodingCall(
-            policy, held, requests, SamplingParams(60, eos_token_ids=(EOS,)), STATES, VERSION,
-            max_batch=8, chunk=4,
-        )  # fmt: skip
+        requests = tuple(make_requests(2, 4, seed, shortest=9))
+        sampling = SamplingParams(60, eos_token_ids=(EOS,))
+        asked = GenerateCall(requests, sampling, STATES, VERSION)
+        call = decoding.DecodingCall(policy, held, asked, max_batch=8, chunk=4)
         while not call.done:
             call.step()
 
