@@ -37,13 +37,12 @@ def send_weights(
       deadline: in `time.monotonic()`.
 
     Returns:
-      The version, and the reason of the failure for each replica that failed. The other replicas
-      serve the version. The version is None if all replicas failed before the last tensor was read.
+      The version, and the error of each replica that failed. The other replicas serve the version.
+      It is None if all replicas failed before the last tensor was read.
 
     Raises:
-      ValueError: the arrays do not fit the specs.
-      UserError, ValueError: a replica refuses the weights permanently. The update is then cancelled
-        on all replicas; only a replica that had already committed serves the version.
+      UserError, ValueError: the arrays do not fit the specs, or a replica refuses the weights
+        permanently. The update is then cancelled; replicas that had committed keep it.
       RuntimeError: a replica found values that are not finite.
     """
     receivers: list[_Receiver] = []
@@ -145,7 +144,7 @@ class _Receiver:
         self.error = describe_error(error)
 
     def _end(self) -> None:
-        """Ends gRPC's reading thread after the call has ended; drops what is still queued."""
+        """Ends gRPC's reading thread after the call has ended; drops the queued messages."""
         while True:
             try:
                 return self._queue.put_nowait(None)

@@ -23,19 +23,16 @@ class ChildReplica:
     """`launch.rollout` on a free loopback port; it is started again whenever it ends.
 
     The child serves until its standard input closes, so it ends with this process, even if this
-    process is killed. The constructor returns once the child listens. `close` the replica, or use
-    it in a `with`.
+    process is killed. The constructor returns once the child listens. Use it in a `with`.
 
     Args:
       command: serves rollouts; `--port` and `--until_stdin_closes` are appended.
       directory: working directory of the child.
       log: file to which the child's output is appended.
-      start_timeout_s: until the child listens.
       progress: takes one line about a wait or a restart.
 
     Attributes:
-      address: host:port.
-      token: the token that the client must send.
+      address, token: host:port, and the token that the client must send.
 
     Raises:
       UserError: if the program does not exist, or the child ends or does not listen in time.

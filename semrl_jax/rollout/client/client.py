@@ -45,8 +45,8 @@ class RolloutClient:
       waits: timeouts and `progress`; see `Waits`.
 
     Raises:
-      UserError: an address is repeated or missing, an address other than loopback has no TLS, the
-        token cannot be sent in a header, or `tls_ca` cannot be read.
+      UserError: an address is repeated or missing, an address other than loopback has no TLS, or
+        the token or `tls_ca` cannot be used.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RolloutClient:
     ) -> tuple[ReplicaDescription, ...]:
         """Waits until all replicas answer, and checks that they serve the trainer's model.
 
-        The tokenizer is not compared where the trainer or the replica has an empty hash.
+        An empty tokenizer hash is not compared.
 
         Raises:
           UserError: a replica cannot be reached, refuses the token, or has another protocol major,
@@ -133,8 +133,8 @@ class RolloutClient:
 
         Args:
           specs: of all tensors.
-          read: starts a pass over the arrays in the order of `specs`, which may be made one by one.
-            It is called once, and once more each time that every replica has failed.
+          read: starts a pass over the arrays in the order of `specs`. Called once, and once more
+            each time that every replica has failed.
           step: part of the version; it may be lower than before.
 
         Returns:
@@ -188,25 +188,22 @@ class RolloutClient:
     ) -> Iterator[Rollout]:
         """Yields every requested response exactly once, in the order of arrival.
 
-        The groups are divided among the replicas that serve `version`. If a replica fails, hangs or
-        cannot be reached, its remaining samples go to the others, or are retried with growing
-        pauses. A response that a replica aborts is sampled again, at most twice.
-        Close the iterator to end the call early.
+        The groups are divided among the replicas that serve `version`. If a replica fails, its
+        remaining samples go to the others, or are retried with growing pauses. A response that a
+        replica aborts is sampled again, at most twice. Close the iterator to end the call early.
 
         Args:
           requests: their sample ids must be unique.
           sampling, hidden_states: for all requests.
-          version: from `sync_weights`. A response with a token sampled from other weights ends the
-            call with an error.
-          metrics: what the replicas measure of the final hidden states. Fills `metrics` and
-            `mean_state` of the rollouts; the states themselves need not be sent. None measures
-            nothing.
+          version: from `sync_weights`; tokens sampled with other weights are an error.
+          metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
+            hidden states need not be sent.
           resync: called if no replica serves `version` any more, for example after a restart. It
             should call `sync_weights` with the same weights, which gives the same version.
 
         Raises:
           RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
-            the third time, or a replica's reply contradicts the request.
+            the third time, an engine failed again and again, or a reply contradicts the request.
           UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
@@ -295,7 +292,7 @@ class RolloutClient:
 
 
 def _read_pem(path: str) -> bytes:
-    """Reads and checks the file: gRPC's own errors do not name it."""
+    """Reads and checks the file, because gRPC's own errors do not name it."""
     try:
         data = pathlib.Path(path).read_bytes()
     except OSError as error:

@@ -13,29 +13,24 @@ from semrl_jax.rollout.wire.auth import new_token
 class EmbeddedReplica:
     """A rollout server on an event loop in a daemon thread of this process.
 
-    It listens on a free loopback port, so the client calls it as any other replica. `close` it, or
-    use it in a `with`.
+    It listens on a free loopback port, so the client calls it as any other replica. Use it in a
+    `with`.
 
     Args:
       engine: samples the responses; closed with the replica.
       token: None makes a random one.
-      settings: further arguments of `serve`.
+      settings: further arguments of `serve`, which may raise.
 
     Attributes:
-      address: host:port.
-      token: the token that the client must send.
-
-    Raises:
-      UserError: as `serve`.
+      address, token: host:port, and the token that the client must send.
     """
 
     def __init__(self, engine: Engine, *, token: str | None = None, **settings: str | float | int):
         self.token = new_token() if token is None else token
         self._loop = _acquire_loop()
         try:
-            self._server: RolloutServer | None = self._run(
-                serve(engine, token=self.token, **settings)
-            )
+            serving = serve(engine, token=self.token, **settings)
+            self._server: RolloutServer | None = self._run(serving)
         except BaseException:
             _release_loop()
             raise

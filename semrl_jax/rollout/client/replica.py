@@ -148,9 +148,9 @@ class Replica:
     def _start(self, method, request, timeout_s: float):
         """Starts a call that runs concurrently with its caller.
 
-        Signal handlers raise in the main thread only, so the call is started in another thread.
-        gRPC counts a call before it creates the thread that serves the call; an exception between
-        the two would keep the channel from ever closing.
+        Signal handlers raise in the main thread only, so the call is started in another thread:
+        gRPC counts a call before it creates the thread that serves it, and an exception between the
+        two would keep the channel from ever closing.
         """
         started: concurrent.futures.Future = concurrent.futures.Future()
 

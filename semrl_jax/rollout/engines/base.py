@@ -18,8 +18,8 @@ class EngineDeadError(RuntimeError):
 class Engine(abc.ABC):
     """Samples responses from one model. The service has already checked every request.
 
-    The service calls the coroutines from one event loop. It calls `commit_weight_update` only while
-    no `generate` runs, unless the engine has `keeps_in_flight`.
+    The service calls it from one event loop, and `commit_weight_update` only while no `generate`
+    runs, unless the engine has `keeps_in_flight`.
 
     Attributes:
       keeps_in_flight: running responses can continue over a commit.
@@ -38,8 +38,7 @@ class Engine(abc.ABC):
     def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         """Yields each response when it ends. An async generator; `aclose` ends the other responses.
 
-        What is sampled depends only on the weights and on the call. `call.metrics` is not used: the
-        service measures.
+        The samples depend only on the weights and on the call. `call.metrics` is not used.
         """
 
     @abc.abstractmethod

@@ -61,15 +61,7 @@ class Slots(NamedTuple):
 
 
 # The axis of the slots in each array.
-_SLOT_AXES = Slots(
-    KVCache(1, 1, 0),
-    final_states=0,
-    layer_inputs=1,
-    num_prompt=0,
-    num_generated=0,
-    keys=0,
-    active=0,
-)
+_SLOT_AXES = Slots(KVCache(1, 1, 0), 0, 1, 0, 0, 0, 0)
 
 
 class Chunk(NamedTuple):
@@ -82,7 +74,7 @@ class Chunk(NamedTuple):
 
 
 def _layers_of(kind: str, params: HiddenStateParams) -> tuple[int, ...]:
-    """The layers whose states of this kind, "decode" or "prefill", are asked for."""
+    """The requested layers of one kind of states, "decode" or "prefill"."""
     return params.layers if kind in params.kinds else ()
 
 
@@ -138,13 +130,10 @@ def prefill_and_insert(
     policy: Policy,
     prompt_states: HiddenStateParams,
 ) -> tuple[Slots, Float[Array, "R P K D"]]:
-    """Prefills R left-padded prompts and inserts each into one of the slots.
+    """Prefills R left-padded prompts and inserts each into a slot.
 
-    Args:
-      into: the slot of each prompt; an index beyond the batch marks a padding row.
-
-    Returns:
-      The slots, and the prompts' states in the K layers of `prompt_states`.
+    `into` has the slot of each prompt; an index beyond the batch marks a padding row. Also returns
+    the prompts' states in the K layers of `prompt_states`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     final_states, layer_inputs, prompt, all_states = policy.prefill(
@@ -288,9 +277,8 @@ def resize_slots(
 ) -> Slots:
     """Gathers R slots and widens their cache to `columns` columns.
 
-    Args:
-      kept: indices of the slots; an index beyond the batch gives a free slot. On a mesh `kept` has
-        equal parts, one for each data shard, and indices count from the shard's first slot.
+    `kept` has indices; one beyond the batch gives a free slot. On a mesh it has equal parts, one
+    per data shard, and indices count from the shard's first slot.
     """
     resize_shard = functools.partial(_resize_shard, columns=columns)
     if mesh is None:
@@ -334,8 +322,6 @@ def _limit_programs() -> None:
 
 @dataclasses.dataclass
 class _Response:
-    """The host's record of one response in progress."""
-
     request: SampleRequest
     # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
@@ -351,7 +337,7 @@ class DecodingCall:
 
     Args:
       policy, params: the model; the slots are split over the policy's mesh.
-      max_batch: largest number of slots, on all devices together; rounded up to a power of two.
+      max_batch: limit on the slots of all devices; rounded up to a power of two.
       chunk: tokens generated per step and slot.
     """
 
@@ -422,7 +408,6 @@ class DecodingCall:
         return [self._rollout(response, "aborted") for response in rest]
 
     def _prefill(self) -> None:
-        """Prefills waiting prompts and inserts them into free slots."""
         free = [slot for slot, response in enumerate(self._running) if response is None]
         # Alternate between the data shards: the batch shrinks to the fullest of them.
         free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
@@ -461,7 +446,7 @@ class DecodingCall:
                 response.prompt_states = states[-len(response.request.prompt_ids) :].copy()
 
     def _max_prompts_per_prefill(self) -> int:
-        """Limits the memory of the prompt states, counted in float32; else all slots."""
+        """Limits the memory of the prompt states, counted in float32."""
         num_layers = len(self._prompt_states.layers)
         num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
         return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else self._batch
@@ -497,7 +482,7 @@ class DecodingCall:
         self._batch, self._columns = batch, columns
 
     def _collect(self, chunk: Chunk) -> list[Rollout]:
-        """Adds a chunk to the running responses; returns those that ended and frees their slots."""
+        """Adds a chunk to the running responses; returns and removes those that ended."""
         chunk, generated, active = jax.device_get(
             (chunk, self._slots.num_generated, self._slots.active)
         )

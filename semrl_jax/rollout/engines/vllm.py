@@ -1,8 +1,7 @@
 """The vLLM engine: an unpatched vLLM whose workers load the plugin of third_party/vllm_patch.
 
 It needs a separate Python environment (third_party/vllm_patch/make_env.sh). Every response is one
-request to vLLM. Its hidden states come through shared memory: the request has a slot there, and it
-waits until a slot is free.
+request to vLLM. The hidden states come through shared memory, where each request has a slot.
 """
 
 from __future__ import annotations
@@ -61,13 +60,12 @@ class VllmSettings:
       max_num_seqs: responses decoded concurrently.
       max_num_batched_tokens: limit on the tokens of an engine step; 0 leaves the choice to vLLM.
       tensor_parallel_size: devices of the replica.
-      gpu_memory_utilization: share of the device's memory (without a device, of the machine's) for
-        weights and KV cache.
-      kv_cache_gib: size of the KV cache, instead of what that share leaves. 0 takes what the share
-        leaves on a device, and 4 GiB on a CPU, where vLLM would take nearly all memory or refuse.
+      gpu_memory_utilization: share of the memory, of the device if there is one, for weights and
+        KV cache.
+      kv_cache_gib: size of the KV cache. 0 takes the rest of that share on a device, and 4 GiB on a
+        CPU, where vLLM would take nearly all memory or refuse.
       enforce_eager: neither compiles nor captures CUDA graphs, which halves the time to start.
-      in_flight: what a weight update does with running responses: "wait" for their end, "abort"
-        them, or "keep" them. Kept responses continue with the new weights and a recomputed cache.
+      in_flight: as in `RolloutService`. Kept responses continue with a recomputed cache.
     """
 
     dtype: str = "bfloat16"
@@ -85,10 +83,8 @@ class VllmModel:
     """The model that the engine serves.
 
     Attributes:
-      directory: has config.json; weights in it are not read, they come from the trainer.
+      directory: has config.json; the weights come from the trainer.
       specs: tensors of a weight update.
-      model_hash, tokenizer_hash: hashes that the client compares with its own.
-      vocab_size, hidden_size, num_layers: of the architecture.
     """
 
     directory: str
@@ -104,8 +100,6 @@ class VllmEngine(Engine):
     """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
     Args:
-      model: the model to serve.
-      settings: how vLLM is started.
       max_prompts: limit on the responses of a call.
       max_prompt_tokens, max_response_tokens: limits per response.
 
@@ -144,8 +138,8 @@ class VllmEngine(Engine):
             max_response_tokens=max_response_tokens,
             layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
         )
-        # More slots than running responses: a request can start while the rows of one that has
-        # ended are still being read.
+        # More slots than running responses: a request can start while the rows of an ended one are
+        # still being read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
         self._pool_shape = _pool_shape(
             model, settings, num_slots, max_prompt_tokens, max_response_tokens
@@ -166,7 +160,7 @@ class VllmEngine(Engine):
         return self._description
 
     async def start(self) -> None:
-        """Starts vLLM, installs the tap in its workers, and checks that its rows are aligned.
+        """Starts vLLM, installs the tap in its workers, and checks the rows.
 
         Raises:
           UserError: if vLLM cannot serve the model here.
@@ -364,7 +358,7 @@ class VllmEngine(Engine):
         return rows
 
     def _check_prompt_rows(self, requests: Sequence[SampleRequest]) -> None:
-        """Refuses a call if its prompt states do not fit into memory; `start` ignores them."""
+        """Refuses a call if its prompt states do not fit into memory."""
         num_concurrent = min(len(requests), self._pool_shape.num_slots)
         longest = max(len(request.prompt_ids) for request in requests)
         wanted = num_concurrent * longest * self._pool_shape.row_bytes
@@ -445,7 +439,7 @@ class VllmEngine(Engine):
         return rows.view(np.dtype(self._settings.dtype)).astype(np.dtype(dtype), copy=False)
 
     async def _load(self, staged: _Staging) -> None:
-        """Loads new weights into the workers; if that fails, loads the previous ones again."""
+        """Loads new weights into the workers; if that fails, the previous ones again."""
         try:
             await self._llm.collective_rpc(
                 "semrl_load_weights", args=(staged.path, staged.manifest)
@@ -465,8 +459,6 @@ class VllmEngine(Engine):
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """The result of one request to vLLM."""
-
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
@@ -476,8 +468,6 @@ class _Sample:
 
 class _Staging:
     """The weights of one update, in an anonymous file that workers can map.
-
-    The file has no name in any directory, and is gone with this process.
 
     Attributes:
       buffers: a writable uint8 array per tensor, by name.
@@ -522,14 +512,14 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of vLLM's error with the reason; pydantic puts it between a title and a link."""
+    """The line of vLLM's error with the reason, which pydantic puts after a title."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("Value error")]
     return (said or lines or [type(error).__name__])[0]
 
 
 def _log_errors_to(file: pathlib.Path) -> None:
-    """Configures vLLM's processes, before they start, to write their errors to a file, too.
+    """Makes vLLM's processes also write their errors to a file.
 
     If one of them fails, the parent process raises only "See root cause above".
     """
@@ -550,7 +540,7 @@ def _log_errors_to(file: pathlib.Path) -> None:
 
 
 def _root_cause(file: pathlib.Path) -> str:
-    """The last exception in a log that does not refer to another one; "" if there is none."""
+    """The last exception in a log that is not a reference to another one, or ""."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     causes = [line for line in errors if "root cause" not in line] or [""]
@@ -559,11 +549,7 @@ def _root_cause(file: pathlib.Path) -> str:
 
 
 def checked_version() -> str:
-    """Returns the version of the installed vLLM.
-
-    Raises:
-      UserError: if vLLM or the plugin is missing, or the version is not supported.
-    """
+    """The version of vLLM; raises UserError if it or the plugin is missing or does not fit."""
     try:
         import semrl_vllm
     except ModuleNotFoundError:
@@ -586,7 +572,7 @@ def _pool_shape(
 ) -> Any:
     """The shape of the pool; refuses one that does not fit into memory.
 
-    Prompt rows are not counted: they take memory only while a call asks for them.
+    Prompt rows do not count: they take memory only while a call asks for them.
     """
     from semrl_vllm.pool import PoolShape
 
@@ -635,7 +621,7 @@ def _check_heads(hf_config: Any, head_size: int) -> None:
 
 
 def _queue_bytes(num_workers: int) -> int:
-    """Bytes of shared memory for vLLM's queues to and from workers; each is a ring of chunks."""
+    """Bytes of shared memory for vLLM's queues to and from workers, which are rings of chunks."""
     from vllm import envs
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -648,11 +634,7 @@ def _queue_bytes(num_workers: int) -> int:
 
 
 def check_queue_space(num_bytes: int, directory: str = "/dev/shm") -> None:
-    """Checks the free shared memory; vLLM's own error is lost in a child process.
-
-    Raises:
-      UserError: if fewer than `num_bytes` are free in `directory`.
-    """
+    """Raises UserError if too little shared memory is free; vLLM's own error is lost in a child."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise UserError(

@@ -22,14 +22,7 @@ from semrl_jax.rollout.server.guard import Refused
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
-from semrl_jax.types import (
-    HiddenStateParams,
-    ReplicaDescription,
-    Rollout,
-    TensorSpec,
-    WeightVersion,
-    manifest_digest,
-)
+from semrl_jax.types import HiddenStateParams, Rollout, TensorSpec, WeightVersion, manifest_digest
 
 _log = logging.getLogger(__name__)
 
@@ -76,14 +69,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self._in_flight = in_flight
         self._stall_timeout_s = stall_timeout_s
         description = engine.describe()
+        measures = -1 in description.layers and importlib.util.find_spec("jax")
         self._limits = dataclasses.replace(
             description,
             protocol_major=codec.PROTOCOL_MAJOR,
             protocol_minor=codec.PROTOCOL_MINOR,
             replica_id=replica_id,
-            metric_kinds=METRICS
-            if -1 in description.layers and importlib.util.find_spec("jax")
-            else (),
+            metric_kinds=METRICS if measures else (),
         )
         self._version: WeightVersion | None = None
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end

@@ -45,7 +45,7 @@ MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
 MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
 
-# By kind, in the order of their chunks: the field of a rollout and of its message.
+# The field of each kind of states, in a rollout and in a message; in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BYTES_ARRAYS = tuple(array for array in TOKEN_ARRAYS if array.wire)
@@ -110,8 +110,7 @@ def decode_specs(
     """Decodes the manifest of a weight update and compares it with the engine's tensors.
 
     Raises:
-      ValueError: names the tensors that are missing, extra or repeated, or have another shape or an
-        unknown dtype.
+      ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     counts = collections.Counter(message.name for message in messages)
@@ -176,10 +175,7 @@ def decode_request(
 ) -> GenerateCall:
     """Decodes a request and checks it against the replica's limits.
 
-    Args:
-      message: the request.
-      limits: the replica's description.
-      prompts: used in place of `message.prompts`, if they were parsed separately.
+    `prompts` replaces `message.prompts` if they were parsed separately.
 
     Raises:
       LimitExceeded: there are more samples or longer prompts than the replica admits.
@@ -279,11 +275,6 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
 class RolloutDecoder:
     """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
 
-    Args:
-      call: the call that the stream answers.
-      vocab_size: of the replica's model.
-      replica_id: stored in the rollouts.
-
     Attributes:
       num_bytes: received so far, by name: "state_bytes", "token_bytes", "metric_bytes".
     """
@@ -301,7 +292,7 @@ class RolloutDecoder:
     def feed(self, message: pb.GenerateResponse) -> Rollout | None:
         """Returns the rollout that this message completes, or None.
 
-        The arrays of the rollout may be read-only views of the message.
+        Its arrays may be read-only views of the message.
 
         Raises:
           ValueError: the message contradicts itself, the call or the messages before it.
@@ -407,10 +398,8 @@ class RolloutDecoder:
         if len(self._unfilled[0]):
             return None
         self._unfilled.pop(0)
-        if self._unfilled:
-            return None
-        self._open = None
-        return rollout
+        self._open = rollout if self._unfilled else None
+        return None if self._unfilled else rollout
 
     def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
         end = 0
@@ -461,7 +450,7 @@ class RolloutDecoder:
         return np.frombuffer(array.data, dtype).reshape(shape)
 
     def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
-        """Checks that exactly the metrics asked for came; None if none were asked for."""
+        """Checks that the requested metrics came; None if none were requested."""
         asked = self._call.metrics
         if asked is None:
             if message.mean_state:
