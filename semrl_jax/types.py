@@ -149,6 +149,11 @@ class SampleRequest:
     prompt_ids: Int[np.ndarray, " P"]
     seed: int
 
+    @property
+    def rollout_fields(self) -> dict[str, Any]:
+        """The fields that the rollout has in common with this request."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
@@ -39,10 +40,7 @@ FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica th
 
 
 class Measured(NamedTuple):
-    """Metrics of one response, floats and bools, and the float32 means of its hidden states.
-
-    `Measurer` measures one layer at a time, as if it were the final one.
-    """
+    """Metrics of one response, floats and bools, and the float32 means of its hidden states."""
 
     metrics: dict[MetricKey, Measurement]
     mean_states: Float[np.ndarray, "L D"]
@@ -59,7 +57,7 @@ def join_layers(measured: Mapping[int, Measured]) -> Measured:
 
 
 class _Kind(NamedTuple):
-    """Properties that all responses of one call share."""
+    """What the responses of one call have in common."""
 
     bucket: int
     width: int
@@ -71,17 +69,16 @@ class _Waiting(NamedTuple):
     future: concurrent.futures.Future[Measured]
 
 
-class Measurer:
-    """Runs `hidden_state_metrics` on responses as they arrive. Thread-safe.
+class Measurer(contextlib.AbstractContextManager):
+    """Runs `hidden_state_metrics` on responses as they arrive, one layer at a time. Thread-safe.
 
     Small responses of one bucket, width and dtype share a call with a fixed number of places,
-    because the overhead of a call is as large as the arithmetic of a small response. On the host a
-    call measures one response after the other. Results do not depend on the other responses of the
-    call. A response whose future is cancelled before its call starts is left out.
+    because the overhead of a call is as large as the arithmetic of a small response. The other
+    responses of a call do not change a result. A response whose future is cancelled before its call
+    starts is left out.
 
     Args:
-      max_tokens: response limit. Lengths are padded to powers of two from 32 on, at most to
-        max_tokens.
+      max_tokens: response limit. Lengths are padded to powers of two from 32 to max_tokens.
       num_threads: how many calls run at the same time.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
       layers: of the rows of the mean states of a batch.
@@ -102,9 +99,7 @@ class Measurer:
     ):
         self.layers = layers
         self._max_tokens = max_tokens
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            num_threads, thread_name_prefix="metrics"
-        )
+        self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, "metrics")
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
         for name in options.get("names", METRICS):
@@ -178,9 +173,6 @@ class Measurer:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for group in groups:
             _cancel(group)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

@@ -209,10 +209,7 @@ def fake_rollout(
         reason = "eos" if int(ids[-1]) in sampling.eos_token_ids else "stop"
     steps = np.arange(1, len(ids) + 1, dtype=np.float32)
     return Rollout(
-        sample_id=request.sample_id,
-        group_id=request.group_id,
-        sample_index=request.sample_index,
-        prompt_ids=request.prompt_ids,
+        **request.rollout_fields,
         response_ids=ids,
         rollout_logprobs=-steps / 8,
         rollout_raw_logprobs=-steps / 4,

@@ -19,7 +19,7 @@ END_S = 20.0  # from closing its standard input to SIGKILL
 PROGRESS_EVERY_S = 10.0
 
 
-class ChildReplica:
+class ChildReplica(contextlib.AbstractContextManager):
     """`launch.rollout` on a free loopback port; it is started again whenever it ends.
 
     The child serves until its standard input closes, so it ends with this process, even if this
@@ -71,9 +71,6 @@ class ChildReplica:
             self._closing.set()
         self._end()
         self._watcher.join()
-
-    def __enter__(self) -> ChildReplica:
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,18 +32,18 @@ _PROBE_TIMEOUT_S = 5.0  # of one Describe
 _NO_HIDDEN_STATES = HiddenStateParams()
 
 
-class RolloutClient:
+class RolloutClient(contextlib.AbstractContextManager):
     """Samples from one or more rollout replicas over gRPC.
 
     Calls are synchronous, and several threads may share a client. Every call has a deadline.
 
     Args:
       addresses: host:port of each replica.
-      token: the token that the replicas were started with.
+      token: of the replicas.
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
-      waits: timeouts and `progress`; see `Waits`.
+      waits: fields of `Waits`.
 
     Raises:
       UserError: an address is repeated or missing, an address other than loopback has no TLS, or
@@ -72,9 +73,6 @@ class RolloutClient:
         authority = _read_pem(tls_ca) if tls_ca else None
         self._replicas = [Replica(address, token, tls_ca=authority) for address in addresses]
 
-    def __enter__(self) -> RolloutClient:
-        return self
-
     def __exit__(self, *exc_info) -> None:
         self.close()
 
@@ -86,12 +84,8 @@ class RolloutClient:
     def counters(self) -> dict[str, int]:
         """Totals since the start, by name.
 
-        - responses: responses that `generate` yielded.
-        - retries: samples that were requested again.
-        - aborted: responses that a replica aborted; they are requested again.
-        - duplicates: responses that arrived a second time and were dropped.
-        - replica_failures: how often a replica was set aside.
-        - state_bytes, token_bytes, metric_bytes: received; weight_bytes: sent.
+        `generate` yielded the `responses`. It requests aborted and lost samples again (retries) and
+        drops responses that arrive twice (duplicates). A failure sets a replica aside.
         """
         names = ("responses", "retries", "aborted", "duplicates", "replica_failures")
         sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
@@ -138,7 +132,7 @@ class RolloutClient:
           step: part of the version; it may be lower than before.
 
         Returns:
-          The version that every replica now serves, except those that were set aside.
+          The version; every replica that was not set aside serves it.
 
         Raises:
           UserError: a replica belongs to another run, or refuses the token.

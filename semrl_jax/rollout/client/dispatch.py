@@ -261,7 +261,7 @@ class _Stream:
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
         )
-        self._messages = replica.generate(codec.encode_request(*call), timeout_s)
+        self._messages = replica.generate(codec.encode_request(call), timeout_s)
         self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
         )

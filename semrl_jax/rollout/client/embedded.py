@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 from semrl_jax.rollout.engines.base import Engine
@@ -10,7 +11,7 @@ from semrl_jax.rollout.server import RolloutServer, serve
 from semrl_jax.rollout.wire.auth import new_token
 
 
-class EmbeddedReplica:
+class EmbeddedReplica(contextlib.AbstractContextManager):
     """A rollout server on an event loop in a daemon thread of this process.
 
     It listens on a free loopback port, so the client calls it as any other replica. Use it in a
@@ -45,9 +46,6 @@ class EmbeddedReplica:
             self._run(server.close(grace_s))
         finally:
             _release_loop()
-
-    def __enter__(self) -> EmbeddedReplica:
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()

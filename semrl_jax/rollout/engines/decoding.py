@@ -519,10 +519,7 @@ class DecodingCall:
         if prompt_states is None or not len(token_ids):  # not asked for, or aborted too early
             prompt_states = no_states("prefill")
         return Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=token_ids,
             rollout_logprobs=logprobs,
             rollout_raw_logprobs=raw_logprobs,

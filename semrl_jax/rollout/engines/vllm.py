@@ -82,13 +82,11 @@ class VllmSettings:
 class VllmModel:
     """The model that the engine serves.
 
-    Attributes:
-      directory: has config.json; the weights come from the trainer.
-      specs: tensors of a weight update.
+    The directory has config.json; the weights come from the trainer.
     """
 
     directory: str
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[TensorSpec, ...]  # tensors of a weight update
     model_hash: str
     tokenizer_hash: str
     vocab_size: int
@@ -107,8 +105,8 @@ class VllmEngine(Engine):
       start_s: seconds that each part of `start` took, by name.
 
     Raises:
-      UserError: if vLLM or the plugin is missing or has an unsupported version, or if the hidden
-        states of `max_num_seqs` responses do not fit into memory.
+      UserError: if vLLM or the plugin is missing or not supported, or if the hidden states of
+        `max_num_seqs` responses do not fit into memory.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class VllmEngine(Engine):
             await self._check_alignment()
 
     async def _tap(self) -> None:
-        """Gives the workers access to the pool, and checks the width and dtype of its rows."""
+        """Gives the workers the pool, and checks the width and dtype of its rows."""
         shape = dataclasses.asdict(self._pool_shape)
         (worker, *_) = await self._llm.collective_rpc(
             "semrl_install", args=(self._pool.path, shape)
@@ -418,10 +416,7 @@ class VllmEngine(Engine):
             plane = self._as_states(rows, hidden_states.dtype)
             planes[kind] = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
         return Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=found.token_ids,
             rollout_logprobs=found.logprobs,
             rollout_raw_logprobs=None,

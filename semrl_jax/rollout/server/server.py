@@ -84,7 +84,7 @@ async def serve(
       host: address to bind; any address other than loopback needs TLS.
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
-      replica_id: "" makes one from the host name, the port and a random part.
+      replica_id: "" makes a unique one.
       in_flight, stall_timeout_s: see `RolloutService`.
       max_calls: limit on concurrent calls; further calls are refused.
 
@@ -130,10 +130,9 @@ def serve_until_signal(
     """Serves in this process until SIGTERM or SIGINT.
 
     Args:
-      engine: samples the responses; closed at the end.
       announce: takes one line with the address, once the server listens.
       grace_s: how long running calls may continue after the signal.
-      settings: further arguments of `serve`, which may raise.
+      settings: further arguments of `serve`, which closes the engine and may raise.
 
     Raises:
       EngineDeadError: the engine died; a supervisor should start the process again.

@@ -175,8 +175,8 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
     prompts_number = pb.GenerateRequest.DESCRIPTOR.fields_by_name["prompts"].number
 
     def read(data: bytes) -> codec.GenerateCall:
-        # Prompts are parsed one by one: parsed tokens take eight times their bytes, and nothing else
-        # runs in this process while protobuf parses.
+        # Prompts are parsed one by one: parsed tokens take eight times their bytes, and nothing
+        # else runs in this process while protobuf parses.
         rest, places = [], []
         for number, first, content, end in bounds.split(data):
             if number == prompts_number:

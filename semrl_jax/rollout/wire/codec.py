@@ -133,27 +133,22 @@ def decode_specs(
     return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
 
 
-def encode_request(
-    requests: Sequence[SampleRequest],
-    sampling: SamplingParams,
-    hidden_states: HiddenStateParams,
-    version: WeightVersion,
-    metrics: MetricParams | None = None,
-) -> pb.GenerateRequest:
+def encode_request(call: GenerateCall) -> pb.GenerateRequest:
     """Encodes a Generate call; a prompt that several samples share is sent once."""
+    hidden_states = call.hidden_states
     if hidden_states.layers and not hidden_states.kinds:
         raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
     states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
     if hidden_states.kinds == ("decode",):
         states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
     message = pb.GenerateRequest(
-        version=encode_version(version),
-        sampling=dataclasses.asdict(sampling),
+        version=encode_version(call.version),
+        sampling=dataclasses.asdict(call.sampling),
         hidden_states=states,
-        metrics=dataclasses.asdict(metrics) if metrics else None,
+        metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
     )
     index_of: dict[bytes, int] = {}
-    for request in requests:
+    for request in call.requests:
         key = np.ascontiguousarray(request.prompt_ids, np.int32).tobytes()
         if key not in index_of:
             index_of[key] = len(index_of)
@@ -348,10 +343,7 @@ class RolloutDecoder:
             raise ValueError(f"{name}: the states of prompt and response are not equally wide.")
         mean_state = self._decode_mean_state(name, message)
         rollout = Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=ids,
             **arrays,
             finish_reason=message.finish_reason,

@@ -419,12 +419,13 @@ def test_bad_request_is_one_line_and_the_server_goes_on(client, model, name):
     version = model.sync(client, 0)
     good = requests_of(random_prompts(model, [5]))
     requests = requests_of([np.array(spoiled.get("prompt", [1]), np.int32)])
-    message = codec.encode_request(
-        requests[: spoiled.get("num_samples", 1)],
+    call = codec.GenerateCall(
+        tuple(requests[: spoiled.get("num_samples", 1)]),
         spoiled.get("sampling", SAMPLING),
         HiddenStateParams(spoiled.get("layers", (-1,)), "float32"),
         version,
     )
+    message = codec.encode_request(call)
     with grpc.insecure_channel(client.replica.address()) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         options = {"metadata": token_metadata(TOKEN), "timeout": 30}

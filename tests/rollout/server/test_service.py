@@ -60,10 +60,9 @@ def sync(stub, options, **settings):
 
 
 def generate_message(version, requests=None, sampling=None, states=None):
-    return codec.encode_request(
-        requests or make_requests(), sampling or SamplingParams(16), states or HiddenStateParams(),
-        version,
-    )  # fmt: skip
+    requests, sampling = requests or make_requests(), sampling or SamplingParams(16)
+    call = codec.GenerateCall(tuple(requests), sampling, states or HiddenStateParams(), version)
+    return codec.encode_request(call)
 
 
 def refusal(call, *args, **options):

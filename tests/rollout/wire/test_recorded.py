@@ -136,7 +136,7 @@ def messages():
     commit = pb.CommitUpdate(checksums=CHECKSUMS, digest=digest)
     found = {
         "describe_response": codec.encode_description(DESCRIPTION),
-        "generate_request": codec.encode_request(REQUESTS, SAMPLING, STATES, VERSION),
+        "generate_request": codec.encode_request(GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)),
         "generate_response_inline": without_validity(next(small)),
         "generate_response_chunked": next(large),
         "update_begin": pb.UpdateWeightsRequest(begin=begin),
@@ -164,7 +164,7 @@ def messages_of_1_1():
     (measured,) = codec.encode_rollout(MEASURED)
     return {
         "generate_request_measured": codec.encode_request(
-            REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS
+            GenerateCall(REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS)
         ),
         "generate_response_measured": measured,
     }
