@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
 
 class _Waiting(NamedTuple):
     hidden_states: Float[np.ndarray, "T D"]
-    future: concurrent.futures.Future[Measured]
+    future: Future[Measured]
 
 
 class Measurer(contextlib.AbstractContextManager):
@@ -99,7 +99,7 @@ class Measurer(contextlib.AbstractContextManager):
     ):
         self.layers = layers
         self._max_tokens = max_tokens
-        self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, "metrics")
+        self._pool = ThreadPoolExecutor(num_threads, "metrics")
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
         for name in options.get("names", METRICS):
@@ -113,9 +113,7 @@ class Measurer(contextlib.AbstractContextManager):
         self._waiting: dict[_Kind, list[_Waiting]] = {}
         self._closed = False
 
-    def submit(
-        self, hidden_states: Float[np.ndarray, "T D"]
-    ) -> concurrent.futures.Future[Measured]:
+    def submit(self, hidden_states: Float[np.ndarray, "T D"]) -> Future[Measured]:
         """Measures one response of at least one token, at the latest after the next `flush`.
 
         The rows are kept by reference and must not change.
@@ -128,16 +126,16 @@ class Measurer(contextlib.AbstractContextManager):
         if length > self._max_tokens:
             raise ValueError(
                 f"hidden_states has {length} tokens; at most max_tokens={self._max_tokens} are "
-                "measured: raise max_tokens, or cut the response."
+                "measured: raise max_tokens, or truncate the response."
             )
         if width == 0:
             raise ValueError(
-                f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
+                f"hidden_states has shape {hidden_states.shape}; D must be at least 1."
             )
         bucket = max(next_power_of_two(length), MIN_METRIC_TOKENS)
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
         kind = _Kind(bucket, width, hidden_states.dtype)
-        item = _Waiting(hidden_states, concurrent.futures.Future())
+        item = _Waiting(hidden_states, Future())
         with self._lock:
             self._check_open()
             group = self._waiting.setdefault(kind, [])
@@ -152,9 +150,7 @@ class Measurer(contextlib.AbstractContextManager):
             for kind in list(self._waiting):
                 self._start(kind)
 
-    def submit_batch(
-        self, means: Sequence[Float[np.ndarray, "L D"]]
-    ) -> concurrent.futures.Future[dict[str, float]]:
+    def submit_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> Future[dict[str, float]]:
         """Starts measuring the mean states of responses as one set.
 
         The result has the valid metrics by `MetricKey.dataset_label`; it is empty without a

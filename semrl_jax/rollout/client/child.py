@@ -31,9 +31,6 @@ class ChildReplica(contextlib.AbstractContextManager):
       log: file to which the child's output is appended.
       progress: takes one line about a wait or a restart.
 
-    Attributes:
-      address, token: host:port, and the token that the client must send.
-
     Raises:
       UserError: if the program does not exist, or the child ends or does not listen in time.
     """
@@ -47,7 +44,7 @@ class ChildReplica(contextlib.AbstractContextManager):
         start_timeout_s: float = 300.0,
         progress: Callable[[str], None] = print,
     ):
-        self.token = new_token()
+        self.token = new_token()  # the client must send it
         # Bound but not listening: no other process is given the port while the child starts.
         self._reservation = _reserved_port()
         self._port = self._reservation.getsockname()[1]

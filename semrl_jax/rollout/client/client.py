@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,7 +15,7 @@ from semrl_jax.rollout.client.broadcast import send_weights
 from semrl_jax.rollout.client.dispatch import dispatch
 from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import codec
-from semrl_jax.rollout.wire.auth import check_certificates, check_token
+from semrl_jax.rollout.wire.auth import check_token, read_certificates
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -70,7 +69,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._waits = Waits(**waits)
         self._counters: collections.Counter[str] = collections.Counter()
         self._expected: dict[str, str | int] = {}
-        authority = _read_pem(tls_ca) if tls_ca else None
+        authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
         self._replicas = [Replica(address, token, tls_ca=authority) for address in addresses]
 
     def __exit__(self, *exc_info) -> None:
@@ -283,15 +282,3 @@ class RolloutClient(contextlib.AbstractContextManager):
         replica.set_aside(error)
         self._counters["replica_failures"] += 1
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
-
-
-def _read_pem(path: str) -> bytes:
-    """Reads and checks the file, because gRPC's own errors do not name it."""
-    try:
-        data = pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"rollout.tls_ca_file={path!r} cannot be read: {error.strerror}."
-        ) from error
-    check_certificates("rollout.tls_ca_file", path, data)
-    return data

@@ -14,16 +14,12 @@ from semrl_jax.rollout.wire.auth import new_token
 class EmbeddedReplica(contextlib.AbstractContextManager):
     """A rollout server on an event loop in a daemon thread of this process.
 
-    It listens on a free loopback port, so the client calls it as any other replica. Use it in a
-    `with`.
+    It listens on a free loopback port, so the client calls it as any other replica. `close` also
+    closes the engine.
 
     Args:
-      engine: samples the responses; closed with the replica.
       token: None makes a random one.
       settings: further arguments of `serve`, which may raise.
-
-    Attributes:
-      address, token: host:port, and the token that the client must send.
     """
 
     def __init__(self, engine: Engine, *, token: str | None = None, **settings: str | float | int):

@@ -39,7 +39,7 @@ _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """How long a client waits, and how it reports a wait.
+    """Timeouts of a client, and its reports.
 
     Attributes:
       connect_timeout_s: until all replicas have answered.
@@ -125,7 +125,7 @@ class Replica:
         return self._start(self._generate, request, timeout_s)
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
-        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes, too."""
+        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""
         return self._start(self._update_weights.future, messages, timeout_s)
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:

@@ -73,11 +73,6 @@ class Chunk(NamedTuple):
     hidden_states: Float[Array, "B C L D"]
 
 
-def _layers_of(kind: str, params: HiddenStateParams) -> tuple[int, ...]:
-    """The requested layers of one kind of states, "decode" or "prefill"."""
-    return params.layers if kind in params.kinds else ()
-
-
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
     """The partition of the slots on the mesh; their number is a multiple of its data shards."""
     specs = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, DATA_AXES), _SLOT_AXES)
@@ -354,9 +349,10 @@ class DecodingCall:
         self._policy = policy
         self._params = params
         self._call = call
+        asked = call.hidden_states
         # Split by kind: calls without states of one kind then share that kind's programs.
         self._prompt_states, self._response_states = (
-            HiddenStateParams(_layers_of(kind, call.hidden_states), call.hidden_states.dtype)
+            HiddenStateParams(asked.layers if kind in asked.kinds else (), asked.dtype)
             for kind in ("prefill", "decode")
         )
         self._chunk = chunk
@@ -504,20 +500,20 @@ class DecodingCall:
         return "stop" if last_token in self._call.sampling.stop_token_ids else "length"
 
     def _rollout(self, response: _Response, reason: FinishReason) -> Rollout:
-        request, asked, version = response.request, self._call.hidden_states, self._call.version
+        request, version = response.request, self._call.version
 
-        def no_states(kind):
-            shape = 0, len(_layers_of(kind, asked)), self._policy.config.hidden_size
+        def no_states(asked: HiddenStateParams):
+            shape = 0, len(asked.layers), self._policy.config.hidden_size
             return np.zeros(shape, jnp.dtype(asked.dtype))
 
         no_values = np.zeros(0, np.float32)
-        empty = (np.zeros(0, np.int32), no_values, no_values, no_states("decode"))
+        empty = (np.zeros(0, np.int32), no_values, no_values, no_states(self._response_states))
         token_ids, logprobs, raw_logprobs, states = (
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
         prompt_states = response.prompt_states
         if prompt_states is None or not len(token_ids):  # not asked for, or aborted too early
-            prompt_states = no_states("prefill")
+            prompt_states = no_states(self._prompt_states)
         return Rollout(
             **request.rollout_fields,
             response_ids=token_ids,
@@ -525,8 +521,8 @@ class DecodingCall:
             rollout_raw_logprobs=raw_logprobs,
             finish_reason=reason,
             versions=(VersionSpan(version, 0, len(token_ids)),) if len(token_ids) else (),
-            hidden_states=states if _layers_of("decode", asked) else None,
-            prompt_states=prompt_states if _layers_of("prefill", asked) else None,
-            layers=asked.layers,
+            hidden_states=states if self._response_states.layers else None,
+            prompt_states=prompt_states if self._prompt_states.layers else None,
+            layers=self._call.hidden_states.layers,
             generate_s=time.monotonic() - self._started,
         )

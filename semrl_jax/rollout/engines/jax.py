@@ -40,9 +40,7 @@ class JaxEngine(Engine):
         takes the first device. Responses are split over the data axes (a power of two in total),
         parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
       tokenizer_hash: of the tokenizer that the token ids belong to.
-      max_batch: responses decoded concurrently, on all devices together; rounded up to a power of
-        two.
-      chunk: tokens generated per response before ended responses are collected.
+      max_batch, chunk: as in `DecodingCall`.
       max_prompts: limit on the responses of a call.
       max_prompt_tokens, max_response_tokens: limits per response.
       device_lock: held while a program runs. The trainer shares it with its embedded replica, so

@@ -80,12 +80,9 @@ class VllmSettings:
 
 @dataclasses.dataclass(frozen=True)
 class VllmModel:
-    """The model that the engine serves.
+    """The model that the engine serves."""
 
-    The directory has config.json; the weights come from the trainer.
-    """
-
-    directory: str
+    directory: str  # has config.json; the weights come from the trainer
     specs: tuple[TensorSpec, ...]  # tensors of a weight update
     model_hash: str
     tokenizer_hash: str
@@ -97,9 +94,7 @@ class VllmModel:
 class VllmEngine(Engine):
     """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
-    Args:
-      max_prompts: limit on the responses of a call.
-      max_prompt_tokens, max_response_tokens: limits per response.
+    `max_prompts` limits the responses of a call.
 
     Attributes:
       start_s: seconds that each part of `start` took, by name.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pathlib
 import secrets
 import signal
 import socket
@@ -20,7 +19,13 @@ from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.server.guard import Guard
 from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
 from semrl_jax.rollout.wire import codec
-from semrl_jax.rollout.wire.auth import TokenInterceptor, check_certificates, check_key, is_loopback
+from semrl_jax.rollout.wire.auth import (
+    TokenInterceptor,
+    check_key,
+    is_loopback,
+    read_certificates,
+    read_file,
+)
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -176,16 +181,10 @@ def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCr
             f"host={host!r} is not loopback and needs TLS: set tls_certificate and tls_key to PEM "
             "files, or bind 127.0.0.1."
         )
-    pems = []
-    for field, path in (("tls_key", tls_key), ("tls_certificate", tls_certificate)):
-        try:
-            pems.append(pathlib.Path(path).read_bytes())
-        except OSError as error:
-            raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
-    # gRPC's own error names neither the file nor the reason.
-    check_certificates("tls_certificate", tls_certificate, pems[1])
+    key = read_file("tls_key", tls_key)
+    certificates = read_certificates("tls_certificate", tls_certificate)
     check_key(tls_certificate, tls_key)
-    return grpc.ssl_server_credentials([tuple(pems)])
+    return grpc.ssl_server_credentials([(key, certificates)])
 
 
 def _check_port(host: str, port: int) -> None:

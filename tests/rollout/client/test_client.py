@@ -581,7 +581,7 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch, name):
         list(rollouts)
 
 
-def test_reply_that_memory_does_not_suffice_for_is_told_at_once(world, monkeypatch):
+def test_memory_error_while_a_reply_is_read_reaches_the_caller_at_once(world, monkeypatch):
     """Any exception of the reading thread reaches the caller at once."""
     client = world.client(world.replica(), stall_timeout_s=60.0)
     version = sync(client)
