@@ -129,9 +129,7 @@ class Measurer(contextlib.AbstractContextManager):
                 "measured: raise max_tokens, or truncate the response."
             )
         if width == 0:
-            raise ValueError(
-                f"hidden_states has shape {hidden_states.shape}; D must be at least 1."
-            )
+            raise ValueError(f"hidden_states.shape={hidden_states.shape}; D must be at least 1.")
         bucket = max(next_power_of_two(length), MIN_METRIC_TOKENS)
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
         kind = _Kind(bucket, width, hidden_states.dtype)
@@ -288,7 +286,6 @@ async def measure_each(
 
 
 async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
-    """The next one, None after the last."""
     return await anext(rollouts, None)
 
 

@@ -48,7 +48,7 @@ def dispatch(
 
 
 class _Dispatcher:
-    """Runs at most one call per replica; samples of a failed call go to the next idle replica."""
+    """Runs at most one call per replica; other replicas take over the samples of a failed call."""
 
     def __init__(self, call, replicas, counters, waits, resync):
         self._call: GenerateCall = call
@@ -106,7 +106,7 @@ class _Dispatcher:
         """Cancels the running calls and joins their threads."""
         self._closed.set()
         for stream in self._streams.values():
-            stream.cancel()
+            stream.messages.cancel()
         for stream in self._streams.values():
             self._join(stream)
 
@@ -218,7 +218,7 @@ class _Dispatcher:
             silent_s = stream.silent_s(now)
             if silent_s > self._waits.stall_timeout_s:
                 del self._streams[replica]
-                stream.cancel()
+                stream.messages.cancel()
                 error = f"no message for {silent_s:.1f} s"
                 self._set_aside(stream, error, wait_s=self._waits.stall_timeout_s)
         kind = self._call.sampling, self._call.hidden_states
@@ -261,7 +261,7 @@ class _Stream:
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
         )
-        self._messages = replica.generate(codec.encode_request(call), timeout_s)
+        self.messages = replica.generate(codec.encode_request(call), timeout_s)
         self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
         )
@@ -271,12 +271,9 @@ class _Stream:
         """Seconds since the client began to wait for the next message."""
         return now - self._waiting_since
 
-    def cancel(self) -> None:
-        self._messages.cancel()
-
     def _read(self) -> None:
         try:
-            for message in self._messages:
+            for message in self.messages:
                 rollout = self.decoder.feed(bounds.parse_generate_reply(message))
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
@@ -287,7 +284,7 @@ class _Stream:
             self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
-            self._messages.cancel()
+            self.messages.cancel()
             self._put(error)
 
     def _put(self, event: Rollout | Exception | None) -> None:

@@ -20,12 +20,9 @@ class Engine(abc.ABC):
 
     The service calls it from one event loop, and `commit_weight_update` only while no `generate`
     runs, unless the engine has `keeps_in_flight`.
-
-    Attributes:
-      keeps_in_flight: running responses can continue over a commit.
     """
 
-    keeps_in_flight = False
+    keeps_in_flight = False  # running responses can continue over a commit
 
     async def start(self) -> None:
         """Called once on the event loop, before all methods except `describe`."""

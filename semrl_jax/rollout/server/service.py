@@ -46,9 +46,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     Raises:
       UserError: if `in_flight` is "keep" and the engine cannot keep calls.
-
-    Attributes:
-      dead: set once the engine has died.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
                 "engine, whose responses have one set of weights; use 'wait' or 'abort'."
             )
-        self.dead = asyncio.Event()
+        self.dead = asyncio.Event()  # set once the engine has died
         self._engine = engine
         self._in_flight = in_flight
         self._stall_timeout_s = stall_timeout_s

@@ -268,11 +268,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
 
 
 class RolloutDecoder:
-    """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
-
-    Attributes:
-      num_bytes: received so far, by name: "state_bytes", "token_bytes", "metric_bytes".
-    """
+    """Decodes the messages of one Generate stream to rollouts, and checks them against the call."""
 
     def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
         self._call = call
@@ -282,15 +278,14 @@ class RolloutDecoder:
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
         self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its bytes that have not come
+        # Received so far: "state_bytes", "token_bytes" and "metric_bytes".
         self.num_bytes: collections.Counter[str] = collections.Counter()
 
     def feed(self, message: pb.GenerateResponse) -> Rollout | None:
         """Returns the rollout that this message completes, or None.
 
-        Its arrays may be read-only views of the message.
-
-        Raises:
-          ValueError: the message contradicts itself, the call or the messages before it.
+        Its arrays may be read-only views of the message. Raises ValueError if the message
+        contradicts itself, the call or the messages before it.
         """
         kind = message.WhichOneof("payload")
         if kind == "response":

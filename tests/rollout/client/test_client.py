@@ -1,4 +1,4 @@
-"""The client with replicas that die, hang, lie, restart, or belong to another run."""
+"""The client with replicas that die, hang, restart, send wrong replies or belong to another run."""
 
 import concurrent.futures
 import dataclasses
@@ -486,7 +486,7 @@ def test_slow_consumer_is_no_stall(world):
 
 
 def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
-    # As if a reply was in transit while its sample was requested again.
+    # As if a reply were in transit while its sample was requested again.
     client = world.client(world.replica(), world.replica())
     version = sync(client)
     requests, sampling = make_requests(2, 2), SamplingParams(16)
@@ -708,7 +708,7 @@ class Torn(BaseException):
 
 @pytest.mark.parametrize("start", ["sync_weights", "generate"])
 def test_signal_while_a_call_is_begun_keeps_no_channel_open(world, monkeypatch, start):
-    """At that moment gRPC has counted the call, but not yet created the thread that serves it."""
+    """The signal arrives after gRPC has counted the call and before it creates its thread."""
     client = RolloutClient([world.replica().address], TOKEN, run_id="r", attempt_id="a")
     client.connect(**FAKE)
     version = sync(client) if start == "generate" else None

@@ -7,8 +7,8 @@ has ended, the engine reads its rows and checks every tag. A row that is missing
 request is therefore an error and never a wrong number.
 
 The memory is an anonymous file (memfd). It is not in /dev/shm, so the size limit there (64 MB in
-Docker) does not apply, and the kernel frees it when the processes have ended. Pages take memory when
-they are first written. Uses NumPy only; the rows are bytes.
+Docker) does not apply, and the kernel frees it when the processes have ended. Pages take memory
+when they are first written. Uses NumPy only; the rows are bytes.
 """
 
 from __future__ import annotations
