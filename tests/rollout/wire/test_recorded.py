@@ -176,7 +176,7 @@ def messages_of_1_2():
     return {
         "describe_response_final_only": codec.encode_description(FINAL_ONLY),
         "generate_request_all_states": codec.encode_request(
-            REQUESTS, SAMPLING, ALL_STATES, VERSION
+            GenerateCall(REQUESTS, SAMPLING, ALL_STATES, VERSION)
         ),
         "generate_response_all_states": without_validity(whole),
     }
