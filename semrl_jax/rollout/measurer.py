@@ -129,7 +129,9 @@ class Measurer(contextlib.AbstractContextManager):
                 "measured: raise max_tokens, or truncate the response."
             )
         if width == 0:
-            raise ValueError(f"hidden_states.shape={hidden_states.shape}; D must be at least 1.")
+            raise ValueError(
+                f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
+            )
         bucket = max(next_power_of_two(length), MIN_METRIC_TOKENS)
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
         kind = _Kind(bucket, width, hidden_states.dtype)
