@@ -149,6 +149,11 @@ class SampleRequest:
     prompt_ids: Int[np.ndarray, " P"]
     seed: int
 
+    @property
+    def rollout_fields(self) -> dict[str, Any]:
+        """The fields that the rollout has in common with this request."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -246,7 +251,7 @@ TOKEN_ARRAYS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaDescription:
     """What a replica can do and what it serves; the reply to the first call.
 
@@ -265,9 +270,9 @@ class ReplicaDescription:
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
     """
 
-    protocol_major: int
-    protocol_minor: int
-    replica_id: str
+    protocol_major: int = 0
+    protocol_minor: int = 0
+    replica_id: str = ""
     engine: str
     engine_version: str
     model_hash: str
@@ -276,11 +281,11 @@ class ReplicaDescription:
     layers: tuple[int, ...]
     state_kinds: tuple[str, ...]
     logprob_kinds: tuple[str, ...]
-    metric_kinds: tuple[str, ...]
+    metric_kinds: tuple[str, ...] = ()
     max_prompts: int
     max_prompt_tokens: int
     max_response_tokens: int
-    version: WeightVersion | None
+    version: WeightVersion | None = None
     layers_reason: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Replicas and engines as a config wants them."""
+"""Makes the replicas and engines that a config describes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def jax_engine(
     tokenizer: Any,
     device_lock: threading.Lock | None = None,
 ) -> JaxEngine:
-    """The JAX engine as the config wants it, embedded (with the trainer's lock) or on its own.
-
-    Raises:
-      UserError: if it cannot be split over this process's devices as the config wants it.
-    """
+    """The JAX engine of a config, with the trainer's lock if embedded; raises as `engine_mesh`."""
     rollout = config.rollout
     return JaxEngine(
         policy,
@@ -60,9 +56,7 @@ def vllm_child(
 ) -> ChildReplica:
     """A vLLM replica in the environment of `rollout.vllm_python`, with the settings of this run.
 
-    Args:
-      directory: for its settings and what it prints; made.
-      progress: takes one line about a wait.
+    Makes `directory` for its settings and its log.
     """
     python = config.rollout.vllm_python
     if not pathlib.Path(python).exists():
@@ -73,7 +67,7 @@ def vllm_child(
     directory.mkdir(exist_ok=True)
     settings = directory / "config.json"
     record = jsonable(config.to_dict())
-    # The child runs in another directory, and has the token of this process.
+    # The child runs in another directory, and gets its token from this process.
     if config.model.path and os.path.isdir(config.model.path):
         record["model"]["path"] = os.path.abspath(config.model.path)
     record["rollout"]["token_file"] = ""
@@ -94,14 +88,7 @@ def vllm_child(
 def vllm_engine(
     config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, directory: pathlib.Path
 ) -> Engine:
-    """The vLLM engine as the config wants it, in the environment that has vLLM.
-
-    Args:
-      directory: an empty one, where vLLM finds the architecture; the weights come from a trainer.
-
-    Raises:
-      UserError: if vLLM or its plugin is missing or does not fit, or memory does not suffice.
-    """
+    """The vLLM engine of a config; raises as `VllmEngine`. Writes config.json into `directory`."""
     from semrl_jax.rollout.engines.vllm import VllmEngine, VllmModel, VllmSettings
 
     rollout, architecture = config.rollout, policy.config
@@ -135,19 +122,14 @@ def vllm_engine(
 
 def configured_mesh(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> Mesh:
     """The JAX engine's devices; raises as `engine_mesh`."""
-    rollout = config.rollout
-    return engine_mesh(
-        architecture, tensor=rollout.jax_tensor_parallelism, data=rollout.jax_data_parallelism
-    )
+    tensor, data = config.rollout.jax_tensor_parallelism, config.rollout.jax_data_parallelism
+    return engine_mesh(architecture, tensor=tensor, data=data)
 
 
 def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
-    """The first `tensor * data` devices of this process, of which other processes have no part.
+    """The first `tensor * data` devices of this process.
 
-    Args:
-      architecture: what is to be split.
-      tensor: rollout.jax_tensor_parallelism; -1 takes the devices left over.
-      data: rollout.jax_data_parallelism; likewise, but not both.
+    One of `tensor` and `data` may be -1, which takes the remaining devices.
 
     Raises:
       UserError: if there are too few devices, if `tensor` does not divide the architecture, or if

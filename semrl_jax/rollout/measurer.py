@@ -1,17 +1,15 @@
-"""Metrics of responses as they arrive, in host threads or side by side on the accelerator.
-
-Used by the trainer, and by a replica if a call asks for metrics. Loads JAX.
-"""
+"""Metrics of responses as they arrive, for the trainer and for replicas. Loads JAX."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -29,6 +27,7 @@ from semrl_jax.metrics import (
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.metrics.records import Metrics
+from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
@@ -41,17 +40,14 @@ FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica th
 
 
 class Measured(NamedTuple):
-    """Metrics of one response, floats and bools, and the float32 means of its hidden states.
-
-    One row of means per layer. `Measurer` measures one layer at a time, as if it were the final.
-    """
+    """Metrics of one response, floats and bools, and the float32 means of its hidden states."""
 
     metrics: dict[MetricKey, Measurement]
     mean_states: Float[np.ndarray, "L D"]
 
 
 def join_layers(measured: Mapping[int, Measured]) -> Measured:
-    """One response measured in several layers: what `Measurer` found of each, by layer."""
+    """Joins the results of one response by layer."""
     metrics = {
         key._replace(layer=layer): found
         for layer, of_layer in measured.items()
@@ -61,7 +57,7 @@ def join_layers(measured: Mapping[int, Measured]) -> Measured:
 
 
 class _Kind(NamedTuple):
-    """Properties that all responses of one call share."""
+    """What the responses of one call have in common."""
 
     bucket: int
     width: int
@@ -70,28 +66,24 @@ class _Kind(NamedTuple):
 
 class _Waiting(NamedTuple):
     hidden_states: Float[np.ndarray, "T D"]
-    future: concurrent.futures.Future[Measured]
+    future: Future[Measured]
 
 
-class Measurer:
-    """Runs `hidden_state_metrics` on responses as they arrive. Thread-safe.
+class Measurer(contextlib.AbstractContextManager):
+    """Runs `hidden_state_metrics` on responses as they arrive, one layer at a time. Thread-safe.
 
-    Small responses of one bucket, width and dtype share a call, because the overhead of a call is
-    as large as the arithmetic of a small response. Inside the call they are measured one after the
-    other, so neither the responses that share a call nor their order changes a bit. A call has a
-    fixed number of places; `flush` starts calls that are not full.
-
-    A response whose future is cancelled before the call starts is left out; the others of the call
-    are measured. `close` waits for running calls and cancels all other futures.
+    Small responses of one bucket, width and dtype share a call with a fixed number of places,
+    because the overhead of a call is as large as the arithmetic of a small response. The other
+    responses of a call do not change a result. A response whose future is cancelled before its call
+    starts is left out.
 
     Args:
-      max_tokens: response limit. Lengths are padded to powers of two from 32 on, at most to
-        max_tokens.
+      max_tokens: response limit. Lengths are padded to powers of two from 32 to max_tokens.
       num_threads: how many calls run at the same time.
       dataset_stride: responses between two prefixes of a batch; 0 measures no batch.
-      layers: of the rows of the mean states of a batch; `submit` takes one layer at a time.
-      device_batch: 0 measures on the host. N above 0 measures N responses at a time, side by side,
-        on the first local device.
+      layers: of the rows of the mean states of a batch.
+      device_batch: 0 measures on the host; N above 0 measures N responses in parallel on the first
+        local device.
       options: stride, window, method, names and window_growth of `hidden_state_metrics`.
     """
 
@@ -107,29 +99,24 @@ class Measurer:
     ):
         self.layers = layers
         self._max_tokens = max_tokens
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            num_threads, thread_name_prefix="metrics"
-        )
+        self._pool = ThreadPoolExecutor(num_threads, "metrics")
         self._dataset_stride = dataset_stride
         self._device_batch = device_batch
         for name in options.get("names", METRICS):
-            load_metric(name)  # refuses a user's module here, and not after the first response
+            load_metric(name)  # an invalid module of a user fails here, not at the first response
         self._measure = _compiled(_measure, **options, side_by_side=device_batch > 0)
-        self._measure_dataset = _compiled(
-            dataset_metrics, **_of_dataset(options), stride=dataset_stride
-        )
+        shared = {name: options[name] for name in ("window", "method", "names") if name in options}
+        self._measure_dataset = _compiled(dataset_metrics, **shared, stride=dataset_stride)
         self._host = jax.local_devices(backend="cpu")[0]
         self._device = jax.local_devices()[0] if device_batch else self._host
         self._lock = threading.Lock()
         self._waiting: dict[_Kind, list[_Waiting]] = {}
         self._closed = False
 
-    def submit(
-        self, hidden_states: Float[np.ndarray, "T D"]
-    ) -> concurrent.futures.Future[Measured]:
-        """Measures one response of at least one token, soon or at the next `flush`.
+    def submit(self, hidden_states: Float[np.ndarray, "T D"]) -> Future[Measured]:
+        """Measures one response of at least one token, at the latest after the next `flush`.
 
-        The rows are kept by reference until then and must not change.
+        The rows are kept by reference and must not change.
 
         Raises:
           ValueError: for more than `max_tokens` rows, or a width of 0.
@@ -139,18 +126,16 @@ class Measurer:
         if length > self._max_tokens:
             raise ValueError(
                 f"hidden_states has {length} tokens; at most max_tokens={self._max_tokens} are "
-                "measured: raise max_tokens, or cut the response."
+                "measured: raise max_tokens, or truncate the response."
             )
         if width == 0:
             raise ValueError(
                 f"hidden_states has shape {hidden_states.shape}; its width D must be at least 1."
             )
-        bucket = MIN_METRIC_TOKENS
-        while bucket < length:
-            bucket *= 2
+        bucket = max(next_power_of_two(length), MIN_METRIC_TOKENS)
         bucket = min(bucket, max(self._max_tokens, MIN_METRIC_TOKENS))
         kind = _Kind(bucket, width, hidden_states.dtype)
-        item = _Waiting(hidden_states, concurrent.futures.Future())
+        item = _Waiting(hidden_states, Future())
         with self._lock:
             self._check_open()
             group = self._waiting.setdefault(kind, [])
@@ -160,17 +145,15 @@ class Measurer:
         return item.future
 
     def flush(self) -> None:
-        """Starts measuring all responses that are still waiting for a full call."""
+        """Starts the calls that are not full."""
         with self._lock:
             for kind in list(self._waiting):
                 self._start(kind)
 
-    def submit_batch(
-        self, means: Sequence[Float[np.ndarray, "L D"]]
-    ) -> concurrent.futures.Future[dict[str, float]]:
-        """Starts measuring the mean states of measured responses, in their order, as one set.
+    def submit_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> Future[dict[str, float]]:
+        """Starts measuring the mean states of responses as one set.
 
-        The result has the valid metrics by `MetricKey.dataset_label`. It is empty without a
+        The result has the valid metrics by `MetricKey.dataset_label`; it is empty without a
         `dataset_stride`, and for no states.
         """
         with self._lock:
@@ -178,7 +161,7 @@ class Measurer:
             return self._pool.submit(self._measure_batch, means)
 
     def close(self) -> None:
-        """Waits for the calls that run, cancels every other future, and refuses new ones."""
+        """Waits for running calls and cancels all other futures."""
         with self._lock:
             self._closed = True
             groups = list(self._waiting.values())
@@ -186,9 +169,6 @@ class Measurer:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for group in groups:
             _cancel(group)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -251,22 +231,20 @@ async def measure_each(
     max_tokens: int,
     keep_states: bool,
 ) -> AsyncIterator[Rollout]:
-    """Yields each rollout when it is measured, on the host, while others are still being sampled.
+    """Yields each rollout once it is measured, on the host, while others are being sampled.
 
     Takes no more rollouts while MAX_HELD_BYTES or MAX_HELD_RESPONSES are waiting.
 
     Args:
       rollouts: with hidden states of layer -1, in any order; closed at the end in any case.
-      params: what to measure; `dtype` is not used, the states have it.
-      max_tokens: response limit, as in `Measurer`.
+      params: what to measure; `dtype` is not used.
+      max_tokens: response limit.
       keep_states: leave `hidden_states` in the rollouts.
     """
-    options = {
-        name: getattr(params, name)
-        for name in ("names", "stride", "window", "method", "window_growth")
-    }
-    num_threads = min(params.num_threads, os.cpu_count() or 1)
-    measurer = Measurer(max_tokens=max_tokens, num_threads=num_threads, **options)
+    options = dataclasses.asdict(params)
+    del options["dtype"]
+    options["num_threads"] = min(params.num_threads, os.cpu_count() or 1)
+    measurer = Measurer(max_tokens=max_tokens, **options)
     pending: dict[asyncio.Future[Measured], Rollout] = {}
     arriving: asyncio.Task[Rollout | None] | None = None
     num_held, ended = 0, False  # bytes
@@ -276,7 +254,7 @@ async def measure_each(
             if arriving is None and not ended and not full:
                 arriving = asyncio.create_task(_next(rollouts))
             if arriving is None:
-                measurer.flush()  # no other response will fill a call that has places left
+                measurer.flush()  # no other response will fill the places left
             awaited = [*pending, arriving] if arriving else list(pending)
             done, _ = await asyncio.wait(
                 awaited, timeout=FLUSH_AFTER_S, return_when=asyncio.FIRST_COMPLETED
@@ -295,7 +273,10 @@ async def measure_each(
                 num_held -= _num_bytes(rollout)
                 metrics, (mean_state,) = future.result()
                 rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
-                yield rollout if keep_states else _without_states(rollout)
+                if not keep_states:
+                    layers = rollout.layers if rollout.prompt_states is not None else ()
+                    rollout = dataclasses.replace(rollout, hidden_states=None, layers=layers)
+                yield rollout
     finally:
         if arriving is not None:
             arriving.cancel()
@@ -307,23 +288,17 @@ async def measure_each(
 
 
 async def _next(rollouts: AsyncGenerator[Rollout, None]) -> Rollout | None:
-    """The next one, None after the last."""
     return await anext(rollouts, None)
 
 
 def _num_bytes(rollout: Rollout) -> int:
-    """Size of its hidden states."""
+    """Size of the hidden states."""
     states = rollout.hidden_states, rollout.prompt_states
     return sum(array.nbytes for array in states if array is not None)
 
 
-def _without_states(rollout: Rollout) -> Rollout:
-    layers = rollout.layers if rollout.prompt_states is not None else ()
-    return dataclasses.replace(rollout, hidden_states=None, layers=layers)
-
-
 def _cancel(group: list[_Waiting]) -> None:
-    """Cancels futures that will not be measured, and notifies `concurrent.futures.wait`."""
+    """Cancels the futures, and notifies `concurrent.futures.wait`."""
     for item in group:
         item.future.cancel()
         item.future.set_running_or_notify_cancel()
@@ -331,9 +306,9 @@ def _cancel(group: list[_Waiting]) -> None:
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(function: Callable, **options: Hashable) -> Callable:
-    """The same jitted function for the same options, so that all Measurers share its programs.
+    """The jitted function; all Measurers with the same options share its programs.
 
-    Options come from clients, so the programs of the least recently used options are dropped.
+    Options come from clients, so the number of programs is limited.
     """
     return jax.jit(functools.partial(function, **options))
 
@@ -346,12 +321,8 @@ def _measure(
 
 
 def _of_response(metrics: Metrics, index: int) -> dict[MetricKey, Measurement]:
-    """The metrics of one response out of those of a batch, as Python numbers."""
+    """The metrics of one response of a batch, as Python numbers."""
     return {
         key: Measurement(float(found.value[index]), bool(found.valid[index]))
         for key, found in metrics.items()
     }
-
-
-def _of_dataset(options: Mapping) -> dict:
-    return {name: value for name, value in options.items() if name in ("window", "method", "names")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
-# Files of a control group, versions 2 and 1: limit and use; and the entry of memory.stat with the
+# Of control groups, versions 2 and 1: files of limit and use, and the entry of memory.stat for the
 # part of the use that the kernel reclaims first.
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -14,11 +14,8 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     """Bytes that this process can allocate without swapping and without exceeding a memory limit.
 
-    The kernel's estimate for the machine, or what the limit of a control group (a container) leaves
-    if that is less.
-
-    Args:
-      root: the directory that has proc and sys; for tests.
+    The smaller of the kernel's estimate for the machine and what each control group (a container)
+    leaves. Tests set `root`, the directory with proc and sys.
     """
     fields = dict(line.split(":") for line in _lines(root / "proc/meminfo"))
     of_machine = int(fields["MemAvailable"].split()[0]) * 1024

@@ -50,7 +50,7 @@ class Caller:
             tuple(requests), sampling, states or HiddenStateParams(), version, metrics
         )
         decoder = AnyVersionDecoder(call, vocab_size=self.describe().vocab_size)
-        for message in self._stub.Generate(codec.encode_request(*call), **self._options):
+        for message in self._stub.Generate(codec.encode_request(call), **self._options):
             if (rollout := decoder.feed(message)) is not None:
                 yield rollout
         decoder.finish()

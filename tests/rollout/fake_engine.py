@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES
+from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES, GenerateCall
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,
@@ -96,9 +96,6 @@ class FakeEngine(Engine):
         self._specs = tuple(specs)
         self._hidden_size = hidden_size
         self._description = ReplicaDescription(
-            protocol_major=0,
-            protocol_minor=0,
-            replica_id="",
             engine="fake",
             engine_version="1",
             model_hash=model_hash,
@@ -107,11 +104,9 @@ class FakeEngine(Engine):
             layers=layers,
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
-            metric_kinds=(),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
-            version=None,
         )
         self._staged: dict[str, np.ndarray] = {}
         self._staged_specs: tuple[TensorSpec, ...] = ()
@@ -120,23 +115,17 @@ class FakeEngine(Engine):
     def describe(self) -> ReplicaDescription:
         return self._description
 
-    async def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
-    ) -> AsyncIterator[Rollout]:
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         aborting = asyncio.Event()
         self._calls.add(aborting)
         try:
-            for request in reversed(requests) if self.script.backwards else requests:
+            for request in reversed(call.requests) if self.script.backwards else call.requests:
                 await self._play(aborting)
                 rollout = fake_rollout(
                     request,
-                    sampling,
-                    hidden_states,
-                    version,
+                    call.sampling,
+                    call.hidden_states,
+                    call.version,
                     vocab_size=self._description.vocab_size,
                     hidden_size=self._hidden_size,
                 )
@@ -220,10 +209,7 @@ def fake_rollout(
         reason = "eos" if int(ids[-1]) in sampling.eos_token_ids else "stop"
     steps = np.arange(1, len(ids) + 1, dtype=np.float32)
     return Rollout(
-        sample_id=request.sample_id,
-        group_id=request.group_id,
-        sample_index=request.sample_index,
-        prompt_ids=request.prompt_ids,
+        **request.rollout_fields,
         response_ids=ids,
         rollout_logprobs=-steps / 8,
         rollout_raw_logprobs=-steps / 4,

@@ -1,4 +1,4 @@
-"""A replica that measures: what it sends in place of hidden states, and how it keeps going."""
+"""Metrics measured on a replica: results, waiting, and failures."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ def states_of(rollout, request, sampling, dtype="bfloat16"):
 
 
 def expected_metrics(states, params=PARAMS):
-    """By the function itself, of one response; in other padding than the replica's."""
+    """The metrics of one response, computed directly with another padding than the replica's."""
     padded = np.full((1, 20, 8), np.nan, np.float32)
     padded[0, : len(states)] = states
     found = metrics.hidden_state_metrics(
@@ -96,7 +96,7 @@ def test_states_may_come_beside_metrics(world, sampling):
 
 
 def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
-    """What is measured is always the response."""
+    """The replica measures the response, never the prompt."""
     client = world.client(world.replica())
     version, requests = sync(client), make_requests()
     states = HiddenStateParams((-1,), "float32", ("prefill",))
@@ -170,8 +170,8 @@ def test_calls_without_metrics_are_as_before(world, sampling):
     assert client.counters["metric_bytes"] == 0
 
 
-def test_what_waits_for_company_is_sent_before_a_caller_gives_up(world, sampling, monkeypatch):
-    """Small responses share a call, which the hanging engine will never fill."""
+def test_calls_that_are_not_full_start_before_a_caller_gives_up(world, sampling, monkeypatch):
+    """Small responses share a call, which the hanging engine never fills."""
     monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
     client = world.client(world.replica(FakeScript(hang_after=3)), stall_timeout_s=60.0)
     rollouts = client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS)
@@ -184,14 +184,14 @@ def test_what_waits_for_company_is_sent_before_a_caller_gives_up(world, sampling
     [
         ("MAX_HELD_RESPONSES", 3, ("decode",)),
         ("MAX_HELD_BYTES", 3 * 8 * 2, ("decode",)),
-        # Prompts of five tokens: six states a response.
+        # Prompts of five tokens: six states per response.
         ("MAX_HELD_BYTES", 3 * 6 * 8 * 2, ("decode", "prefill")),
     ],
 )
 def test_an_engine_that_is_faster_than_the_measuring_waits(
     sampling, monkeypatch, limit, value, kinds
 ):
-    """No more than the limit and one are sampled and not measured, whatever the engine could do."""
+    """At most one response above the limit is sampled before the measurements catch up."""
     monkeypatch.setattr(measurer, limit, value)
     submit, ahead = measurer.Measurer.submit, []
 
@@ -220,14 +220,14 @@ def test_an_engine_that_is_faster_than_the_measuring_waits(
             received += 1
         return received
 
-    # Nothing but what is held back would wake it.
+    # Only a rollout that is held back could wake it.
     monkeypatch.setattr(measurer, "FLUSH_AFTER_S", None)
     assert asyncio.run(asyncio.wait_for(run(), 60)) == 20
     assert max(ahead) <= 4
 
 
 def test_a_caller_that_goes_away_ends_the_engines_call(world, sampling, monkeypatch):
-    """Even where the engine would not send another response."""
+    """Even if the engine sends no other response."""
     monkeypatch.setattr(measurer, "FLUSH_AFTER_S", 0.05)
     replica = world.replica(FakeScript(hang_after=2))
     client = world.client(replica)
@@ -253,7 +253,7 @@ def test_aborted_responses_come_too(world, sampling):
             np.testing.assert_array_equal(rollout.mean_state, np.zeros(8))
 
 
-def test_an_engine_that_fails_is_said(world, sampling):
+def test_an_engine_failure_reaches_the_caller(world, sampling):
     client = world.client(world.replica(FakeScript(fail_after=2)))
     with pytest.raises(RuntimeError, match="the script says so"):
         list(client.generate(make_requests(), sampling, version=sync(client), metrics=PARAMS))
@@ -262,7 +262,7 @@ def test_an_engine_that_fails_is_said(world, sampling):
 def test_an_unknown_metric_is_refused_in_one_line(world, sampling):
     client = world.client(world.replica())
     params = dataclasses.replace(PARAMS, names=("effective_rank", "luck"))
-    with pytest.raises(ValueError, match=r"metrics.names has 'luck'; the replica meas") as caught:
+    with pytest.raises(ValueError, match=r"metrics.names has 'luck'; the replica has") as caught:
         list(client.generate(make_requests(), sampling, version=sync(client), metrics=params))
     assert "\n" not in str(caught.value)
 
@@ -293,7 +293,7 @@ with EmbeddedReplica(FakeEngine()) as replica:
 
 
 def test_functions_of_options_not_used_for_long_are_dropped():
-    """A client chooses the options: without a bound it could fill the memory with programs."""
+    """A client chooses the options; without a limit it could fill the memory with programs."""
 
     def function(**options):
         return options

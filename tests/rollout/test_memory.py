@@ -48,7 +48,7 @@ def test_a_containers_limit_counts_with_the_cache_of_files_given_up(machine):
 
 
 def test_a_limit_of_the_first_version_counts_and_one_above_the_machine_does_not(machine):
-    """The path is the host's, the files are the container's; 2**63 rounded to pages is no limit."""
+    """The path is the host's, the files the container's; 2**63 rounded to pages is no limit."""
     group = "sys/fs/cgroup/memory"
     write(
         machine,

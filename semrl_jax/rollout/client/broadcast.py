@@ -1,4 +1,4 @@
-"""Streams the weights to several replicas; they are read and hashed once for all of them."""
+"""Streams weights to several replicas; the arrays are read and hashed only once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import hashlib
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 import numpy as np
 
-from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
@@ -21,60 +21,52 @@ _QUEUED_CHUNKS = 8  # per replica; beyond them the fastest replica waits for the
 _POLL_S = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class Broadcast:
-    """What to send, without the digest of the weights, and how long to wait."""
-
-    run_id: str
-    attempt_id: str
-    step: int
-    specs: Sequence[TensorSpec]
-    timeout_s: float
-    stall_timeout_s: float
-    progress_every_s: float
-    progress: Callable[[str], None]
-
-
 def send_weights(
-    job: Broadcast, arrays: Iterable[np.ndarray], replicas: Sequence[Replica]
+    version: WeightVersion,
+    specs: Sequence[TensorSpec],
+    arrays: Iterable[np.ndarray],
+    replicas: Sequence[Replica],
+    *,
+    deadline: float,
+    waits: Waits,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
-    """Sends the arrays, in the order of `job.specs`, to all replicas at the same time.
+    """Sends the arrays, in the order of `specs`, to all replicas at the same time.
+
+    Args:
+      version: of the weights, without the digest.
+      deadline: in `time.monotonic()`.
 
     Returns:
-      The version, and the reason of the failure for each replica that failed. The other replicas
-      serve the version. The version is None if all replicas failed before the last tensor was read.
+      The version, and the error of each replica that failed. The other replicas serve the version.
+      It is None if all replicas failed before the last tensor was read.
 
     Raises:
-      ValueError: the arrays do not fit the specs.
-      UserError, ValueError: a replica refuses the weights permanently. The update is then cancelled
-        on all replicas; only a replica that had already committed serves the version.
+      UserError, ValueError: the arrays do not fit the specs, or a replica refuses the weights
+        permanently. The update is then cancelled; replicas that had committed keep it.
       RuntimeError: a replica found values that are not finite.
     """
-    deadline = time.monotonic() + job.timeout_s
     receivers: list[_Receiver] = []
     try:
         for replica in replicas:
-            receivers.append(_Receiver(replica, job))
+            receivers.append(_Receiver(replica, deadline, waits))
         begin = pb.BeginUpdate(
-            run_id=job.run_id,
-            attempt_id=job.attempt_id,
-            step=job.step,
-            tensors=codec.encode_specs(job.specs),
+            run_id=version.run_id,
+            attempt_id=version.attempt_id,
+            step=version.step,
+            tensors=codec.encode_specs(specs),
         )
         _put_all(receivers, pb.UpdateWeightsRequest(begin=begin))
         checksums = []
-        # The arrays come first in the zip, so that it asks for one more array than there are specs
-        # and `_exactly` can find a surplus.
-        for index, (array, spec) in enumerate(zip(_exactly(job.specs, arrays), job.specs)):
+        # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
+        for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs)):
             checksums.append(_send_tensor(receivers, index, spec, array))
             if all(receiver.error for receiver in receivers):
                 return None, {r.replica: r.error for r in receivers}
-        digest = manifest_digest(job.specs, checksums)
-        version = WeightVersion(job.run_id, job.attempt_id, job.step, digest)
-        commit = pb.CommitUpdate(checksums=checksums, digest=digest)
+        version = dataclasses.replace(version, digest=manifest_digest(specs, checksums))
+        commit = pb.CommitUpdate(checksums=checksums, digest=version.digest)
         _put_all(receivers, pb.UpdateWeightsRequest(commit=commit))
         for receiver in receivers:
-            receiver.finish(version, deadline)
+            receiver.finish(version)
     except BaseException:
         for receiver in receivers:
             receiver.cancel()
@@ -85,13 +77,15 @@ def send_weights(
 class _Receiver:
     """The update stream of one replica."""
 
-    def __init__(self, replica: Replica, job: Broadcast):
+    def __init__(self, replica: Replica, deadline: float, waits: Waits):
         self.replica = replica
         self.error = ""
-        self._job = job
+        self._deadline, self._waits = deadline, waits
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         # gRPC reads the queue in a thread, until it finds None.
-        self._call = replica.update_weights(iter(self._queue.get, None), job.timeout_s)
+        self._call = replica.update_weights(
+            iter(self._queue.get, None), deadline - time.monotonic()
+        )
 
     def put(self, message: bytes) -> None:
         started = time.monotonic()
@@ -102,23 +96,24 @@ class _Receiver:
             try:
                 return self._queue.put(message, timeout=_POLL_S)
             except queue.Full:
-                if time.monotonic() - started > self._job.stall_timeout_s:
-                    self.error = f"took no chunk for {self._job.stall_timeout_s:g} s"
+                if time.monotonic() - started > self._waits.stall_timeout_s:
+                    self.error = f"took no chunk for {self._waits.stall_timeout_s:g} s"
                     self.cancel()
 
-    def finish(self, version: WeightVersion, deadline: float) -> None:
+    def finish(self, version: WeightVersion) -> None:
         """Waits for the reply to the commit."""
         started = now = time.monotonic()
         while not self.error:
-            self._put_end()
+            with contextlib.suppress(queue.Full):  # the next attempt finds room, or the call ended
+                self._queue.put_nowait(None)
             try:
                 reply = self._call.result(timeout=_POLL_S)
             except grpc.FutureTimeoutError:
-                if time.monotonic() - now > self._job.progress_every_s:
+                if time.monotonic() - now > self._waits.progress_every_s:
                     now = time.monotonic()
-                    self._job.progress(
+                    self._waits.progress(
                         f"waiting for {self.replica.name} to commit weights {version} "
-                        f"({now - started:.0f} s; deadline in {deadline - now:.0f} s)"
+                        f"({now - started:.0f} s; deadline in {self._deadline - now:.0f} s)"
                     )
             except grpc.RpcError:
                 self._fail("failed without a reason")
@@ -148,12 +143,8 @@ class _Receiver:
             raise fatal
         self.error = describe_error(error)
 
-    def _put_end(self) -> None:
-        with contextlib.suppress(queue.Full):  # the next attempt finds room, or the call has ended
-            self._queue.put_nowait(None)
-
     def _end(self) -> None:
-        """Ends gRPC's reading thread after the call has ended; drops what is still queued."""
+        """Ends gRPC's reading thread after the call has ended; drops the queued messages."""
         while True:
             try:
                 return self._queue.put_nowait(None)

@@ -19,23 +19,17 @@ END_S = 20.0  # from closing its standard input to SIGKILL
 PROGRESS_EVERY_S = 10.0
 
 
-class ChildReplica:
+class ChildReplica(contextlib.AbstractContextManager):
     """`launch.rollout` on a free loopback port; it is started again whenever it ends.
 
     The child serves until its standard input closes, so it ends with this process, even if this
-    process is killed. The constructor returns once the child listens. `close` the replica, or use
-    it in a `with`.
+    process is killed. The constructor returns once the child listens. Use it in a `with`.
 
     Args:
       command: serves rollouts; `--port` and `--until_stdin_closes` are appended.
       directory: working directory of the child.
       log: file to which the child's output is appended.
-      start_timeout_s: until the child listens.
       progress: takes one line about a wait or a restart.
-
-    Attributes:
-      address: host:port.
-      token: the token that the client must send.
 
     Raises:
       UserError: if the program does not exist, or the child ends or does not listen in time.
@@ -50,7 +44,7 @@ class ChildReplica:
         start_timeout_s: float = 300.0,
         progress: Callable[[str], None] = print,
     ):
-        self.token = new_token()
+        self.token = new_token()  # the client must send it
         # Bound but not listening: no other process is given the port while the child starts.
         self._reservation = _reserved_port()
         self._port = self._reservation.getsockname()[1]
@@ -74,9 +68,6 @@ class ChildReplica:
             self._closing.set()
         self._end()
         self._watcher.join()
-
-    def __enter__(self) -> ChildReplica:
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()

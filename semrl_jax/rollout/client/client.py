@@ -1,10 +1,9 @@
-"""The client: replicas that answer, weights sent to all of them, responses from all of them."""
+"""The client of several replicas: checks them, sends them weights, collects their responses."""
 
 from __future__ import annotations
 
 import collections
-import logging
-import pathlib
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,11 +11,11 @@ import grpc
 import numpy as np
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.client.broadcast import Broadcast, send_weights
-from semrl_jax.rollout.client.dispatch import Job, dispatch
-from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.broadcast import send_weights
+from semrl_jax.rollout.client.dispatch import dispatch
+from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import codec
-from semrl_jax.rollout.wire.auth import check_certificates, check_token
+from semrl_jax.rollout.wire.auth import check_token, read_certificates
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -28,35 +27,26 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-_log = logging.getLogger(__name__)
-
 _PROBE_TIMEOUT_S = 5.0  # of one Describe
 _NO_HIDDEN_STATES = HiddenStateParams()
 
 
-class RolloutClient:
+class RolloutClient(contextlib.AbstractContextManager):
     """Samples from one or more rollout replicas over gRPC.
 
-    Calls are synchronous, and several threads may share a client. Every call has a deadline. A wait
-    of more than `progress_every_s` is reported through `progress`.
+    Calls are synchronous, and several threads may share a client. Every call has a deadline.
 
     Args:
       addresses: host:port of each replica.
-      token: the token that the replicas were started with.
+      token: of the replicas.
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
-      connect_timeout_s: until all replicas have answered.
-      sync_timeout_s: of one `sync_weights`, retries included.
-      generate_timeout_s: of one `generate`, retries included.
-      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
-        time to the first response of a batch, compilation included.
-      progress_every_s: interval between two lines about the same wait.
-      progress: takes one line; the default logs it as a warning.
+      waits: fields of `Waits`.
 
     Raises:
-      UserError: an address is repeated or missing, an address other than loopback has no TLS, the
-        token cannot be sent in a header, or `tls_ca` cannot be read.
+      UserError: an address is repeated or missing, an address other than loopback has no TLS, or
+        the token or `tls_ca` cannot be used.
     """
 
     def __init__(
@@ -67,12 +57,7 @@ class RolloutClient:
         run_id: str,
         attempt_id: str,
         tls_ca: str = "",
-        connect_timeout_s: float = 300.0,
-        sync_timeout_s: float = 1800.0,
-        generate_timeout_s: float = 7200.0,
-        stall_timeout_s: float = 600.0,
-        progress_every_s: float = 10.0,
-        progress: Callable[[str], None] = _log.warning,
+        **waits,
     ):
         if not addresses or len(set(addresses)) < len(addresses):
             raise UserError(
@@ -81,21 +66,11 @@ class RolloutClient:
         check_token(token)
         self._run_id = run_id
         self._attempt_id = attempt_id
-        self._connect_timeout_s = connect_timeout_s
-        self._sync_timeout_s = sync_timeout_s
-        self._generate_timeout_s = generate_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._progress_every_s = progress_every_s
-        self._progress = progress
+        self._waits = Waits(**waits)
         self._counters: collections.Counter[str] = collections.Counter()
         self._expected: dict[str, str | int] = {}
-        authority = _read_pem(tls_ca) if tls_ca else None
-        self._replicas: list[Replica] = []
-        for address in addresses:
-            self._replicas.append(Replica(address, token, tls_ca=authority))
-
-    def __enter__(self) -> RolloutClient:
-        return self
+        authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
+        self._replicas = [Replica(address, token, tls_ca=authority) for address in addresses]
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -108,12 +83,8 @@ class RolloutClient:
     def counters(self) -> dict[str, int]:
         """Totals since the start, by name.
 
-        - responses: responses that `generate` yielded.
-        - retries: samples that were requested again.
-        - aborted: responses that a replica aborted; they are requested again.
-        - duplicates: responses that arrived a second time and were dropped.
-        - replica_failures: how often a replica was set aside.
-        - state_bytes, token_bytes, metric_bytes: received; weight_bytes: sent.
+        `generate` yielded the `responses`. It requests aborted and lost samples again (retries) and
+        drops responses that arrive twice (duplicates). A failure sets a replica aside.
         """
         names = ("responses", "retries", "aborted", "duplicates", "replica_failures")
         sizes = ("state_bytes", "token_bytes", "metric_bytes", "weight_bytes")
@@ -124,7 +95,7 @@ class RolloutClient:
     ) -> tuple[ReplicaDescription, ...]:
         """Waits until all replicas answer, and checks that they serve the trainer's model.
 
-        The tokenizer is not compared where the trainer or the replica has an empty hash.
+        An empty tokenizer hash is not compared.
 
         Raises:
           UserError: a replica cannot be reached, refuses the token, or has another protocol major,
@@ -136,7 +107,7 @@ class RolloutClient:
             "tokenizer_hash": tokenizer_hash,
             "vocab_size": vocab_size,
         }
-        deadline = time.monotonic() + self._connect_timeout_s
+        deadline = time.monotonic() + self._waits.connect_timeout_s
         for replica in self._replicas:
             self._await_replica(replica, deadline)
         ids = collections.Counter(r.description.replica_id for r in self._replicas)
@@ -155,12 +126,12 @@ class RolloutClient:
 
         Args:
           specs: of all tensors.
-          read: starts a pass over the arrays in the order of `specs`, which may be made one by one.
-            It is called once, and once more each time that every replica has failed.
+          read: starts a pass over the arrays in the order of `specs`. Called once, and once more
+            each time that every replica has failed.
           step: part of the version; it may be lower than before.
 
         Returns:
-          The version that every replica now serves, except those that were set aside.
+          The version; every replica that was not set aside serves it.
 
         Raises:
           UserError: a replica belongs to another run, or refuses the token.
@@ -168,20 +139,14 @@ class RolloutClient:
           RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
             value that is not finite.
         """
-        deadline = time.monotonic() + self._sync_timeout_s
+        new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
+        deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
-            job = Broadcast(
-                run_id=self._run_id,
-                attempt_id=self._attempt_id,
-                step=step,
-                specs=specs,
-                timeout_s=deadline - time.monotonic(),
-                stall_timeout_s=self._stall_timeout_s,
-                progress_every_s=self._progress_every_s,
-                progress=self._progress,
-            )
-            replicas = self._answering_replicas()
-            version, failures = send_weights(job, read(), replicas) if replicas else (None, {})
+            version, failures = None, {}
+            if replicas := self._answering_replicas():
+                version, failures = send_weights(
+                    new, specs, read(), replicas, deadline=deadline, waits=self._waits
+                )
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
@@ -195,10 +160,10 @@ class RolloutClient:
             now, retry_at = time.monotonic(), min(r.retry_at for r in self._replicas)
             if retry_at >= deadline:
                 raise RuntimeError(
-                    f"no replica took the weights of step {step} within {self._sync_timeout_s:g} s "
-                    f"({errors})."
+                    f"no replica took the weights of step {step} within "
+                    f"{self._waits.sync_timeout_s:g} s ({errors})."
                 )
-            self._progress(
+            self._waits.progress(
                 f"no replica took the weights of step {step} ({errors}); next attempt in "
                 f"{max(retry_at - now, 0):.1f} s, deadline in {deadline - now:.0f} s"
             )
@@ -216,43 +181,30 @@ class RolloutClient:
     ) -> Iterator[Rollout]:
         """Yields every requested response exactly once, in the order of arrival.
 
-        The groups are divided among the replicas that serve `version`. If a replica fails, hangs or
-        cannot be reached, its remaining samples go to the others, or are retried with growing
-        pauses. A response that a replica aborts is sampled again, at most twice.
-        Close the iterator to end the call early.
+        The groups are divided among the replicas that serve `version`. If a replica fails, its
+        remaining samples go to the others, or are retried with growing pauses. A response that a
+        replica aborts is sampled again, at most twice. Close the iterator to end the call early.
 
         Args:
           requests: their sample ids must be unique.
           sampling, hidden_states: for all requests.
-          version: from `sync_weights`. A response with a token sampled from other weights ends the
-            call with an error.
-          metrics: what the replicas measure of the final hidden states. Fills `metrics` and
-            `mean_state` of the rollouts; the states themselves need not be sent. None measures
-            nothing.
+          version: from `sync_weights`; tokens sampled with other weights are an error.
+          metrics: what the replicas measure; fills `metrics` and `mean_state` of the rollouts. The
+            hidden states need not be sent.
           resync: called if no replica serves `version` any more, for example after a restart. It
             should call `sync_weights` with the same weights, which gives the same version.
 
         Raises:
           RuntimeError: the deadline passed, no replica serves `version`, a response was aborted for
-            the third time, or a replica's reply contradicts the request.
+            the third time, an engine failed again and again, or a reply contradicts the request.
           UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
-        job = Job(
-            sampling=sampling,
-            hidden_states=hidden_states,
-            metrics=metrics,
-            version=version,
-            timeout_s=self._generate_timeout_s,
-            stall_timeout_s=self._stall_timeout_s,
-            progress_every_s=self._progress_every_s,
-            progress=self._progress,
-            resync=resync,
-        )
-        return dispatch(job, requests, self._replicas, self._counters)
+        call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+        return dispatch(call, self._replicas, self._counters, self._waits, resync)
 
     def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
-        """Refuses kinds of states that a replica, of an earlier release perhaps, does not send."""
+        """Refuses kinds of states that a replica, possibly of an earlier release, lacks."""
         if not hidden_states.layers:
             return
         for replica in self._replicas:
@@ -283,19 +235,20 @@ class RolloutClient:
                             "certificate's authority as rollout.tls_ca_file, or use none of them"
                         )
                     raise UserError(
-                        f"{replica.name} cannot be reached within {self._connect_timeout_s:g} s "
-                        f"({reason}); {way_out}, or raise rollout.connect_timeout_s."
+                        f"{replica.name} cannot be reached within "
+                        f"{self._waits.connect_timeout_s:g} s ({reason}); {way_out}, or raise "
+                        "rollout.connect_timeout_s."
                     ) from error
-                if now - last_report >= self._progress_every_s:
+                if now - last_report >= self._waits.progress_every_s:
                     last_report = now
-                    self._progress(
+                    self._waits.progress(
                         f"waiting for {replica.name} ({now - started:.0f} s, {reason}; deadline in "
                         f"{deadline - now:.0f} s)"
                     )
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
 
     def _adopt(self, replica: Replica, timeout_s: float) -> None:
-        """Describes a replica, refuses one of another model, and notes the weights it serves."""
+        """Asks a replica for its description, checks the model, and notes its weights."""
         description = replica.describe(timeout_s)
         for field, expected in self._expected.items():
             actual = getattr(description, field)
@@ -328,16 +281,4 @@ class RolloutClient:
         replica.version = None
         replica.set_aside(error)
         self._counters["replica_failures"] += 1
-        self._progress(f"{replica.name} is set aside until the next sync of weights: {error}")
-
-
-def _read_pem(path: str) -> bytes:
-    """Reads and checks the file: gRPC's own errors do not name it."""
-    try:
-        data = pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"rollout.tls_ca_file={path!r} cannot be read: {error.strerror}."
-        ) from error
-    check_certificates("rollout.tls_ca_file", path, data)
-    return data
+        self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")

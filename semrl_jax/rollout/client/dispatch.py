@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import queue
 import threading
 import time
@@ -12,37 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from semrl_jax import compilation
-from semrl_jax.rollout.client.replica import Replica, describe_error, fatal_error
+from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
-from semrl_jax.types import (
-    HiddenStateParams,
-    MetricParams,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    WeightVersion,
-)
+from semrl_jax.types import Rollout, SampleRequest, WeightVersion
 
 _QUEUED_RESPONSES = 16  # with more unread responses, the replicas wait for the consumer
 _MAX_ENGINE_FAILURES = 3  # consecutive, without a response in between
 _MAX_ABORTS = 3  # per response
 _ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The settings of one `generate` call; see `RolloutClient.generate`."""
-
-    sampling: SamplingParams
-    hidden_states: HiddenStateParams
-    metrics: MetricParams | None
-    version: WeightVersion
-    timeout_s: float
-    stall_timeout_s: float
-    progress_every_s: float
-    progress: Callable[[str], None]
-    resync: Callable[[], WeightVersion] | None
 
 
 def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
@@ -56,19 +33,14 @@ def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[li
 
 
 def dispatch(
-    job: Job,
-    requests: Sequence[SampleRequest],
+    call: GenerateCall,
     replicas: Sequence[Replica],
-    counters: collections.Counter,
+    counters: collections.Counter[str],
+    waits: Waits,
+    resync: Callable[[], WeightVersion] | None,
 ) -> Iterator[Rollout]:
-    """Yields every requested response once, in the order of arrival.
-
-    Raises:
-      RuntimeError: the deadline passed, no replica serves the version, an engine failed or a
-        response was aborted too often, or a replica's reply contradicts the request.
-      UserError, ValueError: a replica refuses the call permanently.
-    """
-    dispatcher = _Dispatcher(job, requests, replicas, counters)
+    """Yields every requested response once, as `RolloutClient.generate` describes."""
+    dispatcher = _Dispatcher(call, replicas, counters, waits, resync)
     try:
         yield from dispatcher.run()
     finally:
@@ -76,14 +48,16 @@ def dispatch(
 
 
 class _Dispatcher:
-    """Runs at most one call per replica; samples of a failed call go to the next idle replica."""
+    """Runs at most one call per replica; other replicas take over the samples of a failed call."""
 
-    def __init__(self, job, requests, replicas, counters):
-        self._job: Job = job
+    def __init__(self, call, replicas, counters, waits, resync):
+        self._call: GenerateCall = call
         self._replicas: Sequence[Replica] = replicas
-        self._counters: collections.Counter = counters
-        self._pending: dict[str, SampleRequest] = {r.sample_id: r for r in requests}
-        if len(self._pending) < len(requests):
+        self._counters: collections.Counter[str] = counters
+        self._waits: Waits = waits
+        self._resync: Callable[[], WeightVersion] | None = resync
+        self._pending = {request.sample_id for request in call.requests}
+        if len(self._pending) < len(call.requests):
             raise ValueError("requests: sample ids must be unique in a call.")
         self._backlog: list[SampleRequest] = []
         self._streams: dict[Replica, _Stream] = {}
@@ -93,16 +67,15 @@ class _Dispatcher:
         self._closed = threading.Event()
         self._num_engine_failures = 0
         self._num_aborts: collections.Counter[str] = collections.Counter()
-        self._deadline = time.monotonic() + job.timeout_s
+        self._deadline = time.monotonic() + waits.generate_timeout_s
 
     def run(self) -> Iterator[Rollout]:
-        ready = [r for r in self._replicas if r.version == self._job.version]
-        if ready:
-            for replica, part in zip(ready, split_by_group(self._requests(), len(ready))):
+        if ready := self._serving():
+            for replica, part in zip(ready, split_by_group(self._call.requests, len(ready))):
                 self._start(replica, part)
         else:
-            self._backlog = self._requests()
-        poll_s = min(0.5, self._job.stall_timeout_s / 4, self._job.progress_every_s)
+            self._backlog = list(self._call.requests)
+        poll_s = min(0.5, self._waits.stall_timeout_s / 4, self._waits.progress_every_s)
         last_report = time.monotonic()
         while self._pending:
             self._use_idle_replicas()
@@ -118,7 +91,7 @@ class _Dispatcher:
                 if event.finish_reason == "aborted":
                     self._note_abort(stream, event.sample_id)
                     continue
-                del self._pending[event.sample_id]
+                self._pending.remove(event.sample_id)
                 self._counters["responses"] += 1
                 self._num_engine_failures = 0
                 stream.replica.succeeded()
@@ -133,42 +106,37 @@ class _Dispatcher:
         """Cancels the running calls and joins their threads."""
         self._closed.set()
         for stream in self._streams.values():
-            stream.cancel()
+            stream.messages.cancel()
         for stream in self._streams.values():
             self._join(stream)
 
     def _join(self, stream: _Stream) -> None:
-        stream.join()
+        stream.thread.join()
         # Counted in this thread: a shared counter is not safe to update from several.
-        self._counters["state_bytes"] += stream.decoder.num_state_bytes
-        self._counters["token_bytes"] += stream.decoder.num_token_bytes
-        self._counters["metric_bytes"] += stream.decoder.num_metric_bytes
+        self._counters.update(stream.decoder.num_bytes)
 
-    def _requests(self) -> list[SampleRequest]:
-        return list(self._pending.values())
+    def _serving(self) -> list[Replica]:
+        return [r for r in self._replicas if r.version == self._call.version]
+
+    def _missing(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
+        """The requests without a response."""
+        return [r for r in requests if r.sample_id in self._pending]
 
     def _start(self, replica: Replica, requests: list[SampleRequest]) -> None:
         if not requests:
             return
-        call = GenerateCall(
-            tuple(requests),
-            self._job.sampling,
-            self._job.hidden_states,
-            self._job.version,
-            self._job.metrics,
-        )
+        call = self._call._replace(requests=tuple(requests))
         timeout_s = self._deadline - time.monotonic()
         self._streams[replica] = _Stream(replica, call, timeout_s, self._events, self._closed)
 
     def _use_idle_replicas(self) -> None:
         """Starts a call with a share of the backlog on each idle replica."""
-        self._backlog = [r for r in self._backlog if r.sample_id in self._pending]
+        self._backlog = self._missing(self._backlog)
         if not self._backlog:
             return
-        serving = [r for r in self._replicas if r.version == self._job.version]
+        serving = self._serving()
         if not serving and not self._streams:
-            self._resync()
-            return
+            return self._sync_again()
         now = time.monotonic()
         usable = [r for r in serving if now >= r.retry_at]
         for replica in usable:
@@ -178,16 +146,15 @@ class _Dispatcher:
                 self._counters["retries"] += len(share)
                 self._start(replica, share)
 
-    def _resync(self) -> None:
+    def _sync_again(self) -> None:
         errors = "; ".join(f"{r.name}: {r.error or 'not synced'}" for r in self._replicas)
-        if self._job.resync is None or time.monotonic() > self._deadline:
-            raise RuntimeError(
-                f"no replica serves weights {self._job.version} ({errors}); sync weights first."
-            )
-        self._job.progress(f"no replica serves weights {self._job.version} ({errors}); syncing")
-        version = self._job.resync()
-        if version != self._job.version:
-            raise RuntimeError(f"syncing again gave weights {version}, not {self._job.version}.")
+        reason = f"no replica serves weights {self._call.version} ({errors})"
+        if self._resync is None or time.monotonic() > self._deadline:
+            raise RuntimeError(f"{reason}; sync weights first.")
+        self._waits.progress(f"{reason}; syncing")
+        version = self._resync()
+        if version != self._call.version:
+            raise RuntimeError(f"syncing again gave weights {version}, not {self._call.version}.")
 
     def _note_abort(self, stream: _Stream, sample_id: str) -> None:
         """Counts an aborted response, which stays pending and is requested again."""
@@ -204,7 +171,7 @@ class _Dispatcher:
     def _end(self, stream: _Stream, error: Exception | None) -> None:
         """Handles the end of a call: complete, to be retried, or a permanent failure."""
         replica = stream.replica
-        missing = [r for r in stream.call.requests if r.sample_id in self._pending]
+        missing = self._missing(stream.call.requests)
         if isinstance(error, ValueError):
             raise RuntimeError(f"{replica.name} sent an inconsistent reply: {error}") from error
         if error is None:
@@ -216,7 +183,7 @@ class _Dispatcher:
                 )
             if missing:
                 self._backlog += missing
-                self._job.progress(
+                self._waits.progress(
                     f"{replica.name} aborted {len(missing)} responses, which are sampled again"
                 )
             return
@@ -232,17 +199,16 @@ class _Dispatcher:
                 ) from error
         if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
             replica.version = None  # until the next sync of weights
-        self._set_aside(replica, missing, describe_error(error))
+        self._set_aside(stream, describe_error(error))
 
-    def _set_aside(
-        self, replica: Replica, missing: list[SampleRequest], error: str, *, wait_s: float = 0.0
-    ) -> None:
-        replica.set_aside(error, wait_s=wait_s)
+    def _set_aside(self, stream: _Stream, error: str, *, wait_s: float = 0.0) -> None:
+        stream.replica.set_aside(error, wait_s=wait_s)
         self._counters["replica_failures"] += 1
+        missing = self._missing(stream.call.requests)
         self._backlog += missing
-        self._job.progress(
-            f"{replica.name} is set aside ({error}); {len(missing)} responses go elsewhere or are "
-            "retried"
+        self._waits.progress(
+            f"{stream.replica.name} is set aside ({error}); {len(missing)} responses go elsewhere "
+            "or are retried"
         )
 
     def _check_clocks(self, last_report: float) -> float:
@@ -250,13 +216,12 @@ class _Dispatcher:
         now = time.monotonic()
         for replica, stream in list(self._streams.items()):
             silent_s = stream.silent_s(now)
-            if silent_s > self._job.stall_timeout_s:
+            if silent_s > self._waits.stall_timeout_s:
                 del self._streams[replica]
-                stream.cancel()
-                missing = [r for r in stream.call.requests if r.sample_id in self._pending]
+                stream.messages.cancel()
                 error = f"no message for {silent_s:.1f} s"
-                self._set_aside(replica, missing, error, wait_s=self._job.stall_timeout_s)
-        kind = self._job.sampling, self._job.hidden_states
+                self._set_aside(stream, error, wait_s=self._waits.stall_timeout_s)
+        kind = self._call.sampling, self._call.hidden_states
         state = ", ".join(
             f"{replica.name} (silent for {stream.silent_s(now):.0f} s"
             + ("" if kind in replica.answered else "; a first response may wait for compilation")
@@ -266,17 +231,17 @@ class _Dispatcher:
         state = state or "; ".join(f"{r.name}: {r.error}" for r in self._replicas if r.error)
         if now > self._deadline:
             raise RuntimeError(
-                f"{len(self._pending)} responses did not come within {self._job.timeout_s:g} s; "
-                f"awaited: {state}."
+                f"{len(self._pending)} responses did not come within "
+                f"{self._waits.generate_timeout_s:g} s; awaited: {state}."
             )
-        if now - last_report < self._job.progress_every_s:
+        if now - last_report < self._waits.progress_every_s:
             return last_report
         if program := compilation.current():
-            self._job.progress(f"compiling {program}; {len(self._pending)} responses to come")
+            self._waits.progress(f"compiling {program}; {len(self._pending)} responses to come")
             return now
-        self._job.progress(
+        self._waits.progress(
             f"waiting for {len(self._pending)} responses from {state}; a replica is given up after "
-            f"{self._job.stall_timeout_s:g} s, the call in {self._deadline - now:.0f} s"
+            f"{self._waits.stall_timeout_s:g} s, the call in {self._deadline - now:.0f} s"
         )
         return now
 
@@ -296,36 +261,30 @@ class _Stream:
             vocab_size=replica.description.vocab_size,
             replica_id=replica.description.replica_id,
         )
-        self._messages = replica.generate(codec.encode_request(*call), timeout_s)
-        self._thread = threading.Thread(
+        self.messages = replica.generate(codec.encode_request(call), timeout_s)
+        self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def silent_s(self, now: float) -> float:
         """Seconds since the client began to wait for the next message."""
         return now - self._waiting_since
 
-    def cancel(self) -> None:
-        self._messages.cancel()
-
-    def join(self) -> None:
-        self._thread.join()
-
     def _read(self) -> None:
         try:
-            for message in self._messages:
+            for message in self.messages:
                 rollout = self.decoder.feed(bounds.parse_generate_reply(message))
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
-                    # Blocks while the consumer is slow. That is no stall: stalls are looked for in
-                    # the consumer's thread, and only when no response waits for it.
+                    # Blocks while the consumer is slow. That does not count as a stall: the
+                    # consumer checks for stalls only while no response waits for it.
                     self._put(rollout)
                 self._waiting_since = time.monotonic()
             self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
-            self._messages.cancel()
+            self.messages.cancel()
             self._put(error)
 
     def _put(self, event: Rollout | Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 from semrl_jax.rollout.engines.base import Engine
@@ -10,32 +11,23 @@ from semrl_jax.rollout.server import RolloutServer, serve
 from semrl_jax.rollout.wire.auth import new_token
 
 
-class EmbeddedReplica:
+class EmbeddedReplica(contextlib.AbstractContextManager):
     """A rollout server on an event loop in a daemon thread of this process.
 
-    It listens on a free loopback port, so the client calls it as any other replica. `close` it, or
-    use it in a `with`.
+    It listens on a free loopback port, so the client calls it as any other replica. `close` also
+    closes the engine.
 
     Args:
-      engine: samples the responses; closed with the replica.
       token: None makes a random one.
-      settings: further arguments of `serve`.
-
-    Attributes:
-      address: host:port.
-      token: the token that the client must send.
-
-    Raises:
-      UserError: as `serve`.
+      settings: further arguments of `serve`, which may raise.
     """
 
     def __init__(self, engine: Engine, *, token: str | None = None, **settings: str | float | int):
         self.token = new_token() if token is None else token
         self._loop = _acquire_loop()
         try:
-            self._server: RolloutServer | None = self._run(
-                serve(engine, token=self.token, **settings)
-            )
+            serving = serve(engine, token=self.token, **settings)
+            self._server: RolloutServer | None = self._run(serving)
         except BaseException:
             _release_loop()
             raise
@@ -50,9 +42,6 @@ class EmbeddedReplica:
             self._run(server.close(grace_s))
         finally:
             _release_loop()
-
-    def __enter__(self) -> EmbeddedReplica:
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import grpc
 
@@ -13,12 +15,9 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.types import (
-    HiddenStateParams,
-    ReplicaDescription,
-    SamplingParams,
-    WeightVersion,
-)
+from semrl_jax.types import HiddenStateParams, ReplicaDescription, SamplingParams, WeightVersion
+
+_log = logging.getLogger(__name__)
 
 _OPTIONS = (
     ("grpc.max_send_message_length", codec.MAX_REQUEST_BYTES),
@@ -38,15 +37,37 @@ _MAX_DETAILS = 2000  # characters kept of a status message
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 
 
+@dataclasses.dataclass(frozen=True)
+class Waits:
+    """Timeouts of a client, and its reports.
+
+    Attributes:
+      connect_timeout_s: until all replicas have answered.
+      sync_timeout_s: of one `sync_weights`, retries included.
+      generate_timeout_s: of one `generate`, retries included.
+      stall_timeout_s: a replica that sends nothing for this long loses its call. It must exceed the
+        time to the first response of a batch, compilation included.
+      progress_every_s: interval between two lines about the same wait.
+      progress: takes one line; the default logs it as a warning.
+    """
+
+    connect_timeout_s: float = 300.0
+    sync_timeout_s: float = 1800.0
+    generate_timeout_s: float = 7200.0
+    stall_timeout_s: float = 600.0
+    progress_every_s: float = 10.0
+    progress: Callable[[str], None] = _log.warning
+
+
 class Replica:
-    """The connection to one replica, and what is known about that replica.
+    """The connection to one replica, and its state.
 
     Attributes:
       address: host:port.
       description: its last answer to Describe.
-      version: the weights it serves; None if unknown, and it then gets no Generate call.
+      version: the weights it serves. None if unknown; it then gets no Generate call.
       error: why the replica was set aside; "" if it is in use.
-      retry_at: the `time.monotonic()` before which no call is sent to it.
+      retry_at: the `time.monotonic()` before which it gets no call.
       answered: kinds of calls it has sent a response to. The first response of another kind may
         have to wait for compilation.
     """
@@ -100,15 +121,15 @@ class Replica:
         return self.description
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float):
-        """The stream of serialised replies, for `bounds.parse_generate_reply`; has `cancel`."""
+        """The stream of serialised replies, for `bounds.parse_generate_reply`."""
         return self._start(self._generate, request, timeout_s)
 
     def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
-        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes, too."""
+        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""
         return self._start(self._update_weights.future, messages, timeout_s)
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
-        """Sends the replica no call for a pause that doubles with each consecutive failure."""
+        """Starts a pause without calls; it doubles with each consecutive failure."""
         self.error = error
         backoff_s = min(0.5 * 2**self._num_failures, _MAX_BACKOFF_S)
         self.retry_at = time.monotonic() + max(backoff_s, wait_s)
@@ -127,9 +148,9 @@ class Replica:
     def _start(self, method, request, timeout_s: float):
         """Starts a call that runs concurrently with its caller.
 
-        Signal handlers raise in the main thread only, so the call is started in another thread.
-        gRPC counts a call before it creates the thread that serves the call; an exception between
-        the two would keep the channel from ever closing.
+        Signal handlers raise in the main thread only, so the call is started in another thread:
+        gRPC counts a call before it creates the thread that serves it, and an exception between the
+        two would keep the channel from ever closing.
         """
         started: concurrent.futures.Future = concurrent.futures.Future()
 
@@ -158,7 +179,7 @@ _TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"  # gRPC's own text
 def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
     """The exception to raise for a permanent failure; None if a retry may succeed."""
     code, details = error.code(), _one_line(error)
-    # The code is RESOURCE_EXHAUSTED, as for a message that is too large; only this one may pass.
+    # This code is also that of a message that is too large, which is permanent.
     if details == _TOO_MANY_CALLS:
         return None
     if code == grpc.StatusCode.UNAUTHENTICATED:

@@ -7,15 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import numpy as np
 
-from semrl_jax.types import (
-    HiddenStateParams,
-    ReplicaDescription,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    TensorSpec,
-    WeightVersion,
-)
+from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
 
 
 class EngineDeadError(RuntimeError):
@@ -25,15 +18,11 @@ class EngineDeadError(RuntimeError):
 class Engine(abc.ABC):
     """Samples responses from one model. The service has already checked every request.
 
-    The service calls the coroutines from one event loop. It calls `commit_weight_update` only while
-    no `generate` runs, unless the engine has `keeps_in_flight`.
-
-    Attributes:
-      keeps_in_flight: running responses can continue over a commit; each of their tokens is sampled
-        with one version of the weights.
+    The service calls it from one event loop, and `commit_weight_update` only while no `generate`
+    runs, unless the engine has `keeps_in_flight`.
     """
 
-    keeps_in_flight = False
+    keeps_in_flight = False  # running responses can continue over a commit
 
     async def start(self) -> None:
         """Called once on the event loop, before all methods except `describe`."""
@@ -43,17 +32,10 @@ class Engine(abc.ABC):
         """What the engine is and can do; the service fills in `replica_id` and `version`."""
 
     @abc.abstractmethod
-    def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
-    ) -> AsyncIterator[Rollout]:
+    def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         """Yields each response when it ends. An async generator; `aclose` ends the other responses.
 
-        What is sampled depends only on the weights and on this call: its requests with their seeds,
-        and its settings.
+        The samples depend only on the weights and on the call. `call.metrics` is not used.
         """
 
     @abc.abstractmethod

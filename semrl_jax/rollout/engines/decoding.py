@@ -1,7 +1,6 @@
 """Batched decoding of one Generate call: jitted programs of fixed shapes, run by a host loop.
 
-The call has a batch of slots. Each slot holds the KV cache of one response in progress. Every step
-of the loop
+Each slot of the batch holds the KV cache of one response. Every step of the loop
 
 1. prefills waiting prompts and inserts them into free slots (`prefill_and_insert`),
 2. resizes the slots (`resize_slots`): the cache grows with the longest response, and once no prompt
@@ -11,8 +10,7 @@ of the loop
 
 The schedule depends on the requests and on the sampled lengths only, never on time.
 
-On the policy's mesh, slots are split over the data axes, heads and vocabulary over `tensor`. A
-response stays on the same devices from prefill to its end.
+On the policy's mesh, slots are split over the data axes, heads and vocabulary over `tensor`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,16 +36,9 @@ from semrl_jax.rollout.engines.sampling import (
     sample_tokens,
     split_sampling,
 )
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.rounding import next_power_of_two
-from semrl_jax.types import (
-    FinishReason,
-    HiddenStateParams,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    VersionSpan,
-    WeightVersion,
-)
+from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequest, VersionSpan
 
 MIN_BATCH = 8  # slots, and rows of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
@@ -59,7 +49,7 @@ MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
 
 class Slots(NamedTuple):
-    """The device state of B slots. The cache has P columns for the prompt, then the response's."""
+    """The device state of B slots. The cache has P prompt columns, then response columns."""
 
     cache: KVCache
     final_states: Float[Array, "B D"]  # of the last token; the next token is sampled from them
@@ -68,6 +58,10 @@ class Slots(NamedTuple):
     num_generated: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
     active: Bool[Array, " B"]
+
+
+# The axis of the slots in each array.
+_SLOT_AXES = Slots(KVCache(1, 1, 0), 0, 1, 0, 0, 0, 0)
 
 
 class Chunk(NamedTuple):
@@ -79,24 +73,11 @@ class Chunk(NamedTuple):
     hidden_states: Float[Array, "B C L D"]
 
 
-def _layers_of(kind: str, params: HiddenStateParams) -> tuple[int, ...]:
-    """The layers whose states of this kind, "decode" or "prefill", are asked for."""
-    return params.layers if kind in params.kinds else ()
-
-
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
     """The partition of the slots on the mesh; their number is a multiple of its data shards."""
-    rows, by_layer = PartitionSpec(DATA_AXES), PartitionSpec(None, DATA_AXES)
+    specs = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, DATA_AXES), _SLOT_AXES)
     heads = activation_spec("cache", slots.cache.keys.shape, mesh)
-    return Slots(
-        cache=KVCache(heads, heads, rows),
-        final_states=rows,
-        layer_inputs=by_layer,
-        num_prompt=rows,
-        num_generated=rows,
-        keys=rows,
-        active=rows,
-    )
+    return specs._replace(cache=KVCache(heads, heads, specs.cache.positions))
 
 
 def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
@@ -144,13 +125,10 @@ def prefill_and_insert(
     policy: Policy,
     prompt_states: HiddenStateParams,
 ) -> tuple[Slots, Float[Array, "R P K D"]]:
-    """Prefills R left-padded prompts and inserts each into one of the slots.
+    """Prefills R left-padded prompts and inserts each into a slot.
 
-    Args:
-      into: the slot of each prompt; an index beyond the batch marks a padding row.
-
-    Returns:
-      The slots, and the prompts' states in the K layers of `prompt_states`.
+    `into` has the slot of each prompt; an index beyond the batch marks a padding row. Also returns
+    the prompts' states in the K layers of `prompt_states`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     final_states, layer_inputs, prompt, all_states = policy.prefill(
@@ -268,17 +246,17 @@ def _sample(
     kind: SamplingKind,
     mesh: Mesh | None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Runs `sample_tokens` with the logits split by vocabulary, or by row if rows are sorted."""
+    """Runs `sample_tokens` with logits split over the vocabulary, or over rows if it sorts."""
     draw = functools.partial(sample_tokens, kind=kind)
     if mesh is None or mesh.shape["tensor"] == 1 or kind != "truncated":
         return draw(logits, slots.keys, slots.num_generated, sampling)
-    # Top-k and top-p sort each row, so a row cannot be split. If the rows cannot be split over all
-    # devices, those along `tensor` sort the same rows.
+    # Top-k and top-p sort whole rows. If the rows cannot be split over all devices, those along
+    # `tensor` sort the same rows.
     fits = logits.shape[0] % mesh.size == 0
     rows = PartitionSpec((*DATA_AXES, "tensor") if fits else DATA_AXES)
     by_slot = NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
-    def constrained(arrays):  # else the compiler splits other computations by these rows, too
+    def constrained(arrays):  # else the compiler also splits other computations by these rows
         return jax.lax.with_sharding_constraint(arrays, by_slot)
 
     return constrained(
@@ -294,9 +272,8 @@ def resize_slots(
 ) -> Slots:
     """Gathers R slots and widens their cache to `columns` columns.
 
-    Args:
-      kept: indices of the slots; an index beyond the batch gives a free slot. On a mesh `kept` has
-        equal parts, one for each data shard, and indices count from the shard's first slot.
+    `kept` has indices; one beyond the batch gives a free slot. On a mesh it has equal parts, one
+    per data shard, and indices count from the shard's first slot.
     """
     resize_shard = functools.partial(_resize_shard, columns=columns)
     if mesh is None:
@@ -313,23 +290,18 @@ def _resize_shard(slots: Slots, kept: Int[Array, " R"], *, columns: int) -> Slot
     cache = slots.cache
     grown = columns - cache.positions.shape[1]
     wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
-    take = functools.partial(jnp.take, indices=kept, mode="fill", fill_value=0)
-    return Slots(
+
+    def take(axis, array, fill_value=0):
+        return jnp.take(array, kept, axis=axis, mode="fill", fill_value=fill_value)
+
+    taken = jax.tree.map(take, _SLOT_AXES, slots)
+    positions = take(0, cache.positions, fill_value=-1)
+    return taken._replace(
         cache=KVCache(
-            jnp.pad(take(cache.keys, axis=1), wide),
-            jnp.pad(take(cache.values, axis=1), wide),
-            jnp.pad(
-                jnp.take(cache.positions, kept, axis=0, mode="fill", fill_value=-1),
-                ((0, 0), (0, grown)),
-                constant_values=-1,
-            ),
-        ),
-        final_states=take(slots.final_states, axis=0),
-        layer_inputs=take(slots.layer_inputs, axis=1),
-        num_prompt=take(slots.num_prompt, axis=0),
-        num_generated=take(slots.num_generated, axis=0),
-        keys=take(slots.keys, axis=0),
-        active=take(slots.active, axis=0),
+            jnp.pad(taken.cache.keys, wide),
+            jnp.pad(taken.cache.values, wide),
+            jnp.pad(positions, ((0, 0), (0, grown)), constant_values=-1),
+        )
     )
 
 
@@ -337,11 +309,7 @@ _JITTED = (empty_slots, prefill_and_insert, decode_chunk, resize_slots)
 
 
 def _limit_programs() -> None:
-    """Drops all compiled programs once there are too many; programs in use are compiled again.
-
-    The programs depend on what calls ask for: limits, layers and sizes. Without this limit a client
-    could fill the memory with programs.
-    """
+    """Drops all compiled programs once there are too many: clients could fill the memory."""
     if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
         for function in _JITTED:
             function.clear_cache()
@@ -349,8 +317,6 @@ def _limit_programs() -> None:
 
 @dataclasses.dataclass
 class _Response:
-    """The host's record of one response in progress."""
-
     request: SampleRequest
     # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
@@ -366,8 +332,7 @@ class DecodingCall:
 
     Args:
       policy, params: the model; the slots are split over the policy's mesh.
-      requests, sampling, hidden_states, version: of the call.
-      max_batch: largest number of slots, on all devices together; rounded up to a power of two.
+      max_batch: limit on the slots of all devices; rounded up to a power of two.
       chunk: tokens generated per step and slot.
     """
 
@@ -375,10 +340,7 @@ class DecodingCall:
         self,
         policy: Policy,
         params: Params,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
+        call: GenerateCall,
         *,
         max_batch: int,
         chunk: int,
@@ -386,28 +348,27 @@ class DecodingCall:
         _limit_programs()
         self._policy = policy
         self._params = params
-        self._sampling = sampling
-        self._hidden_states = hidden_states
+        self._call = call
+        asked = call.hidden_states
         # Split by kind: calls without states of one kind then share that kind's programs.
         self._prompt_states, self._response_states = (
-            HiddenStateParams(_layers_of(kind, hidden_states), hidden_states.dtype)
+            HiddenStateParams(asked.layers if kind in asked.kinds else (), asked.dtype)
             for kind in ("prefill", "decode")
         )
-        self._version = version
         self._chunk = chunk
         self._started = time.monotonic()
-        self._waiting = collections.deque(requests)
-        longest_prompt = max(len(request.prompt_ids) for request in requests)
+        self._waiting = collections.deque(call.requests)
+        longest_prompt = max(len(request.prompt_ids) for request in call.requests)
         self._prompt_columns = max(next_power_of_two(longest_prompt), MIN_PROMPT_COLUMNS)
         shape = {} if policy.mesh is None else policy.mesh.shape
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
-        num_slots = next_power_of_two(min(max_batch, len(requests)))
+        num_slots = next_power_of_two(min(max_batch, len(call.requests)))
         self._batch = max(num_slots, MIN_BATCH, self._num_shards)
-        self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, sampling.max_tokens)
+        self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, call.sampling.max_tokens)
         self._running: list[_Response | None] = [None] * self._batch  # by slot
         self._slots = empty_slots(policy=policy, batch=self._batch, columns=self._columns)
-        self._kind, self._values = split_sampling(sampling)
-        end_ids = sorted({*sampling.eos_token_ids, *sampling.stop_token_ids})
+        self._kind, self._values = split_sampling(call.sampling)
+        end_ids = sorted({*call.sampling.eos_token_ids, *call.sampling.stop_token_ids})
         num_padded = max(next_power_of_two(len(end_ids)), MIN_END_TOKENS)
         self._end_ids = np.full(num_padded, -1, np.int32)
         self._end_ids[: len(end_ids)] = end_ids
@@ -423,7 +384,7 @@ class DecodingCall:
         self._slots, chunk = decode_chunk(
             self._params,
             self._slots,
-            np.int32(self._sampling.max_tokens),
+            np.int32(self._call.sampling.max_tokens),
             self._values,
             self._end_ids,
             policy=self._policy,
@@ -443,7 +404,6 @@ class DecodingCall:
         return [self._rollout(response, "aborted") for response in rest]
 
     def _prefill(self) -> None:
-        """Prefills waiting prompts and inserts them into free slots."""
         free = [slot for slot, response in enumerate(self._running) if response is None]
         # Alternate between the data shards: the batch shrinks to the fullest of them.
         free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
@@ -482,7 +442,7 @@ class DecodingCall:
                 response.prompt_states = states[-len(response.request.prompt_ids) :].copy()
 
     def _max_prompts_per_prefill(self) -> int:
-        """Limits the memory of the prompt states, counted in float32; else all slots."""
+        """Limits the memory of the prompt states, counted in float32."""
         num_layers = len(self._prompt_states.layers)
         num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
         return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else self._batch
@@ -493,10 +453,10 @@ class DecodingCall:
         busy = [[slot for slot in shard if self._running[slot]] for shard in shards]
         longest = max((response.num_tokens for response in self._running if response), default=0)
         columns = self._columns
-        response_columns = min(longest + self._chunk, self._sampling.max_tokens)
+        response_columns = min(longest + self._chunk, self._call.sampling.max_tokens)
         while columns < self._prompt_columns + response_columns:
             columns = self._prompt_columns + min(
-                2 * (columns - self._prompt_columns), self._sampling.max_tokens
+                2 * (columns - self._prompt_columns), self._call.sampling.max_tokens
             )
         batch = self._batch
         if not self._waiting:
@@ -518,61 +478,51 @@ class DecodingCall:
         self._batch, self._columns = batch, columns
 
     def _collect(self, chunk: Chunk) -> list[Rollout]:
-        """Adds a chunk to the running responses; returns those that ended and frees their slots."""
-        token_ids, logprobs, raw_logprobs, states, generated, active = jax.device_get(
-            (*chunk, self._slots.num_generated, self._slots.active)
+        """Adds a chunk to the running responses; returns and removes those that ended."""
+        chunk, generated, active = jax.device_get(
+            (chunk, self._slots.num_generated, self._slots.active)
         )
         ended = []
         for slot, response in enumerate(self._running):
             if response is None:
                 continue
             num_new = int(generated[slot]) - response.num_tokens
-            response.pieces.append(
-                tuple(
-                    array[slot, :num_new] for array in (token_ids, logprobs, raw_logprobs, states)
-                )
-            )
+            response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
             if not active[slot]:
                 self._running[slot] = None
-                last_token = int(token_ids[slot, num_new - 1])
+                last_token = int(chunk.token_ids[slot, num_new - 1])
                 ended.append(self._rollout(response, self._finish_reason(last_token)))
         return ended
 
     def _finish_reason(self, last_token: int) -> FinishReason:
-        if last_token in self._sampling.eos_token_ids:
+        if last_token in self._call.sampling.eos_token_ids:
             return "eos"
-        return "stop" if last_token in self._sampling.stop_token_ids else "length"
+        return "stop" if last_token in self._call.sampling.stop_token_ids else "length"
 
     def _rollout(self, response: _Response, reason: FinishReason) -> Rollout:
-        def no_states(kind):
-            shape = 0, len(_layers_of(kind, self._hidden_states)), self._policy.config.hidden_size
-            return np.zeros(shape, jnp.dtype(self._hidden_states.dtype))
+        request, version = response.request, self._call.version
 
-        empty = (
-            np.zeros(0, np.int32),
-            np.zeros(0, np.float32),
-            np.zeros(0, np.float32),
-            no_states("decode"),
-        )
+        def no_states(asked: HiddenStateParams):
+            shape = 0, len(asked.layers), self._policy.config.hidden_size
+            return np.zeros(shape, jnp.dtype(asked.dtype))
+
+        no_values = np.zeros(0, np.float32)
+        empty = (np.zeros(0, np.int32), no_values, no_values, no_states(self._response_states))
         token_ids, logprobs, raw_logprobs, states = (
             np.concatenate(parts) for parts in zip(empty, *response.pieces)
         )
         prompt_states = response.prompt_states
         if prompt_states is None or not len(token_ids):  # not asked for, or aborted too early
-            prompt_states = no_states("prefill")
-        request, asked = response.request, self._hidden_states
+            prompt_states = no_states(self._prompt_states)
         return Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=token_ids,
             rollout_logprobs=logprobs,
             rollout_raw_logprobs=raw_logprobs,
             finish_reason=reason,
-            versions=(VersionSpan(self._version, 0, len(token_ids)),) if len(token_ids) else (),
-            hidden_states=states if _layers_of("decode", asked) else None,
-            prompt_states=prompt_states if _layers_of("prefill", asked) else None,
-            layers=asked.layers,
+            versions=(VersionSpan(version, 0, len(token_ids)),) if len(token_ids) else (),
+            hidden_states=states if self._response_states.layers else None,
+            prompt_states=prompt_states if self._prompt_states.layers else None,
+            layers=self._call.hidden_states.layers,
             generate_s=time.monotonic() - self._started,
         )

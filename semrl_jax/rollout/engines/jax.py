@@ -24,15 +24,8 @@ from semrl_jax.models import (
 )
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
-from semrl_jax.types import (
-    HiddenStateParams,
-    ReplicaDescription,
-    Rollout,
-    SampleRequest,
-    SamplingParams,
-    TensorSpec,
-    WeightVersion,
-)
+from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
 
 
 class JaxEngine(Engine):
@@ -42,17 +35,15 @@ class JaxEngine(Engine):
 
     Args:
       policy: the architecture and the compute dtype; its mesh is not used.
-      mesh: has only devices of this process, so that the engine never waits for another process.
-        None takes the first device. Responses are split over the data axes (a power of two in
-        total), parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
+      mesh: devices of this process only, so that the engine never waits for another one; None
+        takes the first device. Responses are split over the data axes (a power of two in total),
+        parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
       tokenizer_hash: of the tokenizer that the token ids belong to.
-      max_batch: responses decoded concurrently, on all devices together; rounded up to a power of
-        two.
-      chunk: tokens generated per response before ended responses are collected.
+      max_batch, chunk: as in `DecodingCall`.
       max_prompts: limit on the responses of a call.
       max_prompt_tokens, max_response_tokens: limits per response.
-      device_lock: held while a program runs. The embedded replica shares it with the trainer, so
-        that sampling and updates do not run concurrently on the same devices.
+      device_lock: held while a program runs. The trainer shares it with its embedded replica, so
+        that sampling and updates do not run concurrently.
     """
 
     def __init__(
@@ -72,10 +63,21 @@ class JaxEngine(Engine):
             mesh = make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
         self._policy = dataclasses.replace(policy, mesh=mesh)
         self._shardings = parameter_shardings(policy.shapes(), mesh)
-        self._tokenizer_hash = tokenizer_hash
+        self._description = ReplicaDescription(
+            engine="jax",
+            engine_version=jax.__version__,
+            model_hash=policy.config.hash,
+            tokenizer_hash=tokenizer_hash,
+            vocab_size=policy.config.vocab_size,
+            layers=(*range(policy.config.num_layers + 1), -1),
+            state_kinds=("decode", "prefill"),
+            logprob_kinds=("sampling", "raw"),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+        )
         self._max_batch = max_batch
         self._chunk = chunk
-        self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
         self._device_lock = device_lock or contextlib.nullcontext()
         self._params: Params | None = None
         self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
@@ -85,42 +87,16 @@ class JaxEngine(Engine):
         self._num_aborts = 0  # a call that began before the last abort is ended by it
 
     def describe(self) -> ReplicaDescription:
-        max_prompts, max_prompt_tokens, max_response_tokens = self._limits
-        num_layers = self._policy.config.num_layers
-        return ReplicaDescription(
-            protocol_major=0,
-            protocol_minor=0,
-            replica_id="",
-            engine="jax",
-            engine_version=jax.__version__,
-            model_hash=self._policy.config.hash,
-            tokenizer_hash=self._tokenizer_hash,
-            vocab_size=self._policy.config.vocab_size,
-            layers=(*range(num_layers + 1), -1),
-            state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling", "raw"),
-            metric_kinds=(),
-            max_prompts=max_prompts,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            version=None,
-        )
+        return self._description
 
-    async def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
-    ) -> AsyncIterator[Rollout]:
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         loop = asyncio.get_running_loop()
         num_aborts = self._num_aborts
         async with self._one_call:  # calls never share a batch
-            call = await loop.run_in_executor(
-                self._thread, self._start, requests, sampling, hidden_states, version
-            )
-            while not call.done:
-                step = call.abort if self._num_aborts > num_aborts else self._locked_step(call)
+            decoding = await loop.run_in_executor(self._thread, self._start, call)
+            while not decoding.done:
+                is_aborted = self._num_aborts > num_aborts
+                step = decoding.abort if is_aborted else self._locked_step(decoding)
                 for rollout in await loop.run_in_executor(self._thread, step):
                     yield rollout
 
@@ -144,17 +120,16 @@ class JaxEngine(Engine):
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._params = None
 
-    def _start(self, requests, sampling, hidden_states, version) -> DecodingCall:
+    def _start(self, call: GenerateCall) -> DecodingCall:
         with self._device_lock:
             return DecodingCall(
-                self._policy, self._params, requests, sampling, hidden_states, version,
-                max_batch=self._max_batch, chunk=self._chunk,
-            )  # fmt: skip
+                self._policy, self._params, call, max_batch=self._max_batch, chunk=self._chunk
+            )
 
-    def _locked_step(self, call: DecodingCall) -> Callable[[], list[Rollout]]:
+    def _locked_step(self, decoding: DecodingCall) -> Callable[[], list[Rollout]]:
         def step():
             with self._device_lock:
-                return call.step()
+                return decoding.step()
 
         return step
 

@@ -1,7 +1,6 @@
 """Samples tokens from logits: temperature, top-k, top-p, one random key per response. Pure.
 
-One program is compiled for each of the four kinds of sampling. Within a kind, the settings are
-inputs of the program.
+Each of the four kinds of sampling has a program. Within a kind, the settings are its inputs.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def sampling_logits(
     ordered = jnp.where(ordered >= threshold, ordered, -jnp.inf)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # By rounding, sums may reach 1 before the last token, but top_p = 1 must keep all tokens. At
-    # least one token is kept.
+    # Rounded sums may reach 1 before the last token, but top_p = 1 must keep all tokens.
     kept = (before < values.top_p) | (values.top_p >= 1)
     num_kept = jnp.maximum(jnp.sum(kept & (ordered > -jnp.inf), axis=-1, keepdims=True), 1)
     threshold = jnp.take_along_axis(ordered, num_kept - 1, axis=-1)
@@ -98,8 +96,8 @@ def sample_tokens(
 
     Returns:
       int32 token ids, their float32 log-probabilities (nats) under the sampling distribution, and
-      under the unmodified logits. Greedy sampling returns the second for both, because under its
-      own distribution the log-probability is always 0.
+      under the unmodified logits. Greedy sampling returns the second for both: under its own
+      distribution the log-probability is always 0.
     """
     adjusted = sampling_logits(logits, values, kind=kind)
     if kind == "greedy":

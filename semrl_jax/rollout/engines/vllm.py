@@ -1,8 +1,7 @@
 """The vLLM engine: an unpatched vLLM whose workers load the plugin of third_party/vllm_patch.
 
 It needs a separate Python environment (third_party/vllm_patch/make_env.sh). Every response is one
-request to vLLM. Its hidden states come through shared memory: the request has a slot there, and it
-waits until a slot is free.
+request to vLLM. The hidden states come through shared memory, where each request has a slot.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jaxtyping import Float, UInt8
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.memory import available_bytes
-from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -61,13 +60,12 @@ class VllmSettings:
       max_num_seqs: responses decoded concurrently.
       max_num_batched_tokens: limit on the tokens of an engine step; 0 leaves the choice to vLLM.
       tensor_parallel_size: devices of the replica.
-      gpu_memory_utilization: share of the device's memory (without a device, of the machine's) for
-        weights and KV cache.
-      kv_cache_gib: size of the KV cache, instead of what that share leaves. 0 takes what the share
-        leaves on a device, and 4 GiB on a CPU, where vLLM would take nearly all memory or refuse.
+      gpu_memory_utilization: share of the memory, of the device if there is one, for weights and
+        KV cache.
+      kv_cache_gib: size of the KV cache. 0 takes the rest of that share on a device, and 4 GiB on a
+        CPU, where vLLM would take nearly all memory or refuse.
       enforce_eager: neither compiles nor captures CUDA graphs, which halves the time to start.
-      in_flight: what a weight update does with running responses: "wait" for their end, "abort"
-        them, or "keep" them. Kept responses continue with the new weights and a recomputed cache.
+      in_flight: as in `RolloutService`. Kept responses continue with a recomputed cache.
     """
 
     dtype: str = "bfloat16"
@@ -82,17 +80,10 @@ class VllmSettings:
 
 @dataclasses.dataclass(frozen=True)
 class VllmModel:
-    """The model that the engine serves.
+    """The model that the engine serves."""
 
-    Attributes:
-      directory: has config.json; weights in it are not read, they come from the trainer.
-      specs: tensors of a weight update.
-      model_hash, tokenizer_hash: hashes that the client compares with its own.
-      vocab_size, hidden_size, num_layers: of the architecture.
-    """
-
-    directory: str
-    specs: tuple[TensorSpec, ...]
+    directory: str  # has config.json; the weights come from the trainer
+    specs: tuple[TensorSpec, ...]  # tensors of a weight update
     model_hash: str
     tokenizer_hash: str
     vocab_size: int
@@ -103,18 +94,14 @@ class VllmModel:
 class VllmEngine(Engine):
     """vLLM's asynchronous engine. `start` starts its processes, on the server's event loop.
 
-    Args:
-      model: the model to serve.
-      settings: how vLLM is started.
-      max_prompts: limit on the responses of a call.
-      max_prompt_tokens, max_response_tokens: limits per response.
+    `max_prompts` limits the responses of a call.
 
     Attributes:
       start_s: seconds that each part of `start` took, by name.
 
     Raises:
-      UserError: if vLLM or the plugin is missing or has an unsupported version, or if the hidden
-        states of `max_num_seqs` responses do not fit into memory.
+      UserError: if vLLM or the plugin is missing or not supported, or if the hidden states of
+        `max_num_seqs` responses do not fit into memory.
     """
 
     def __init__(
@@ -130,9 +117,22 @@ class VllmEngine(Engine):
         self._version_of_vllm = checked_version()
         self._model, self._settings = model, settings
         self.keeps_in_flight = settings.in_flight == "keep"
-        self._limits = (max_prompts, max_prompt_tokens, max_response_tokens)
-        # More slots than running responses: a request can start while the rows of one that has
-        # ended are still being read.
+        self._description = ReplicaDescription(
+            engine="vllm",
+            engine_version=self._version_of_vllm,
+            model_hash=model.model_hash,
+            tokenizer_hash=model.tokenizer_hash,
+            vocab_size=model.vocab_size,
+            layers=(-1, model.num_layers),
+            state_kinds=("decode", "prefill"),
+            logprob_kinds=("sampling",),
+            max_prompts=max_prompts,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
+        )
+        # More slots than running responses: a request can start while the rows of an ended one are
+        # still being read.
         num_slots = settings.max_num_seqs + max(settings.max_num_seqs // 8, 1)
         self._pool_shape = _pool_shape(
             model, settings, num_slots, max_prompt_tokens, max_response_tokens
@@ -150,29 +150,10 @@ class VllmEngine(Engine):
         self._pool: Any = None
 
     def describe(self) -> ReplicaDescription:
-        max_prompts, max_prompt_tokens, max_response_tokens = self._limits
-        return ReplicaDescription(
-            protocol_major=0,
-            protocol_minor=0,
-            replica_id="",
-            engine="vllm",
-            engine_version=self._version_of_vllm,
-            model_hash=self._model.model_hash,
-            tokenizer_hash=self._model.tokenizer_hash,
-            vocab_size=self._model.vocab_size,
-            layers=(-1, self._model.num_layers),
-            state_kinds=("decode", "prefill"),
-            logprob_kinds=("sampling",),
-            metric_kinds=(),
-            max_prompts=max_prompts,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            version=None,
-            layers_reason="vLLM's compiled model gives out no inner ones; the JAX engine does",
-        )
+        return self._description
 
     async def start(self) -> None:
-        """Starts vLLM, installs the tap in its workers, and checks that its rows are aligned.
+        """Starts vLLM, installs the tap in its workers, and checks the rows.
 
         Raises:
           UserError: if vLLM cannot serve the model here.
@@ -190,7 +171,7 @@ class VllmEngine(Engine):
             await self._check_alignment()
 
     async def _tap(self) -> None:
-        """Gives the workers access to the pool, and checks the width and dtype of its rows."""
+        """Gives the workers the pool, and checks the width and dtype of its rows."""
         shape = dataclasses.asdict(self._pool_shape)
         (worker, *_) = await self._llm.collective_rpc(
             "semrl_install", args=(self._pool.path, shape)
@@ -199,25 +180,19 @@ class VllmEngine(Engine):
         if any(worker[name] != value for name, value in expected.items()):
             raise EngineDeadError(f"vLLM's worker has {worker}, not {expected}.")
 
-    async def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: SamplingParams,
-        hidden_states: HiddenStateParams,
-        version: WeightVersion,
-    ) -> AsyncIterator[Rollout]:
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         started, num_aborts = time.monotonic(), self._num_aborts
-        kinds = hidden_states.kinds if hidden_states.layers else ()
+        kinds = call.hidden_states.kinds if call.hidden_states.layers else ()
         if "prefill" in kinds:
-            self._check_prompt_rows(requests)
+            self._check_prompt_rows(call.requests)
 
         async def sample(request: SampleRequest) -> Rollout:
             found = await self._sample(
-                request.prompt_ids, request.seed, sampling, kinds, num_aborts
+                request.prompt_ids, request.seed, call.sampling, kinds, num_aborts
             )
-            return self._rollout(request, found, hidden_states, started)
+            return self._rollout(request, found, call.hidden_states, started)
 
-        tasks = [asyncio.create_task(sample(request)) for request in requests]
+        tasks = [asyncio.create_task(sample(request)) for request in call.requests]
         try:
             for task in asyncio.as_completed(tasks):
                 yield await task
@@ -270,7 +245,7 @@ class VllmEngine(Engine):
 
         settings = self._settings
         kv_cache_gib = settings.kv_cache_gib or (CPU_CACHE_GIB if current_platform.is_cpu() else 0)
-        _, max_prompt_tokens, max_response_tokens = self._limits
+        limits = self._description
         errors = pathlib.Path(self._model.directory) / "errors.log"
         try:
             _log_errors_to(errors)
@@ -279,7 +254,7 @@ class VllmEngine(Engine):
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 dtype=settings.dtype,
-                max_model_len=max_prompt_tokens + max_response_tokens,
+                max_model_len=limits.max_prompt_tokens + limits.max_response_tokens,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens or None,
                 tensor_parallel_size=settings.tensor_parallel_size,
@@ -311,11 +286,10 @@ class VllmEngine(Engine):
 
     async def _check_alignment(self) -> None:
         """Compares the states of one generation with prefills of its prefixes, token by token."""
-        random = np.random.default_rng(0)
-        _, max_prompt_tokens, max_response_tokens = self._limits
-        length = min(CHECK_PROMPT_TOKENS, max_prompt_tokens)
+        random, limits = np.random.default_rng(0), self._description
+        length = min(CHECK_PROMPT_TOKENS, limits.max_prompt_tokens)
         prompt = random.integers(0, self._model.vocab_size, length, np.int32)
-        sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, max_response_tokens))
+        sampling = SamplingParams(max_tokens=min(CHECK_TOKENS, limits.max_response_tokens))
         found = await self._sample(prompt, 0, sampling, ("decode", "prefill"), 0)
         # The state at the prompt's last token is in both kinds.
         rows = np.concatenate([found.rows["prefill"][:-1], found.rows["decode"]])
@@ -377,7 +351,7 @@ class VllmEngine(Engine):
         return rows
 
     def _check_prompt_rows(self, requests: Sequence[SampleRequest]) -> None:
-        """Refuses a call if its prompt states do not fit into memory; `start` ignores them."""
+        """Refuses a call if its prompt states do not fit into memory."""
         num_concurrent = min(len(requests), self._pool_shape.num_slots)
         longest = max(len(request.prompt_ids) for request in requests)
         wanted = num_concurrent * longest * self._pool_shape.row_bytes
@@ -437,10 +411,7 @@ class VllmEngine(Engine):
             plane = self._as_states(rows, hidden_states.dtype)
             planes[kind] = np.repeat(plane[:, None], len(hidden_states.layers), axis=1)
         return Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=found.token_ids,
             rollout_logprobs=found.logprobs,
             rollout_raw_logprobs=None,
@@ -458,7 +429,7 @@ class VllmEngine(Engine):
         return rows.view(np.dtype(self._settings.dtype)).astype(np.dtype(dtype), copy=False)
 
     async def _load(self, staged: _Staging) -> None:
-        """Loads new weights into the workers; if that fails, loads the previous ones again."""
+        """Loads new weights into the workers; if that fails, the previous ones again."""
         try:
             await self._llm.collective_rpc(
                 "semrl_load_weights", args=(staged.path, staged.manifest)
@@ -478,8 +449,6 @@ class VllmEngine(Engine):
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """The result of one request to vLLM."""
-
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
@@ -489,8 +458,6 @@ class _Sample:
 
 class _Staging:
     """The weights of one update, in an anonymous file that workers can map.
-
-    The file has no name in any directory, and is gone with this process.
 
     Attributes:
       buffers: a writable uint8 array per tensor, by name.
@@ -535,14 +502,14 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The line of vLLM's error with the reason; pydantic puts it between a title and a link."""
+    """The line of vLLM's error with the reason, which pydantic puts after a title."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("Value error")]
     return (said or lines or [type(error).__name__])[0]
 
 
 def _log_errors_to(file: pathlib.Path) -> None:
-    """Configures vLLM's processes, before they start, to write their errors to a file, too.
+    """Makes vLLM's processes also write their errors to a file.
 
     If one of them fails, the parent process raises only "See root cause above".
     """
@@ -563,7 +530,7 @@ def _log_errors_to(file: pathlib.Path) -> None:
 
 
 def _root_cause(file: pathlib.Path) -> str:
-    """The last exception in a log that does not refer to another one; "" if there is none."""
+    """The last exception in a log that is not a reference to another one, or ""."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     causes = [line for line in errors if "root cause" not in line] or [""]
@@ -572,11 +539,7 @@ def _root_cause(file: pathlib.Path) -> str:
 
 
 def checked_version() -> str:
-    """Returns the version of the installed vLLM.
-
-    Raises:
-      UserError: if vLLM or the plugin is missing, or the version is not supported.
-    """
+    """The version of vLLM; raises UserError if it or the plugin is missing or does not fit."""
     try:
         import semrl_vllm
     except ModuleNotFoundError:
@@ -599,7 +562,7 @@ def _pool_shape(
 ) -> Any:
     """The shape of the pool; refuses one that does not fit into memory.
 
-    Prompt rows are not counted: they take memory only while a call asks for them.
+    Prompt rows do not count: they take memory only while a call asks for them.
     """
     from semrl_vllm.pool import PoolShape
 
@@ -648,7 +611,7 @@ def _check_heads(hf_config: Any, head_size: int) -> None:
 
 
 def _queue_bytes(num_workers: int) -> int:
-    """Bytes of shared memory for vLLM's queues to and from workers; each is a ring of chunks."""
+    """Bytes of shared memory for vLLM's queues to and from workers, which are rings of chunks."""
     from vllm import envs
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
@@ -661,11 +624,7 @@ def _queue_bytes(num_workers: int) -> int:
 
 
 def check_queue_space(num_bytes: int, directory: str = "/dev/shm") -> None:
-    """Checks the free shared memory; vLLM's own error is lost in a child process.
-
-    Raises:
-      UserError: if fewer than `num_bytes` are free in `directory`.
-    """
+    """Raises UserError if too little shared memory is free; vLLM's own error is lost in a child."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise UserError(

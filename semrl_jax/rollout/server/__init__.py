@@ -1,10 +1,5 @@
 """A replica's gRPC server around one engine. Imports nothing of the trainer."""
 
-from semrl_jax.rollout.server.server import (
-    RolloutServer,
-    check_place,
-    serve,
-    serve_until_signal,
-)
+from semrl_jax.rollout.server.server import RolloutServer, check_place, serve, serve_until_signal
 
 __all__ = ["RolloutServer", "check_place", "serve", "serve_until_signal"]

@@ -30,10 +30,9 @@ class Refused(Exception):
 class Guard(grpc.aio.ServerInterceptor):
     """Passes on requests that are within bounds, and turns exceptions of methods into a status.
 
-    A call of a method in `readers` needs a deadline, which is at most `codec.MAX_CALL_S` away.
-
     Args:
-      readers: parse the requests, by the method's path; all other methods take small messages only.
+      readers: parse the requests, by the method's path. Calls of these methods need a deadline; all
+        other methods take small messages only.
       on_dead: called when a method reports that the engine has died.
     """
 
@@ -47,10 +46,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method
             return None
         method = handler_call_details.method
-        reader = self._readers.get(method)
-        is_ours = reader is not None
-        if reader is None:
-            reader = bounds.small_reader(handler.request_deserializer)
+        is_ours = method in self._readers
+        reader = self._readers.get(method) or bounds.small_reader(handler.request_deserializer)
 
         async def requests(messages: AsyncIterator[bytes]):
             async for data in messages:
@@ -121,8 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):
 def _check_deadline(remaining_s: float | None) -> None:
     """Refuses a call without a deadline, or with one that is too far away.
 
-    gRPC keeps the call of a client that has stopped reading until its deadline, and counts it among
-    `max_calls` until then.
+    gRPC keeps the call of a client that has stopped reading until its deadline.
     """
     if remaining_s is None:
         reason = "the call has no deadline; every call needs one"
@@ -141,6 +137,5 @@ async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, messa
     try:
         await asyncio.wait_for(context.abort(code, data.decode(errors="ignore")), _ABORT_S)
     except TimeoutError:
-        # The client gets the status if it reads on later. gRPC accepts the cancellation as the end
-        # of the method, and would log any other exception.
+        # The client may still read the status later. gRPC would log any other exception.
         raise asyncio.CancelledError from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pathlib
 import secrets
 import signal
 import socket
@@ -20,7 +19,13 @@ from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.server.guard import Guard
 from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
 from semrl_jax.rollout.wire import codec
-from semrl_jax.rollout.wire.auth import TokenInterceptor, check_certificates, check_key, is_loopback
+from semrl_jax.rollout.wire.auth import (
+    TokenInterceptor,
+    check_key,
+    is_loopback,
+    read_certificates,
+    read_file,
+)
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -52,8 +57,8 @@ class RolloutServer:
     async def wait(self) -> None:
         """Waits until the engine has died, then raises EngineDeadError."""
         await self._service.dead.wait()
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         raise EngineDeadError(f"the engine behind {self.address} is dead.")
 
     async def close(self, grace_s: float = 1.0) -> None:
@@ -84,10 +89,9 @@ async def serve(
       host: address to bind; any address other than loopback needs TLS.
       port: 0 takes a free port.
       tls_certificate, tls_key: PEM files, both or neither.
-      replica_id: "" makes one from the host name, the port and a random part.
-      in_flight: what a weight update does with running calls; see `RolloutService`.
-      stall_timeout_s: a client that neither reads nor sends for this long loses its call.
-      max_calls: largest number of concurrent calls; further calls are refused.
+      replica_id: "" makes a unique one.
+      in_flight, stall_timeout_s: see `RolloutService`.
+      max_calls: limit on concurrent calls; further calls are refused.
 
     Raises:
       UserError: the token, address, port or a TLS file cannot be used.
@@ -96,11 +100,9 @@ async def serve(
     credentials = _credentials(host, tls_certificate, tls_key)
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     _check_port(host, port)
+    replica_id = replica_id or f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"
     service = RolloutService(
-        engine,
-        replica_id=replica_id or _replica_id(port),
-        in_flight=in_flight,
-        stall_timeout_s=stall_timeout_s,
+        engine, replica_id=replica_id, in_flight=in_flight, stall_timeout_s=stall_timeout_s
     )
     await engine.start()
     health_servicer = health.aio.HealthServicer()
@@ -133,13 +135,11 @@ def serve_until_signal(
     """Serves in this process until SIGTERM or SIGINT.
 
     Args:
-      engine: samples the responses; closed at the end.
       announce: takes one line with the address, once the server listens.
       grace_s: how long running calls may continue after the signal.
-      settings: further arguments of `serve`.
+      settings: further arguments of `serve`, which closes the engine and may raise.
 
     Raises:
-      UserError: as `serve`.
       EngineDeadError: the engine died; a supervisor should start the process again.
     """
 
@@ -154,7 +154,7 @@ def serve_until_signal(
         for task in pending:
             task.cancel()
         await server.close(grace_s)
-        # gRPC prints a traceback for every call that the end of the loop cancels: wait for them.
+        # gRPC prints a traceback for every call that the end of the loop cancels.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest, timeout=_CALLS_END_S)
         for task in done:
@@ -181,20 +181,14 @@ def _credentials(host: str, tls_certificate: str, tls_key: str) -> grpc.ServerCr
             f"host={host!r} is not loopback and needs TLS: set tls_certificate and tls_key to PEM "
             "files, or bind 127.0.0.1."
         )
-    pems = []
-    for field, path in (("tls_key", tls_key), ("tls_certificate", tls_certificate)):
-        try:
-            pems.append(pathlib.Path(path).read_bytes())
-        except OSError as error:
-            raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
-    # gRPC's own error names neither the file nor the reason.
-    check_certificates("tls_certificate", tls_certificate, pems[1])
+    key = read_file("tls_key", tls_key)
+    certificates = read_certificates("tls_certificate", tls_certificate)
     check_key(tls_certificate, tls_key)
-    return grpc.ssl_server_credentials([tuple(pems)])
+    return grpc.ssl_server_credentials([(key, certificates)])
 
 
 def _check_port(host: str, port: int) -> None:
-    """Binds the port once and releases it: gRPC's own error does not give the reason."""
+    """Binds the port and releases it, because gRPC's own error gives no reason."""
     if not 0 <= port < 65_536:
         raise UserError(f"port={port} must be in [0, 65535]; 0 takes a free one.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -207,7 +201,3 @@ def _check_port(host: str, port: int) -> None:
                 f"cannot listen on {host}:{port}: {error.strerror or error}. "
                 "Choose another port, or 0 for any free one."
             ) from error
-
-
-def _replica_id(port: int) -> str:
-    return f"{socket.gethostname()}:{port}:{secrets.token_hex(4)}"

@@ -22,14 +22,7 @@ from semrl_jax.rollout.server.guard import Refused
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
-from semrl_jax.types import (
-    HiddenStateParams,
-    ReplicaDescription,
-    Rollout,
-    TensorSpec,
-    WeightVersion,
-    manifest_digest,
-)
+from semrl_jax.types import HiddenStateParams, Rollout, TensorSpec, WeightVersion, manifest_digest
 
 _log = logging.getLogger(__name__)
 
@@ -40,24 +33,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     """Serves one engine; bound to one event loop.
 
     A Generate call starts only if the replica serves exactly the weights that the call names. While
-    an update is committed, new calls wait; running calls are treated as `in_flight` says. The
-    replica belongs to the run of its first committed update. Where a call asks for metrics, the
-    service measures the engine's responses itself.
+    an update is committed, new calls wait. The replica belongs to the run of its first committed
+    update. If a call asks for metrics, the service measures the engine's responses itself.
 
     Args:
       engine: samples the responses; the service does not close it.
       replica_id: unique name of this process.
       in_flight: what a commit does with running calls: "wait" for their end, "abort" them, or
         "keep" them. The further tokens of kept calls are sampled with the new weights.
-      stall_timeout_s: a client that reads no message for this long loses its call. A client that
-        sends a weight update has twice this time between two messages, because it may itself wait
-        this long for another replica.
+      stall_timeout_s: a client that reads no message for this long loses its call. The sender of a
+        weight update has twice this time per message: it may itself wait for another replica.
 
     Raises:
       UserError: if `in_flight` is "keep" and the engine cannot keep calls.
-
-    Attributes:
-      dead: set once the engine has died.
     """
 
     def __init__(
@@ -73,14 +61,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 f"rollout.in_flight='keep' is not offered by the {engine.describe().engine} "
                 "engine, whose responses have one set of weights; use 'wait' or 'abort'."
             )
-        self.dead = asyncio.Event()
+        self.dead = asyncio.Event()  # set once the engine has died
         self._engine = engine
         self._in_flight = in_flight
         self._stall_timeout_s = stall_timeout_s
-        self._replica_id = replica_id
-        self._limits = engine.describe()
-        if -1 in self._limits.layers and importlib.util.find_spec("jax"):
-            self._limits = dataclasses.replace(self._limits, metric_kinds=METRICS)
+        description = engine.describe()
+        measures = -1 in description.layers and importlib.util.find_spec("jax")
+        self._limits = dataclasses.replace(
+            description,
+            protocol_major=codec.PROTOCOL_MAJOR,
+            protocol_minor=codec.PROTOCOL_MINOR,
+            replica_id=replica_id,
+            metric_kinds=METRICS if measures else (),
+        )
         self._version: WeightVersion | None = None
         self._running: set[asyncio.Event] = set()  # one per Generate call, set at its end
         self._gate = asyncio.Event()  # closed while weights are committed
@@ -96,7 +89,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
     async def Describe(self, request, context) -> pb.DescribeResponse:
-        return codec.encode_description(self._description())
+        description = dataclasses.replace(self._limits, version=self._version)
+        return codec.encode_description(description)
 
     async def Generate(self, call: codec.GenerateCall, context) -> None:
         async with self._admitted(call.version):
@@ -105,7 +99,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 async for rollout in rollouts:
                     self._num_aborted += rollout.finish_reason == "aborted"
                     for message in codec.encode_rollout(rollout):
-                        # Waits for a slow client: at most one response is held for it.
+                        # Waits for a slow client, so that at most one response is held for it.
                         await self._write(context, message)
 
     async def UpdateWeights(
@@ -181,34 +175,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         """The engine's responses, measured if the call asks for metrics."""
         states = call.hidden_states
         kept = states.kinds if states.layers else ()
-        if call.metrics is not None and not kept:
+        if call.metrics is None:
+            return self._engine.generate(call)
+        if not kept:
             states = HiddenStateParams((-1,), call.metrics.dtype)
-        elif call.metrics is not None and "decode" not in kept:
+        elif "decode" not in kept:
             states = dataclasses.replace(states, kinds=("decode", *kept))
-        # Measured in this process, so that the states need not be copied to another. The first
-        # import of the measurer loads JAX, which takes seconds: not on the event loop.
-        measurer = None
-        if call.metrics is not None:
-            measurer = await asyncio.to_thread(
-                importlib.import_module, "semrl_jax.rollout.measurer"
-            )
-        rollouts = self._engine.generate(call.requests, call.sampling, states, call.version)
-        if measurer is None:
-            return rollouts
+        # In a thread: the first import loads JAX, which takes seconds.
+        measurer = await asyncio.to_thread(importlib.import_module, "semrl_jax.rollout.measurer")
         return measurer.measure_each(
-            rollouts,
+            self._engine.generate(call._replace(hidden_states=states)),
             call.metrics,
             max_tokens=call.sampling.max_tokens,
             keep_states="decode" in kept,
-        )
-
-    def _description(self) -> ReplicaDescription:
-        return dataclasses.replace(
-            self._limits,
-            protocol_major=codec.PROTOCOL_MAJOR,
-            protocol_minor=codec.PROTOCOL_MINOR,
-            replica_id=self._replica_id,
-            version=self._version,
         )
 
     def _encoded_version(self) -> pb.WeightVersion | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import pathlib
 import secrets
 import ssl
 
@@ -76,8 +77,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_certificates(field: str, path: str, data: bytes) -> None:
-    """Raises UserError if `data`, read from the file `field`=`path`, holds no PEM certificate."""
+def read_file(field: str, path: str) -> bytes:
+    """Raises UserError if the file cannot be read; gRPC's own errors do not name it."""
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{field}={path!r} cannot be read: {error.strerror}.") from error
+
+
+def read_certificates(field: str, path: str) -> bytes:
+    """As `read_file`; also raises UserError if the file has no PEM certificate."""
+    data = read_file(field, path)
     try:
         text = data.decode("ascii", "ignore")  # comments may have any encoding
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
@@ -86,6 +96,7 @@ def check_certificates(field: str, path: str, data: bytes) -> None:
             f"{field}={path!r} must be a PEM file of certificates (BEGIN CERTIFICATE); it has none "
             "that can be read."
         ) from None
+    return data
 
 
 def check_key(tls_certificate: str, tls_key: str) -> None:

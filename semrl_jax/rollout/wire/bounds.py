@@ -1,8 +1,7 @@
 """Limits on the size of messages, checked on the bytes before protobuf parses them.
 
 An empty inner message has two bytes on the wire and a hundred or more after parsing. Therefore the
-number and the length of the fields are first counted in the bytes. This takes no memory, and stops
-at the first field beyond its limit.
+fields are first counted in the bytes, which takes no memory.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ _MAX_CHUNK_BYTES = codec.CHUNK_BYTES + MAX_SMALL_BYTES
 _MAX_OTHERS = 32  # all other fields of a message together, those of later releases included
 _SLACK = 16  # entries allowed above the true limit, so that the codec can name the surplus one
 _VARINT_BYTES = 10  # longest varint
+_UTF8_BYTES = 4  # longest character
 
 
 class Bounds:
@@ -33,8 +33,8 @@ class Bounds:
     Args:
       kind: the message class.
       num_bytes: limit of the whole message.
-      fields: for each field that can make a message expensive, how often it may occur, and its
-        limit: a number of bytes, or Bounds if it is a message.
+      fields: for each expensive field, how often it may occur, and its limit: a number of bytes, or
+        Bounds if it is a message.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Bounds:
     def split(
         self, data: bytes, start: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (field number, start of the field, start of its content, end) of each field.
+        """Yields (number, start of the field, start of its content, end) of each field.
 
-        Positions count bytes of `data`. Raises as `parse`, at the first field beyond its limit.
+        Positions count bytes. Raises as `parse`, at the first field beyond its limit.
         """
         end = len(data) if end is None else end
         name = self.kind.DESCRIPTOR.name
@@ -109,7 +109,7 @@ class Reader(NamedTuple):
     Attributes:
       read: turns bytes into the method's argument. Raises LimitExceeded, or another ValueError,
         with a message for the sender.
-      is_long: `read` may take too long for the event loop, and should run in a thread.
+      is_long: `read` may take long and should run in a thread.
     """
 
     read: Callable[[bytes], object]
@@ -130,17 +130,13 @@ def small_reader(read: Callable[[bytes], object]) -> Reader:
 
 
 def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> dict[str, Reader]:
-    """The reader of every method, by the method's name.
-
-    Args:
-      limits: the limits of a Generate call.
-      specs: the tensors of a weight update.
-    """
+    """The reader of every method by name, for these limits of a call and tensors of an update."""
     empty = {"Describe": pb.DescribeRequest, "Pause": pb.PauseRequest}
     empty |= {"Resume": pb.ResumeRequest, "Abort": pb.AbortRequest}
     readers = {name: Reader(Bounds(kind, MAX_SMALL_BYTES).parse) for name, kind in empty.items()}
     num_tensors = 2 * len(specs) + _SLACK  # enough to name missing and extra tensors
-    max_spec_bytes = 1024 + _utf8_bytes(max((len(s.name) for s in specs), default=0))
+    max_name_bytes = _UTF8_BYTES * max((len(spec.name) for spec in specs), default=0)
+    max_spec_bytes = 1024 + max_name_bytes
     begin = Bounds(
         pb.BeginUpdate,
         _MAX_PARAMS_BYTES + num_tensors * max_spec_bytes,
@@ -161,7 +157,7 @@ def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> 
 
 def _generate_reader(limits: ReplicaDescription) -> Reader:
     max_prompt_bytes = _VARINT_BYTES * (limits.max_prompt_tokens + _SLACK)
-    max_sample_bytes = _utf8_bytes(codec.MAX_NAME_LENGTH) + 256
+    max_sample_bytes = _UTF8_BYTES * codec.MAX_NAME_LENGTH + 256
     num_entries = limits.max_prompts + _SLACK
     bounds = Bounds(
         pb.GenerateRequest,
@@ -179,8 +175,8 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
     prompts_number = pb.GenerateRequest.DESCRIPTOR.fields_by_name["prompts"].number
 
     def read(data: bytes) -> codec.GenerateCall:
-        # Most of a large request are its prompts. They are parsed one by one, because parsed tokens
-        # take eight times their bytes, and nothing else runs in this process while protobuf parses.
+        # Prompts are parsed one by one: parsed tokens take eight times their bytes, and nothing
+        # else runs in this process while protobuf parses.
         rest, places = [], []
         for number, first, content, end in bounds.split(data):
             if number == prompts_number:
@@ -229,18 +225,14 @@ _REPLY = Bounds(
 
 
 def parse_generate_reply(data: bytes) -> pb.GenerateResponse:
-    """Parses a reply to Generate; raises ValueError if it exceeds a limit or is malformed."""
+    """Raises ValueError if the reply exceeds a limit or is malformed."""
     return _REPLY.parse(data)
 
 
 def parse_reply(kind: type[Message], data: bytes) -> Message:
-    """Parses a reply that is not streamed; raises as `parse_generate_reply`."""
+    """Parses the reply of any other method; raises as `parse_generate_reply`."""
     _check_size(kind.DESCRIPTOR.name, len(data), _MAX_DESCRIPTION_BYTES)
     return parse(kind, data)
-
-
-def _utf8_bytes(num_characters: int) -> int:
-    return 4 * num_characters
 
 
 def _varint(data: bytes, position: int, end: int, name: str) -> tuple[int, int]:

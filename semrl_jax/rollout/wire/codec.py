@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from google.protobuf.message import Message
 from jaxtyping import Float, Int, Shaped, UInt8
 
 from semrl_jax.metrics import METHODS, WINDOWS, Measurement, MetricKey
@@ -44,8 +45,7 @@ MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
 MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
 
-# Name of the field of a rollout and of its message for each kind of states, in the order of the
-# chunks.
+# The field of each kind of states, in a rollout and in a message; in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
 STATE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 BYTES_ARRAYS = tuple(array for array in TOKEN_ARRAYS if array.wire)
@@ -66,6 +66,15 @@ class GenerateCall(NamedTuple):
     metrics: MetricParams | None = None
 
 
+def _record(kind: type, message: Message, **others):
+    """A record of class `kind` from the fields with the same names; lists become tuples."""
+    for field in dataclasses.fields(kind):
+        if field.name not in others:
+            value = getattr(message, field.name)
+            others[field.name] = value if isinstance(value, int | float | str) else tuple(value)
+    return kind(**others)
+
+
 def encode_version(version: WeightVersion) -> pb.WeightVersion:
     return pb.WeightVersion(**dataclasses.asdict(version))
 
@@ -76,33 +85,23 @@ def decode_version(message: pb.WeightVersion) -> WeightVersion:
         _check_name(f"version.{field}", getattr(message, field))
     if message.step < 0:
         raise ValueError(f"version.step={message.step} must be at least 0.")
-    return WeightVersion(message.run_id, message.attempt_id, message.step, message.digest)
+    return _record(WeightVersion, message)
 
 
 def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
-    fields = {
-        field.name: getattr(description, field.name) for field in dataclasses.fields(description)
-    }
-    version = fields.pop("version")
-    return pb.DescribeResponse(**fields, version=encode_version(version) if version else None)
+    return pb.DescribeResponse(**dataclasses.asdict(description))
 
 
 def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
-    fields = {}
-    for field in dataclasses.fields(ReplicaDescription):
-        value = getattr(message, field.name)
-        fields[field.name] = value if isinstance(value, int | str) else None
     for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds"):
         if (count := len(getattr(message, name))) > MAX_ENTRIES:
             raise ValueError(f"{name} has {count} entries; at most {MAX_ENTRIES} are taken.")
-        fields[name] = tuple(getattr(message, name))
-    if message.HasField("version"):
-        fields["version"] = decode_version(message.version)
-    return ReplicaDescription(**fields)
+    version = decode_version(message.version) if message.HasField("version") else None
+    return _record(ReplicaDescription, message, version=version)
 
 
 def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
-    return [pb.TensorSpec(name=s.name, shape=s.shape, dtype=s.dtype) for s in specs]
+    return [pb.TensorSpec(**dataclasses.asdict(spec)) for spec in specs]
 
 
 def decode_specs(
@@ -111,8 +110,7 @@ def decode_specs(
     """Decodes the manifest of a weight update and compares it with the engine's tensors.
 
     Raises:
-      ValueError: names the tensors that are missing, extra or repeated, or have another shape or an
-        unknown dtype.
+      ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     counts = collections.Counter(message.name for message in messages)
@@ -128,35 +126,29 @@ def decode_specs(
         if shape is not None and not _is_equal(message.shape, shape):
             problems.append(f"{message.name!r} is {quoted(message.shape)}, not {list(shape)}")
         if message.dtype not in WEIGHT_DTYPES:
-            problems.append(
-                f"{quoted(message.name)} has dtype {quoted(message.dtype)}, not {_WEIGHT_DTYPES}"
-            )
+            name, dtypes = quoted(message.name), ", ".join(WEIGHT_DTYPES)
+            problems.append(f"{name} has dtype {quoted(message.dtype)}, not {dtypes}")
     if problems:
         raise ValueError(f"tensors do not match the replica's model; {_some(problems, '; ')}.")
     return tuple(TensorSpec(m.name, shapes[m.name], m.dtype) for m in messages)
 
 
-def encode_request(
-    requests: Sequence[SampleRequest],
-    sampling: SamplingParams,
-    hidden_states: HiddenStateParams,
-    version: WeightVersion,
-    metrics: MetricParams | None = None,
-) -> pb.GenerateRequest:
+def encode_request(call: GenerateCall) -> pb.GenerateRequest:
     """Encodes a Generate call; a prompt that several samples share is sent once."""
+    hidden_states = call.hidden_states
     if hidden_states.layers and not hidden_states.kinds:
         raise ValueError("hidden_states.kinds is empty; leave hidden_states.layers empty for none.")
     states = pb.HiddenStateParams(**dataclasses.asdict(hidden_states))
     if hidden_states.kinds == ("decode",):
         states.ClearField("kinds")  # as protocols 1.0 and 1.1, which have no such field
     message = pb.GenerateRequest(
-        version=encode_version(version),
-        sampling=pb.SamplingParams(**dataclasses.asdict(sampling)),
+        version=encode_version(call.version),
+        sampling=dataclasses.asdict(call.sampling),
         hidden_states=states,
-        metrics=pb.MetricParams(**dataclasses.asdict(metrics)) if metrics else None,
+        metrics=dataclasses.asdict(call.metrics) if call.metrics else None,
     )
     index_of: dict[bytes, int] = {}
-    for request in requests:
+    for request in call.requests:
         key = np.ascontiguousarray(request.prompt_ids, np.int32).tobytes()
         if key not in index_of:
             index_of[key] = len(index_of)
@@ -176,16 +168,13 @@ def decode_request(
     limits: ReplicaDescription,
     prompts: Sequence[pb.Prompt] | None = None,
 ) -> GenerateCall:
-    """Decodes a request and checks it against the replica's description.
+    """Decodes a request and checks it against the replica's limits.
 
-    Args:
-      message: the request.
-      limits: the replica's description.
-      prompts: used in place of `message.prompts` where they were split off.
+    `prompts` replaces `message.prompts` if they were parsed separately.
 
     Raises:
       LimitExceeded: there are more samples or longer prompts than the replica admits.
-      ValueError: another part of the request is invalid; gives field, value and rule.
+      ValueError: another part of the request is invalid.
     """
     version = decode_version(message.version)
     sampling = _decode_sampling(message.sampling, limits)
@@ -230,20 +219,12 @@ def decode_request(
             raise ValueError(
                 f"samples[{i}].sample_index={sample.sample_index} must not be below 0."
             )
-        requests.append(
-            SampleRequest(
-                sample_id=sample.sample_id,
-                group_id=sample.group_id,
-                sample_index=sample.sample_index,
-                prompt_ids=arrays[sample.prompt_index],
-                seed=sample.seed,
-            )
-        )
+        requests.append(_record(SampleRequest, sample, prompt_ids=arrays[sample.prompt_index]))
     return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
-    """Yields the response, then the chunks of its hidden states if they exceed one chunk.
+    """Yields the response, then its states in chunks if they exceed one chunk.
 
     Prompt ids and the replica's id are not sent: the client knows both.
     """
@@ -287,13 +268,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
 
 
 class RolloutDecoder:
-    """Decodes the messages of one Generate stream to rollouts, and checks them against the call.
-
-    Args:
-      call: the call that the stream answers.
-      vocab_size: of the replica's model.
-      replica_id: stored in the rollouts.
-    """
+    """Decodes the messages of one Generate stream to rollouts, and checks them against the call."""
 
     def __init__(self, call: GenerateCall, *, vocab_size: int, replica_id: str = ""):
         self._call = call
@@ -303,17 +278,14 @@ class RolloutDecoder:
         self._version = encode_version(call.version)
         self._open: Rollout | None = None  # waits for its state chunks
         self._unfilled: list[UInt8[np.ndarray, " bytes"]] = []  # its bytes that have not come
-        self.num_state_bytes = 0
-        self.num_token_bytes = 0
-        self.num_metric_bytes = 0
+        # Received so far: "state_bytes", "token_bytes" and "metric_bytes".
+        self.num_bytes: collections.Counter[str] = collections.Counter()
 
     def feed(self, message: pb.GenerateResponse) -> Rollout | None:
         """Returns the rollout that this message completes, or None.
 
-        The arrays of the rollout may be read-only views of the message.
-
-        Raises:
-          ValueError: the message contradicts itself, the call or the messages before it.
+        Its arrays may be read-only views of the message. Raises ValueError if the message
+        contradicts itself, the call or the messages before it.
         """
         kind = message.WhichOneof("payload")
         if kind == "response":
@@ -344,7 +316,8 @@ class RolloutDecoder:
         if message.finish_reason not in FINISH_REASONS:
             raise ValueError(f"{name}: unknown finish reason {quoted(message.finish_reason)}.")
         num_tokens, max_tokens = len(message.token_ids), self._call.sampling.max_tokens
-        if num_tokens > max_tokens or (num_tokens == 0 and message.finish_reason != "aborted"):
+        is_aborted = message.finish_reason == "aborted"
+        if num_tokens > max_tokens or (num_tokens == 0 and not is_aborted):
             raise ValueError(f"{name} has {num_tokens} tokens; 1 to {max_tokens} were asked for.")
         ids = np.array(message.token_ids, np.int32)
         _check_vocabulary(name, ids, self._vocab_size)
@@ -352,10 +325,10 @@ class RolloutDecoder:
             array.name: _decode_token_array(name, array, message, num_tokens)
             for array in BYTES_ARRAYS
         }
-        _check_mask(name, arrays, message.finish_reason)
+        _check_mask(name, arrays, is_aborted)
         self._check_versions(name, message.versions, num_tokens)
         counts = {"decode": num_tokens, "prefill": len(request.prompt_ids)}
-        if message.finish_reason == "aborted" and num_tokens == 0:
+        if num_tokens == 0:
             counts["prefill"] = 0  # it may have been aborted in the middle of its prompt
         states = {
             field: self._decode_states(name, message, kind, counts[kind])
@@ -365,10 +338,7 @@ class RolloutDecoder:
             raise ValueError(f"{name}: the states of prompt and response are not equally wide.")
         mean_state = self._decode_mean_state(name, message)
         rollout = Rollout(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
+            **request.rollout_fields,
             response_ids=ids,
             **arrays,
             finish_reason=message.finish_reason,
@@ -382,20 +352,20 @@ class RolloutDecoder:
             generate_s=message.generate_s,
             mean_state=mean_state,
         )
-        self.num_token_bytes += ids.nbytes
-        self.num_token_bytes += sum(len(getattr(message, array.wire)) for array in BYTES_ARRAYS)
+        num_bytes = self.num_bytes
+        num_bytes["token_bytes"] += ids.nbytes
+        num_bytes["token_bytes"] += sum(len(getattr(message, a.wire)) for a in BYTES_ARRAYS)
         if mean_state is not None:
-            self.num_metric_bytes += mean_state.nbytes + sum(len(n) + 4 for n in message.metrics)
+            num_bytes["metric_bytes"] += mean_state.nbytes + sum(map(len, message.metrics))
+            num_bytes["metric_bytes"] += 4 * len(message.metrics)
         for field, array in states.items():
             if array is not None and array.nbytes > 0:
                 data = getattr(message, field).data
-                self.num_state_bytes += len(data)
+                num_bytes["state_bytes"] += len(data)
                 if not data:
                     self._unfilled.append(as_bytes(array))
-        if self._unfilled:
-            self._open = rollout
-            return None
-        return rollout
+        self._open = rollout if self._unfilled else None
+        return None if self._unfilled else rollout
 
     def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
         rollout = self._open
@@ -409,16 +379,14 @@ class RolloutDecoder:
                 f"sample {message.sample_id!r}: a chunk of {len(data)} bytes, {len(rest)} bytes "
                 f"before the end of its states; a chunk has 1 to {CHUNK_BYTES} bytes of them."
             )
-        self.num_state_bytes += len(data)
+        self.num_bytes["state_bytes"] += len(data)
         rest[: len(data)] = np.frombuffer(data, np.uint8)
         self._unfilled[0] = rest[len(data) :]
         if len(self._unfilled[0]):
             return None
         self._unfilled.pop(0)
-        if self._unfilled:
-            return None
-        self._open = None
-        return rollout
+        self._open = rollout if self._unfilled else None
+        return None if self._unfilled else rollout
 
     def _check_versions(self, name: str, spans: Sequence[pb.VersionSpan], num_tokens: int) -> None:
         end = 0
@@ -462,15 +430,14 @@ class RolloutDecoder:
                 f"asked for {asked.dtype} of {list(asked.layers)}."
             )
         dtype = STATE_DTYPES[array.dtype]
-        data = array.data
-        if not data:
+        if not array.data:
             return np.empty(shape, dtype)
-        if len(data) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name}: {len(data)} bytes of states for shape {list(shape)}.")
-        return np.frombuffer(data, dtype).reshape(shape)
+        if len(array.data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: {len(array.data)} bytes of states for shape {list(shape)}.")
+        return np.frombuffer(array.data, dtype).reshape(shape)
 
     def _decode_mean_state(self, name: str, message: pb.Response) -> Float[np.ndarray, " D"] | None:
-        """Checks that exactly the metrics asked for came; None if none were asked for."""
+        """Checks that the requested metrics came; None if none were requested."""
         asked = self._call.metrics
         if asked is None:
             if message.mean_state:
@@ -503,15 +470,18 @@ def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
     return bool(((data.view(np.uint16) & exponent) != exponent).all())
 
 
-_WEIGHT_DTYPES = ", ".join(WEIGHT_DTYPES)
+def _checker(section: str, message: Message) -> Callable[[str, bool, str], None]:
+    """Returns a function that raises ValueError if the rule of a field does not hold."""
+
+    def check(field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{section}.{field}={quoted(getattr(message, field))} must be {rule}.")
+
+    return check
 
 
 def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> SamplingParams:
-    def check(field: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"sampling.{field}={getattr(message, field)} must be {rule}.")
-
-    limit = limits.max_response_tokens
+    check, limit = _checker("sampling", message), limits.max_response_tokens
     check("max_tokens", 1 <= message.max_tokens <= limit, f"in [1, {limit}]")
     temperature = message.temperature
     check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
@@ -523,14 +493,7 @@ def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> 
             raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
         ids = np.array(getattr(message, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        eos_token_ids=tuple(message.eos_token_ids),
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+    return _record(SamplingParams, message)
 
 
 def _decode_hidden_state_params(
@@ -538,51 +501,22 @@ def _decode_hidden_state_params(
 ) -> HiddenStateParams:
     if not message.layers:
         return HiddenStateParams()
-    _check_count("hidden_states.layers", message.layers, limits.layers)
-    _check_count("hidden_states.kinds", message.kinds, limits.state_kinds)
-    layers = tuple(message.layers)
-    for layer in layers:
-        if layer not in limits.layers:
-            reason = f": {limits.layers_reason}" if limits.layers_reason else ""
-            raise ValueError(
-                f"hidden_states.layers has {layer}; the replica has {list(limits.layers)}{reason}."
-            )
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"hidden_states.layers={list(layers)} names a layer twice.")
-    if message.dtype not in STATE_DTYPES:
-        raise ValueError(
-            f"hidden_states.dtype={quoted(message.dtype)} must be one of {', '.join(STATE_DTYPES)}."
-        )
-    kinds = tuple(message.kinds) or ("decode",)
-    for kind in kinds:
-        if kind not in limits.state_kinds:
-            raise ValueError(
-                f"hidden_states.kinds has {quoted(kind)}; the replica has "
-                f"{list(limits.state_kinds)}."
-            )
-    if len(set(kinds)) < len(kinds):
-        raise ValueError(f"hidden_states.kinds has {len(kinds)} entries, and a kind twice.")
-    return HiddenStateParams(layers, message.dtype, kinds)
+    reason = f": {limits.layers_reason}" if limits.layers_reason else ""
+    _check_choice("hidden_states.layers", message.layers, limits.layers, reason)
+    check = _checker("hidden_states", message)
+    check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    _check_choice("hidden_states.kinds", message.kinds, limits.state_kinds)
+    kinds = tuple(message.kinds) or HiddenStateParams.kinds
+    return _record(HiddenStateParams, message, kinds=kinds)
 
 
 def _decode_metric_params(
     message: pb.MetricParams, hidden_states: HiddenStateParams, limits: ReplicaDescription
 ) -> MetricParams:
-    def check(field: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"metrics.{field}={quoted(getattr(message, field))} must be {rule}.")
-
     if not message.names:
         raise ValueError("metrics.names is empty; leave metrics out to measure nothing.")
-    _check_count("metrics.names", message.names, limits.metric_kinds)
-    for name in message.names:
-        if name not in limits.metric_kinds:
-            raise ValueError(
-                f"metrics.names has {quoted(name)}; the replica measures "
-                f"{list(limits.metric_kinds)}."
-            )
-    if len(set(message.names)) < len(message.names):
-        raise ValueError(f"metrics.names={list(message.names)} names a metric twice.")
+    _check_choice("metrics.names", message.names, limits.metric_kinds)
+    check = _checker("metrics", message)
     check("stride", message.stride >= 1, "at least 1")
     check("window", message.window in WINDOWS, f"one of {WINDOWS}")
     check("method", message.method in METHODS, f"one of {METHODS}")
@@ -598,15 +532,7 @@ def _decode_metric_params(
             f"metrics are of {message.dtype} states of layer -1; hidden_states asks for "
             f"{hidden_states.dtype} of {list(hidden_states.layers)}: let it ask for them, or none."
         )
-    return MetricParams(
-        names=tuple(message.names),
-        stride=message.stride,
-        window=message.window,
-        method=message.method,
-        window_growth=growth,
-        dtype=message.dtype,
-        num_threads=message.num_threads,
-    )
+    return _record(MetricParams, message)
 
 
 def _decode_token_array(
@@ -630,13 +556,13 @@ def _decode_token_array(
 
 
 def _check_mask(
-    name: str, arrays: Mapping[str, Shaped[np.ndarray, " T"] | None], finish_reason: str
+    name: str, arrays: Mapping[str, Shaped[np.ndarray, " T"] | None], is_aborted: bool
 ) -> None:
-    """Context has no log-probability, and a response is more than context."""
+    """Context has no log-probability, and a complete response is more than context."""
     mask = arrays["response_mask"]
     if mask is None:
         return
-    if not mask.any() and finish_reason != "aborted":
+    if not mask.any() and not is_aborted:
         raise ValueError(f"{name}: response_mask is 0 throughout; the policy sampled nothing.")
     for field in ("rollout_logprobs", "rollout_raw_logprobs"):
         values = arrays[field]
@@ -655,14 +581,19 @@ def _check_name(field: str, value: str) -> None:
         raise ValueError(f"{field} has {len(value)} characters; it needs 1 to {MAX_NAME_LENGTH}.")
 
 
-def _check_count(field: str, values: Sequence, known: Sequence) -> None:
-    """Refuses lists that are much too long; in slightly longer ones the wrong entry is named."""
-    if len(values) > len(known) + _SPARE_ENTRIES:
+def _check_choice(field: str, values: Sequence, known: Sequence, reason: str = "") -> None:
+    """Refuses entries that the replica does not have, and repeated ones."""
+    if len(values) > len(known) + _SPARE_ENTRIES:  # if slightly longer, name the wrong entry
         raise ValueError(f"{field} has {len(values)} entries; the replica has {len(known)}.")
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{field} has {quoted(value)}; the replica has {list(known)}{reason}.")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{field}={quoted(values)} has an entry twice.")
 
 
 def _is_equal(values: Sequence[int], expected: Sequence[int]) -> bool:
-    return len(values) == len(expected) and tuple(values) == tuple(expected)
+    return len(values) == len(expected) and tuple(values) == tuple(expected)  # cheap test first
 
 
 def quoted(value) -> str:

@@ -14,7 +14,7 @@ from semrl_jax.rollout.client import child
 from semrl_jax.rollout.client.child import ChildReplica
 from tests.running import is_running
 
-# Listens and ends with its standard input, as launch.rollout does; prints what it was started with.
+# Listens until its standard input closes, as launch.rollout does; prints its arguments.
 SERVER = """
 import os, socket, sys
 flags = dict(a.lstrip("-").partition("=")[::2] for a in sys.argv[1:])
@@ -67,7 +67,7 @@ def test_it_is_started_again_at_the_same_address(tmp_path):
 
 
 def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
-    """vLLM takes up to a minute to listen; a child that was killed is started again."""
+    """vLLM needs up to a minute until it listens; a child that was killed is started again."""
     log, lines = tmp_path / "log.txt", []
     with ChildReplica(
         command(SERVER), directory=tmp_path, log=log, progress=lines.append
@@ -79,7 +79,7 @@ def test_nobody_else_is_given_its_port_before_it_listens(tmp_path):
         until(lambda: log.read_text().count("token") == 2)
 
 
-def test_it_goes_when_its_parent_is_killed(tmp_path):
+def test_it_ends_when_its_parent_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     parent = subprocess.Popen(
         command(
@@ -105,7 +105,7 @@ def test_it_goes_when_its_parent_is_killed(tmp_path):
         ("import time; time.sleep(100)", 1.0, "does not listen after 1 s"),
     ],
 )
-def test_one_that_does_not_listen_is_told_in_one_line(
+def test_a_child_that_does_not_listen_is_a_one_line_error(
     tmp_path, monkeypatch, script, timeout_s, message
 ):
     monkeypatch.setattr(child, "END_S", 0.5)

@@ -1,4 +1,4 @@
-"""The client with replicas that die, hang, lie, restart, or belong to another run."""
+"""The client with replicas that die, hang, restart, send wrong replies or belong to another run."""
 
 import concurrent.futures
 import dataclasses
@@ -486,7 +486,7 @@ def test_slow_consumer_is_no_stall(world):
 
 
 def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
-    # As if a reply was in transit while its sample was requested again.
+    # As if a reply were in transit while its sample was requested again.
     client = world.client(world.replica(), world.replica())
     version = sync(client)
     requests, sampling = make_requests(2, 2), SamplingParams(16)
@@ -581,7 +581,7 @@ def test_inconsistent_reply_names_the_replica(world, monkeypatch, name):
         list(rollouts)
 
 
-def test_reply_that_memory_does_not_suffice_for_is_told_at_once(world, monkeypatch):
+def test_memory_error_while_a_reply_is_read_reaches_the_caller_at_once(world, monkeypatch):
     """Any exception of the reading thread reaches the caller at once."""
     client = world.client(world.replica(), stall_timeout_s=60.0)
     version = sync(client)
@@ -601,7 +601,7 @@ def test_stream_that_ends_early_names_the_missing(world, monkeypatch):
     client = world.client(replica)
     version = sync(client)
     generate = replica.engine.generate
-    replica.engine.generate = lambda requests, *rest: generate(requests[:-2], *rest)
+    replica.engine.generate = lambda call: generate(call._replace(requests=call.requests[:-2]))
     with pytest.raises(RuntimeError, match="without 2 of 8 responses, the first '3/0'"):
         list(client.generate(make_requests(), SamplingParams(16), version=version))
 
@@ -659,10 +659,10 @@ def abort_first(engine, num_calls, fail=False):
     """Aborts the first response of the first calls; with `fail`, the call then fails."""
     generate, calls = engine.generate, itertools.count(1)
 
-    async def aborting(requests, *rest):
+    async def aborting(call):
         aborts = next(calls) <= num_calls
-        async for rollout in generate(requests, *rest):
-            if aborts and rollout.sample_id == requests[0].sample_id:
+        async for rollout in generate(call):
+            if aborts and rollout.sample_id == call.requests[0].sample_id:
                 rollout = _aborted(rollout)
             yield rollout
             if aborts and fail:
@@ -708,7 +708,7 @@ class Torn(BaseException):
 
 @pytest.mark.parametrize("start", ["sync_weights", "generate"])
 def test_signal_while_a_call_is_begun_keeps_no_channel_open(world, monkeypatch, start):
-    """At that moment gRPC has counted the call, but not yet created the thread that serves it."""
+    """The signal arrives after gRPC has counted the call and before it creates its thread."""
     client = RolloutClient([world.replica().address], TOKEN, run_id="r", attempt_id="a")
     client.connect(**FAKE)
     version = sync(client) if start == "generate" else None

@@ -8,39 +8,30 @@ import pytest
 
 from semrl_jax import compilation
 from semrl_jax.rollout.client.dispatch import _Dispatcher
-from semrl_jax.rollout.client.replica import Replica
+from semrl_jax.rollout.client.replica import Replica, Waits
+from semrl_jax.rollout.wire.codec import GenerateCall
 from tests.rollout.conftest import make_requests
 
 
 @pytest.mark.parametrize(
-    "compiling, answered, says",
+    "compiling, answered, expected",
     [
         (True, False, "compiling decode_chunk; 8 responses to come"),
         (False, False, "replica 127.0.0.1:1 (silent for 10 s; a first response may wait for "),
-        (
-            False,
-            True,
-            "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);",
-        ),
+        (False, True, "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);"),
     ],
 )
-def test_a_wait_for_a_compiler_does_not_read_as_a_failure(monkeypatch, compiling, answered, says):
+def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, expected):
     monkeypatch.setattr(compilation, "_running", {1: "decode_chunk"} if compiling else {})
     lines = []
-    job = types.SimpleNamespace(
-        sampling="sampling",
-        hidden_states="states",
-        timeout_s=100.0,
-        stall_timeout_s=60.0,
-        progress_every_s=10.0,
-        progress=lines.append,
-    )
+    call = GenerateCall(tuple(make_requests()), "sampling", "states", version=None)
+    waits = Waits(generate_timeout_s=100.0, stall_timeout_s=60.0, progress=lines.append)
     replica = Replica("127.0.0.1:1", "token", tls_ca=None)
     replica.succeeded()  # took the weights
     replica.answered = {("sampling", "states" if answered else "none")}
-    dispatcher = _Dispatcher(job, make_requests(), [replica], collections.Counter())
+    dispatcher = _Dispatcher(call, [replica], collections.Counter(), waits, None)
     dispatcher._streams[replica] = types.SimpleNamespace(silent_s=lambda now: 10.0)
-    told = time.monotonic() - 11.0
-    assert dispatcher._check_clocks(told) > told
+    last_report = time.monotonic() - 11.0
+    assert dispatcher._check_clocks(last_report) > last_report
     replica.close()
-    assert len(lines) == 1 and says in lines[0]
+    assert len(lines) == 1 and expected in lines[0]

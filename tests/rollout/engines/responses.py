@@ -1,4 +1,4 @@
-"""Requests for an engine, and what its responses are held against."""
+"""Requests for an engine, and the values expected of its responses."""
 
 import jax
 import numpy as np

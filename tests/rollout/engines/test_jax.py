@@ -22,6 +22,7 @@ from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.measurer import Measurer, join_layers
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams, WeightVersion
 from tests.oracles import metrics as oracle
 from tests.rollout.caller import Caller
@@ -42,7 +43,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def params(policy):
-    # Larger logits than a fresh model's: some tokens are likely, so that lengths vary.
+    # Larger logits than a new model's make some tokens likely, so that lengths vary.
     params = policy.init(jax.random.key(3))
     return jax.tree.map(lambda leaf: leaf * 1.5, params)
 
@@ -80,7 +81,7 @@ def test_logprobs_and_states_are_those_of_the_policy(policy, params, max_batch):
         policy, params, rollouts, temperature=0.8
     ):
         np.testing.assert_array_equal(rollout.prompt_ids, by_id[rollout.sample_id].prompt_ids)
-        # The issue at hand asks 1e-4; float32 sums in another order give about 5e-6 here.
+        # The tolerance is 1e-4; float32 sums in another order give about 5e-6 here.
         np.testing.assert_allclose(rollout.rollout_logprobs, expected_logprobs, atol=5e-5)
         scale = np.abs(expected_states).max()
         np.testing.assert_allclose(
@@ -94,7 +95,7 @@ def test_logprobs_and_states_are_those_of_the_policy(policy, params, max_batch):
 
 
 def test_inner_layers_are_those_of_the_full_pass(policy, params):
-    """Layer i is the input of layer i; the embedding of the token before is layer 0."""
+    """Index i is the input of layer i; index 0 is the embedding of the previous token."""
     states = HiddenStateParams((0, 1, 2, -1), "float32")
     with synced_client(policy, params) as (client, version):
         rollouts = list(
@@ -113,7 +114,7 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
 
 
 def test_metrics_of_each_layer_are_those_of_its_states(policy, params):
-    """Beside float64, on states that do not come from the engine: embeddings, and the full pass."""
+    """Compared in float64 with embeddings and states of the full pass."""
     layers, states = (-1, 0), HiddenStateParams((-1, 0), "float32")
     with synced_client(policy, params) as (client, version):
         rollouts = list(
@@ -148,7 +149,7 @@ def test_metrics_of_each_layer_are_those_of_its_states(policy, params):
 
 @pytest.mark.parametrize("max_bytes", [decoding.MAX_PROMPT_STATE_BYTES, 1])
 def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes, monkeypatch):
-    """Row p is what a response to the first p + 1 tokens begins with, in every layer."""
+    """Row p equals the first state of a response to the first p + 1 tokens, in every layer."""
     monkeypatch.setattr(decoding, "MAX_PROMPT_STATE_BYTES", max_bytes)  # 1: a prompt at a time
     prefill, num_prefills = decoding.prefill_and_insert, 0
 
@@ -253,10 +254,9 @@ def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
 
 
 def make_call(policy, params, requests, sampling, **options):
-    return decoding.DecodingCall(
-        policy, jax.device_put(params), requests, sampling, HiddenStateParams(), VERSION,
-        **({"max_batch": 64, "chunk": 4} | options),
-    )  # fmt: skip
+    call = GenerateCall(tuple(requests), sampling, HiddenStateParams(), VERSION)
+    options = {"max_batch": 64, "chunk": 4} | options
+    return decoding.DecodingCall(policy, jax.device_put(params), call, **options)
 
 
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
@@ -303,8 +303,8 @@ def test_no_new_program_inside_a_bucket(policy, params):
     assert num_programs() != before
 
 
-def test_settings_of_sampling_are_no_new_programs(policy, params):
-    """One for all that truncate; end tokens up to eight, fewer tokens than a chunk."""
+def test_sampling_settings_compile_no_new_programs(policy, params):
+    """All truncating settings with up to eight end tokens share a program."""
     before = decoding.decode_chunk._cache_size()
     for settings in [
         (4, 1.0, 0.9), (3, 0.7, 0.2, 5), (2, 2.5, 1.0, 2, (1, 3)), (4, 1.0, 0.5, 0, (1,), (2, 3)),
@@ -317,7 +317,7 @@ def test_settings_of_sampling_are_no_new_programs(policy, params):
 
 
 def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
-    """Every limit of tokens below 64 is a cache of its own width, and so a program."""
+    """Each token limit below 64 gives a cache of another width, and so another program."""
 
     def allocate(*, policy, batch, columns):
         return jnp.zeros((batch, columns))
@@ -427,14 +427,9 @@ def test_half_an_update_leaves_the_old_weights(policy, params):
             buffers[name][:] = (array * value).reshape(-1).view(np.uint8)
 
     async def sample():
-        return as_bytes(
-            [
-                r
-                async for r in engine.generate(
-                    make_requests(2, 2), SamplingParams(8), HiddenStateParams(), VERSION
-                )
-            ]
-        )
+        requests = tuple(make_requests(2, 2))
+        call = GenerateCall(requests, SamplingParams(8), HiddenStateParams(), VERSION)
+        return as_bytes([rollout async for rollout in engine.generate(call)])
 
     stage(1.0)
     asyncio.run(engine.commit_weight_update(VERSION))

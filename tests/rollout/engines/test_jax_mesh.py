@@ -1,4 +1,4 @@
-"""The JAX engine on several devices: the responses of one, each device with its share."""
+"""The JAX engine on several devices: the same responses as on one device, and how data is split."""
 
 import asyncio
 import dataclasses
@@ -17,6 +17,7 @@ from semrl_jax.rollout.building import engine_mesh, jax_engine
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.sampling import split_sampling
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.runs import validate
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
@@ -49,7 +50,7 @@ def cases():
 
 @pytest.fixture(scope="module")
 def params():
-    # Larger logits than a fresh model's: some tokens are likely, so that lengths vary.
+    # Larger logits than a new model's make some tokens likely, so that lengths vary.
     return jax.tree.map(lambda leaf: leaf * 1.5, POLICY.init(jax.random.key(3)))
 
 
@@ -59,7 +60,7 @@ def mesh_of(copies, devices_of_copy):
 
 
 def engine_with(params, mesh, **options):
-    """An engine that holds `params`; 20 responses have slots refilled, and halved in the end."""
+    """An engine that holds `params`; 20 responses refill its slots and then halve their number."""
     engine = JaxEngine(POLICY, mesh=mesh, **({"max_batch": 16, "chunk": 7} | options))
     buffers = engine.begin_weight_update(models.tensor_specs(CONFIG, "float32"))
     for spec, array in models.iterate_hf_tensors(params, CONFIG, "float32"):
@@ -70,7 +71,8 @@ def engine_with(params, mesh, **options):
 
 def sample(engine, requests, sampling):
     async def collect():
-        return [r async for r in engine.generate(requests, sampling, STATES, VERSION)]
+        call = GenerateCall(tuple(requests), sampling, STATES, VERSION)
+        return [rollout async for rollout in engine.generate(call)]
 
     return asyncio.run(collect())
 
@@ -92,7 +94,7 @@ def test_responses_are_those_of_one_device(params, on_one_device, shape, kind):
     actual, expected = by_id(rollouts), by_id(on_one_device(kind))
     assert actual.keys() == expected.keys()
     assert len({len(r.response_ids) for r in rollouts}) > (1 if kind == "greedy" else 5)
-    # Another token only where the two best differ by rounding, 1e-6: one response of 20 at most.
+    # Tokens differ only if the two best logits differ by rounding, 1e-6: in at most one response.
     same = [
         name
         for name, rollout in actual.items()
@@ -137,7 +139,7 @@ def test_a_call_repeats_bit_for_bit_and_alone_gives_the_same_tokens(params, shap
     ],
 )
 def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
-    """Parameters over the devices of a copy, the cache over all: at the start and as it changes."""
+    """Parameters are split over the devices of a copy, the cache over all, at every size."""
     copies, devices_of_copy = shape
     mesh = mesh_of(*shape)
     held = engine_with(params, mesh)._params
@@ -146,10 +148,9 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
         assert {s.data.size * share for s in leaf.addressable_shards} == {leaf.size}, path
         assert leaf.sharding.device_set == set(mesh.devices.flat)
     policy = dataclasses.replace(POLICY, mesh=mesh)
-    call = decoding.DecodingCall(
-        policy, held, make_requests(), dataclasses.replace(SAMPLING["sampled"],
-        max_tokens=max_tokens), STATES, VERSION, max_batch=16, chunk=7,
-    )  # fmt: skip
+    sampling = dataclasses.replace(SAMPLING["sampled"], max_tokens=max_tokens)
+    asked = GenerateCall(tuple(make_requests()), sampling, STATES, VERSION)
+    call = decoding.DecodingCall(policy, held, asked, max_batch=16, chunk=7)
     seen = set()
     while not call.done:
         call.step()
@@ -169,16 +170,15 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
 
 @pytest.mark.slow
 def test_no_program_twice_in_a_bucket(params):
-    """Slots that come from another program are laid out as those of the one before."""
+    """Slots have the same layout, whichever program returned them."""
     held = engine_with(params, mesh_of(2, 2))._params
     policy = dataclasses.replace(POLICY, mesh=mesh_of(2, 2))
 
     def run(seed):
-        requests = make_requests(2, 4, seed, shortest=9)
-        call = decoding.DecodingCall(
-            policy, held, requests, SamplingParams(60, eos_token_ids=(EOS,)), STATES, VERSION,
-            max_batch=8, chunk=4,
-        )  # fmt: skip
+        requests = tuple(make_requests(2, 4, seed, shortest=9))
+        sampling = SamplingParams(60, eos_token_ids=(EOS,))
+        asked = GenerateCall(requests, sampling, STATES, VERSION)
+        call = decoding.DecodingCall(policy, held, asked, max_batch=8, chunk=4)
         while not call.done:
             call.step()
 
@@ -193,7 +193,7 @@ def test_no_program_twice_in_a_bucket(params):
 
 
 def collectives(compiled):
-    """Kind and number of elements of what a program moves between devices."""
+    """Kinds of collectives in a program, and the number of elements that each moves."""
     moved = re.findall(
         r"= (.*) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(",
         compiled.as_text(),
@@ -215,7 +215,7 @@ def compiled_decode(params, mesh, sampling):
 
 
 def test_what_a_token_moves_between_devices(params):
-    """States of one token; of the logits nothing, or where rows are sorted, each row once."""
+    """The states of one token, and no logits; if rows are sorted, each row of logits once."""
     states, logits = 16 * 64, 16 * 32
     plain = list(collectives(compiled_decode(params, mesh_of(1, 2), SamplingParams(0))))
     assert {kind for kind, _ in plain} == {"all-reduce", "all-gather"}
@@ -225,7 +225,7 @@ def test_what_a_token_moves_between_devices(params):
     cut = list(collectives(compiled_decode(params, mesh_of(1, 2), SamplingParams(0, top_p=0.9))))
     assert sum(size for kind, size in cut if kind == "all-to-all") == logits // 2
     assert max(size for _, size in cut) == states
-    # Tokens and their log-probabilities: where rows are sorted decides nothing else's layout.
+    # Tokens and their log-probabilities only: sorting must not change other layouts.
     assert {size for kind, size in cut if kind == "all-gather"} == {16}
 
 

@@ -1,4 +1,4 @@
-"""What make_env.sh says where nothing can be installed; what would be installed is only noted."""
+"""The messages of make_env.sh if nothing can be installed; a fake pip records its calls."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "third_party" / "vllm_patch" / "make_env.sh"
-# Makes an "environment" of itself; notes what pip is to install, and fails to.
+# Stands for the environment: records what pip should install, and fails.
 PYTHON = """#!/bin/sh
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;

@@ -191,7 +191,7 @@ def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
     assert {r.finish_reason for r in long.values()} == {"length"}
     assert_right(long.values(), model)
 
-    # Now some of these tokens end a response, and change nothing before them.
+    # Now some of these tokens end a response; the tokens before them must not change.
     counts = collections.Counter(t for r in long.values() for t in set(r.response_ids.tolist()))
     eos, stop = sorted(counts, key=lambda token: abs(counts[token] - 8))[:2]
     sampling = dataclasses.replace(SAMPLING, eos_token_ids=(eos,), stop_token_ids=(stop,))
@@ -210,7 +210,7 @@ def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
 
 
 def test_cached_prefixes_change_nothing(client, model):
-    """A prefix of 150 tokens that all prompts share, and prompts that come twice."""
+    """All prompts share a prefix of 150 tokens, and every prompt is sent twice."""
     version = model.sync(client, 0)
     (prefix,) = random_prompts(model, [150], seed=1)
     tails = random_prompts(model, [1, 5, 20, 50], seed=2)
@@ -219,7 +219,7 @@ def test_cached_prefixes_change_nothing(client, model):
         before = len(observed(client, "cached"))
         assert_right(sampled(client, version, requests).values(), model)
         assert len(observed(client, "cached")) > before
-    # What comes from the cache has no states: prompts whose states are asked for are run.
+    # Cached tokens have no states, so prompts with requested states are computed.
     before = len(observed(client, "cached"))
     for kinds in (("decode", "prefill"), ("prefill",)):
         states = dataclasses.replace(STATES, kinds=kinds)
@@ -245,7 +245,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(client, model, sampling):
 
 
 def test_tokens_follow_that_distribution(client, model):
-    """Chi-square over 600 first tokens of one prompt; seeds are fixed, so the value is, too."""
+    """Chi-square over 600 first tokens of one prompt; the seeds are fixed."""
     version = model.sync(client, 0)
     sampling = SamplingParams(1, temperature=0.9, top_p=0.95, top_k=20)
     requests = requests_of(random_prompts(model, [9]), 600)
@@ -280,7 +280,7 @@ def test_a_request_alone_is_repeated_and_greedy_is_the_likeliest_token(client, m
 
 
 def test_metrics_are_those_of_the_states(client, model):
-    """What a replica measures is what the trainer would, with the states and in place of them."""
+    """A replica measures the same as the trainer, whether or not it sends the states."""
     version = model.sync(client, 0)
     requests = requests_of(random_prompts(model, [3, 90]), 2)
     options = {"names": ("effective_rank", "curvature"), "stride": 8, "window": "exact"}
@@ -306,7 +306,7 @@ def test_metrics_are_those_of_the_states(client, model):
 
 def test_aborted_responses_are_right_as_far_as_they_go(client, model):
     version = model.sync(client, 0)
-    # Lengths differ, so that the responses running side by side are not equally far.
+    # With different prompt lengths, concurrent responses have different numbers of tokens.
     lengths = np.random.default_rng(0).integers(1, 200, 64)
     requests = requests_of(random_prompts(model, lengths), 3)
     aborts = []
@@ -419,12 +419,13 @@ def test_bad_request_is_one_line_and_the_server_goes_on(client, model, name):
     version = model.sync(client, 0)
     good = requests_of(random_prompts(model, [5]))
     requests = requests_of([np.array(spoiled.get("prompt", [1]), np.int32)])
-    message = codec.encode_request(
-        requests[: spoiled.get("num_samples", 1)],
+    call = codec.GenerateCall(
+        tuple(requests[: spoiled.get("num_samples", 1)]),
         spoiled.get("sampling", SAMPLING),
         HiddenStateParams(spoiled.get("layers", (-1,)), "float32"),
         version,
     )
+    message = codec.encode_request(call)
     with grpc.insecure_channel(client.replica.address()) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         options = {"metadata": token_metadata(TOKEN), "timeout": 30}

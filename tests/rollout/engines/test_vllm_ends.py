@@ -44,7 +44,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def temporary(monkeypatch):
-    """What a replica has left among temporary files: its own, and vLLM's sockets."""
+    """Temporary files that a replica left: its own, and vLLM's sockets."""
     with tempfile.TemporaryDirectory() as directory:  # pytest's paths are too long for sockets
         monkeypatch.setenv("TMPDIR", directory)
         yield lambda: [
@@ -55,7 +55,7 @@ def temporary(monkeypatch):
 
 
 def queues(pids):
-    """The files in shared memory that these processes have mapped; others make some, too."""
+    """The files in /dev/shm that these processes have mapped; other programs have some, too."""
     maps = "".join(pathlib.Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     return {pathlib.Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
 
@@ -69,12 +69,12 @@ def assert_gone(pids, within_s):
 
 
 def distances(found, expected):
-    """Of rows, as shares of their length."""
+    """Errors of rows, relative to their norm."""
     return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
 
 def bfloat16_errors(model, rollouts):
-    """Of the engine's states and of transformers' own, against float32 and the rounded weights."""
+    """Errors of the states, of the engine and of transformers, against float32."""
     rounded, exact = (
         transformers.AutoModelForCausalLM.from_pretrained(
             model.path, dtype=torch.bfloat16, attn_implementation="eager"
@@ -139,7 +139,7 @@ def test_no_process_outlives_a_replica_that_is_killed(model):
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporary, number):
-    """The engine's process has no one to talk to yet, and would wait for ever."""
+    """The engine's process has no connection yet, and would wait for ever."""
     with running(model.path, *FLAGS, variables=WORKERS) as replica:
         deadline = time.monotonic() + 60
         while len(pids := replica.descendants()) < 2:
@@ -155,8 +155,8 @@ def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporar
 
 
 @pytest.mark.slow
-def test_why_the_engines_process_failed_is_said_in_the_last_line(model, temporary):
-    """A trainer shows of its child the last line alone; vLLM's has "See root cause above"."""
+def test_last_line_has_the_cause_of_a_failed_engine_process(model, temporary):
+    """A trainer shows only the last line of its child; that of vLLM is "See root cause above"."""
     flags = ("--config.rollout.vllm_kv_cache_gib=0.0001", "--config.rollout.max_prompt_tokens=256")
     with running(model.path, *FLAGS, *flags, variables=WORKERS) as replica:
         assert replica.wait(120) == 2
@@ -167,7 +167,7 @@ def test_why_the_engines_process_failed_is_said_in_the_last_line(model, temporar
 
 @pytest.mark.soak
 def test_heads_that_vllm_would_serve_wrong_are_refused(tmp_path):
-    """Hidden size 128 and four heads: without the check, states were off by 1.4 their length."""
+    """Hidden size 128 and four heads: without the check, states had a relative error of 1.4."""
     policy = models.Policy(
         dataclasses.replace(architecture(data.character_tokenizer(), False), head_dim=48)
     )

@@ -1,4 +1,4 @@
-"""New weights that meet running responses: aborted, or kept and gone on with."""
+"""New weights while responses are running: the responses are aborted, or kept and continued."""
 
 import concurrent.futures
 import time
@@ -42,7 +42,7 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
                 requests = requests_of(prompts, group_size)
                 return list(caller.generate(requests, sampling, BOTH, version=version))
 
-            # How long 440 tokens take is up to the machine: earlier, until responses are running.
+            # The time for 440 tokens depends on the machine; so update once responses are running.
             for attempt, delay_s in enumerate((0.5, 0.25, 0.1, 0.05)):
                 old = models[0].sync(client, 2 * attempt)
                 call = pool.submit(generate, old, LONG)
@@ -51,7 +51,7 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
                 rollouts = call.result(timeout=60)
                 if any(len(r.versions) == 2 or r.finish_reason == "aborted" for r in rollouts):
                     break
-            # Kept over an update, then aborted: of 60, eight at a time, some are.
+            # Of 60 responses, eight at a time, some are kept over an update and then aborted.
             call = pool.submit(generate, new, LONG, 10)
             time.sleep(0.5)
             again = models[0].sync(client, 100)

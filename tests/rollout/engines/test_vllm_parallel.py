@@ -1,4 +1,4 @@
-"""A vLLM replica of two devices: each worker has half of every layer, rank 0 all of the states."""
+"""A vLLM replica of two devices: each worker has half of every layer, rank 0 has all states."""
 
 import pytest
 
@@ -17,7 +17,7 @@ FLAGS = (
     "--config.rollout.max_response_tokens=64", "--config.rollout.vllm_max_num_seqs=16",
     "--config.rollout.vllm_max_num_batched_tokens=64", "--config.rollout.vllm_kv_cache_gib=0.05",
 )  # fmt: skip
-# Worker processes; on a CPU each is given its cores.
+# Worker processes; on a CPU each gets its own cores.
 WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 

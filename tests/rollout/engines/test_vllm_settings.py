@@ -1,4 +1,4 @@
-"""What the vLLM engine refuses before it starts vLLM; none of it needs vLLM."""
+"""Checks of the vLLM engine before it starts vLLM; these tests do not need vLLM."""
 
 import dataclasses
 import pathlib
@@ -53,7 +53,7 @@ def test_another_vllm(plugin, monkeypatch):
 
 
 def test_states_that_do_not_fit_into_memory(plugin):
-    """10**7 responses and an eighth more, 1024 rows of 256 bytes and a tag of 8 each: 2832 GiB."""
+    """9/8 of 10**7 slots with 1024 rows of 256 bytes and a tag of 8 bytes each: 2832 GiB."""
     settings = dataclasses.replace(VllmSettings(), max_num_seqs=10**7)
     with pytest.raises(
         UserError, match=r"vllm_max_num_seqs=10000000 .* 1024 tokens need 2832\.4 GiB"
@@ -74,7 +74,7 @@ def test_states_that_do_not_fit_into_a_container(plugin, monkeypatch):
 
 
 def test_states_of_prompts_that_do_not_fit_into_memory(plugin, monkeypatch):
-    """A replica of 9 slots has 9 prompts side by side, of at most 3 tokens of 256 bytes here."""
+    """A replica of 9 slots holds 9 prompts at a time, here of at most 3 tokens of 256 bytes."""
     engine = VllmEngine(MODEL, VllmSettings(max_num_seqs=8), max_response_tokens=64)
     requests = [SampleRequest(str(i), i, 0, np.ones(1 + i % 3, np.int32), 0) for i in range(20)]
     monkeypatch.setattr("semrl_jax.rollout.engines.vllm.available_bytes", lambda: 9 * 3 * 256)
@@ -103,14 +103,14 @@ def test_queues_that_do_not_fit_into_shared_memory(tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_the_root_cause_in_what_vllms_processes_logged(tmp_path, log, cause):
+def test_root_cause_in_the_logs_of_vllms_processes(tmp_path, log, cause):
     if log is not None:
         (tmp_path / "errors.log").write_text(log)
     assert _root_cause(tmp_path / "errors.log") == cause
 
 
 def test_launcher_in_the_trainers_environment(monkeypatch):
-    """It says which environment is needed, and how it is made."""
+    """The error names the environment that is needed and the script that makes it."""
     monkeypatch.setenv("SEMRL_ROLLOUT_TOKEN", "a-token-for-tests")
     result = run("launch.rollout", "--config=configs/quickstart.py", "--engine=vllm", "--port=0")
     assert result.returncode == 2

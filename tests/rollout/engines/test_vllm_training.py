@@ -1,4 +1,4 @@
-"""A trainer whose replica is vLLM: the quickstart, cut short."""
+"""A short quickstart whose replica is vLLM."""
 
 import signal
 
@@ -42,7 +42,7 @@ def test_a_run_with_a_vllm_child(tmp_path):
 
 
 def test_nothing_of_vllm_outlives_a_trainer_that_is_killed(tmp_path):
-    """Not its processes, nor what they share in /dev/shm."""
+    """Neither its processes nor their files in /dev/shm."""
     trainer = start(
         "launch.train", *FLAGS, "--config.training.num_steps=10000",
         f"--workdir={tmp_path / 'run'}", env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),

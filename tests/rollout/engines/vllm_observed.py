@@ -1,8 +1,8 @@
-"""A vLLM replica whose worker says what was preempted, and breaks off loads of weights on demand.
+"""A vLLM replica whose worker records preemptions, and whose weight loads fail on demand.
 
-Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` have the id of every request that was
-preempted, or begun behind a cached prefix. Each line of `fail_loads`, a name from FAILURES, spoils
-one load of weights.
+Files in $SEMRL_TEST_DIRECTORY: `preempted` and `cached` list the ids of requests that were
+preempted, or that began with a cached prefix. Each line of `fail_loads`, a name from FAILURES,
+makes one load of weights fail.
 """
 
 import os
@@ -16,7 +16,7 @@ DIRECTORY = pathlib.Path(os.environ["SEMRL_TEST_DIRECTORY"])
 
 
 class ObservedExtension(RolloutExtension):
-    """The plugin's, under observation."""
+    """The plugin's extension, with records of its requests."""
 
     def semrl_install(self, path, shape):
         answer = super().semrl_install(path, shape)
@@ -48,7 +48,7 @@ def write(name, request_ids):
         file.writelines(f"{request_id}\n" for request_id in request_ids)
 
 
-SPOILED = "layers.1.self_attn.k_proj.weight"  # a third of what vLLM holds in one piece
+SPOILED = "layers.1.self_attn.k_proj.weight"  # vLLM stores it in one tensor with q_proj and v_proj
 
 
 def _broken_off(pieces):
@@ -59,13 +59,13 @@ def _broken_off(pieces):
 
 
 def _cut(pieces):
-    """A tensor is too short: vLLM keeps it until its layer is whole, then raises."""
+    """A tensor is too short: vLLM keeps it until its layer is complete, then raises."""
     for name, tensor in pieces:
         yield name, tensor[: len(tensor) // 2] if name.endswith(SPOILED) else tensor
 
 
 def _lost(pieces):
-    """vLLM takes that, and would serve with what it had."""
+    """A tensor is missing: vLLM alone would accept this and keep the old weights."""
     for name, tensor in pieces:
         if not name.endswith(SPOILED):
             yield name, tensor

@@ -1,4 +1,4 @@
-"""A vLLM replica as a process of its own, in the environment that make_env.sh makes."""
+"""A vLLM replica in its own process, in the environment that make_env.sh makes."""
 
 import contextlib
 import os
@@ -18,23 +18,23 @@ OBSERVED_LAUNCHER = "tests.rollout.engines.vllm_observed"
 
 
 def environment(**variables):
-    """This one, without what tests set for JAX."""
+    """The environment of this process, without the settings of the tests for JAX."""
     assert PYTHON.exists(), (
         f"{PYTHON} is missing: run third_party/vllm_patch/make_env.sh, or set SEMRL_VLLM_PYTHON."
     )
     return {
         **os.environ, "XLA_FLAGS": "", "SEMRL_ROLLOUT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "ERROR",
-        # The engine lives in its worker: a process less to start.
+        # The engine runs in the replica's process, so one process less has to start.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         **variables,
     }  # fmt: skip
 
 
 class ReplicaProcess:
-    """`launch.rollout --engine=vllm` on a free port; what it writes is read as it comes.
+    """`launch.rollout --engine=vllm` on a free port; a thread reads its output.
 
     Attributes:
-      lines: of both outputs, so far.
+      lines: of stdout and stderr, so far.
       pid: of the replica's main process.
     """
 
@@ -62,25 +62,25 @@ class ReplicaProcess:
         self._listening.set()
 
     def address(self):
-        """Where it listens; fails with what it wrote where it ends first."""
+        """Its host:port; fails with its output if the process ends first."""
         assert self._listening.wait(START_S), self.lines
         found = [line.split()[-1] for line in self.lines if "listens on" in line]
         assert found, self.lines
         return found[0]
 
     def client(self):
-        """A client whose calls fail in a minute where the engine hangs."""
+        """A client whose calls fail after a minute if the engine hangs."""
         return RolloutClient(
             (self.address(),), TOKEN, run_id="run", attempt_id="attempt", connect_timeout_s=10.0,
             sync_timeout_s=60.0, generate_timeout_s=60.0, stall_timeout_s=30.0,
         )  # fmt: skip
 
     def caller(self):
-        """For what the client does not do; close it."""
+        """For calls that the client does not make; close it."""
         return Caller(self.address(), TOKEN)
 
     def wait(self, timeout_s):
-        """The exit code, once everything it wrote has been read."""
+        """The exit code, after all output was read."""
         code = self.process.wait(timeout_s)
         self._reader.join(5)
         return code
@@ -94,7 +94,7 @@ class ReplicaProcess:
 
 
 def descendants(pid):
-    """Process ids of its children and theirs."""
+    """Process ids of its children and of their descendants."""
     found, unseen = [], [pid]
     while unseen:
         tasks = pathlib.Path(f"/proc/{unseen.pop()}/task")
@@ -108,7 +108,7 @@ def descendants(pid):
 
 @contextlib.contextmanager
 def running(model_path, *flags, **settings):
-    """A replica that is gone after the block."""
+    """A replica that is killed after the block."""
     replica = ReplicaProcess(model_path, *flags, **settings)
     try:
         yield replica
@@ -118,7 +118,7 @@ def running(model_path, *flags, **settings):
 
 @contextlib.contextmanager
 def serving(model_path, *flags, **settings):
-    """A client of a replica that must end in order after the block."""
+    """A client of a replica that must end with exit code 0 after the block."""
     with running(model_path, *flags, **settings) as replica, replica.client() as client:
         client.replica = replica
         yield client

@@ -87,7 +87,7 @@ def test_taken_port_is_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_port_taken_between_the_look_and_the_binding(monkeypatch):
+def test_port_taken_between_the_check_and_the_binding(monkeypatch):
     monkeypatch.setattr("semrl_jax.rollout.server.server._check_port", lambda host, port: None)
     with EmbeddedReplica(FakeEngine()) as replica:
         with pytest.raises(UserError, match=f"cannot listen on {replica.address}"):

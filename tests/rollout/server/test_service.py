@@ -35,7 +35,7 @@ CODES = grpc.StatusCode
 
 
 def update_messages(arrays=None, *, specs=FAKE_SPECS, run_id="run", step=0):
-    """The messages of a valid update, of which a test may spoil one."""
+    """The messages of a valid update; tests make one of them invalid."""
     arrays = arrays or make_arrays()
     begin = pb.BeginUpdate(
         run_id=run_id, attempt_id="attempt", step=step, tensors=codec.encode_specs(specs)
@@ -60,10 +60,9 @@ def sync(stub, options, **settings):
 
 
 def generate_message(version, requests=None, sampling=None, states=None):
-    return codec.encode_request(
-        requests or make_requests(), sampling or SamplingParams(16), states or HiddenStateParams(),
-        version,
-    )  # fmt: skip
+    requests, sampling = requests or make_requests(), sampling or SamplingParams(16)
+    call = codec.GenerateCall(tuple(requests), sampling, states or HiddenStateParams(), version)
+    return codec.encode_request(call)
 
 
 def refusal(call, *args, **options):
@@ -419,7 +418,7 @@ def test_commit_need_not_wait_for_running_calls(world, in_flight):
     assert set(rest) == {"aborted"} if in_flight == "abort" else "aborted" not in rest
 
 
-def test_an_engine_that_cannot_keep_calls_is_not_served_so():
+def test_in_flight_keep_needs_an_engine_that_keeps_calls():
     with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
         EmbeddedReplica(FakeEngine(), in_flight="keep")
 
@@ -447,7 +446,7 @@ def test_commit_once_begun_is_completed_for_a_caller_that_left(world):
     assert sync(stub, options, step=1).step == 1
 
 
-def test_gone_reader_ends_the_engines_work(world):
+def test_engine_stops_when_the_client_disconnects(world):
     replica = world.replica(FakeScript(delay_s=0.02))
     stub, options = world.stub(replica)
     version = sync(stub, options)

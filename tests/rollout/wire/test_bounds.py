@@ -119,7 +119,8 @@ def test_arbitrary_bytes_never_pass(data):
 def test_prompts_come_as_they_were_sent():
     requests = make_requests(5, 3)
     states = HiddenStateParams((0, -1), "float32", ("decode", "prefill"))
-    message = codec.encode_request(requests, SamplingParams(8), states, VERSION)
+    call = codec.GenerateCall(tuple(requests), SamplingParams(8), states, VERSION)
+    message = codec.encode_request(call)
     call = READERS["Generate"].read(message.SerializeToString())
     assert (call.sampling, call.hidden_states, call.version) == (SamplingParams(8), states, VERSION)
     for actual, expected in zip(call.requests, requests, strict=True):

@@ -169,7 +169,7 @@ def test_request_round_trip(
         SampleRequest(str(i), group_id, i, np.arange(length, dtype=np.int32), seed)
         for i, length in enumerate(lengths)
     ]
-    message = codec.encode_request(requests, sampling, states, version)
+    message = codec.encode_request(GenerateCall(tuple(requests), sampling, states, version))
     assert len(message.prompts) == len(set(lengths))  # a shared prompt is sent once
     call = codec.decode_request(wire(message), LIMITS)
     assert (call.sampling, call.hidden_states, call.version) == (sampling, states, version)
@@ -314,7 +314,7 @@ def test_states_not_asked_for_are_refused():
         decode(both, make_rollout(3, STATES, prompt_states=STATES[:2]), narrower)
     none = HiddenStateParams((0,), kinds=())
     with pytest.raises(ValueError, match="kinds is empty"):
-        codec.encode_request(both.requests, both.sampling, none, VERSION)
+        codec.encode_request(both._replace(hidden_states=none))
 
 
 def test_chunks_that_do_not_fill_the_states_are_refused():
@@ -360,9 +360,7 @@ def test_response_inside_another_is_refused():
 
 
 def change_request(change, **settings):
-    message = codec.encode_request(
-        make_call(num_samples=2).requests, SamplingParams(8), HiddenStateParams((0,)), VERSION
-    )
+    message = codec.encode_request(make_call(states=HiddenStateParams((0,)), num_samples=2))
     change(message)
     return codec.decode_request(message, dataclasses.replace(LIMITS, **settings))
 
@@ -401,10 +399,10 @@ BAD_REQUESTS = [
         "stop_token_ids has 2000 ids",
     ),
     (lambda m: m.hidden_states.layers.append(9), ValueError, r"has 9; the replica has \[-1, 0"),
-    (lambda m: m.hidden_states.layers.append(0), ValueError, "names a layer twice"),
+    (lambda m: m.hidden_states.layers.append(0), ValueError, "has an entry twice"),
     (lambda m: setattr(m.hidden_states, "dtype", "int4"), ValueError, "dtype='int4'"),
     (lambda m: m.hidden_states.kinds.append("later"), ValueError, "kinds has 'later'; the replica"),
-    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "a kind twice"),
+    (lambda m: m.hidden_states.kinds.extend(["decode"] * 2), ValueError, "has an entry twice"),
 ]
 
 
@@ -428,7 +426,7 @@ METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", 1.5,
 def change_metrics(change, metrics=METRICS, **states):
     states = HiddenStateParams(**states)
     call = make_call(states=states)
-    message = codec.encode_request(call.requests, call.sampling, states, VERSION, metrics)
+    message = codec.encode_request(call._replace(metrics=metrics))
     change(message.metrics)
     limits = dataclasses.replace(LIMITS, metric_kinds=("effective_rank", "curvature"))
     return codec.decode_request(wire(message), limits).metrics
@@ -452,8 +450,8 @@ def test_metric_options_round_trip(stride, window, method, growth, dtype, thread
     ("change", "match"),
     [
         (lambda m: m.ClearField("names"), "metrics.names is empty"),
-        (lambda m: m.names.append("luck"), "has 'luck'; the replica measures"),
-        (lambda m: m.names.append("curvature"), "names a metric twice"),
+        (lambda m: m.names.append("luck"), "has 'luck'; the replica has"),
+        (lambda m: m.names.append("curvature"), "has an entry twice"),
         (lambda m: setattr(m, "stride", 0), "metrics.stride=0 must be at least 1"),
         (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
         (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),

@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.3 are read for ever after.
+"""Messages recorded when the protocol was at version 1.0 to 1.3 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -126,7 +126,7 @@ DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
 
 
 def messages():
-    """File name to message, as this code writes them."""
+    """The messages that this code writes, by file name."""
     small, large = codec.encode_rollout(SMALL), codec.encode_rollout(LARGE)
     begin = pb.BeginUpdate(
         run_id="run-7", attempt_id="attempt-2", step=41, tensors=codec.encode_specs(SPECS)
@@ -136,7 +136,7 @@ def messages():
     commit = pb.CommitUpdate(checksums=CHECKSUMS, digest=digest)
     found = {
         "describe_response": codec.encode_description(DESCRIPTION),
-        "generate_request": codec.encode_request(REQUESTS, SAMPLING, STATES, VERSION),
+        "generate_request": codec.encode_request(GenerateCall(REQUESTS, SAMPLING, STATES, VERSION)),
         "generate_response_inline": without_validity(next(small)),
         "generate_response_chunked": next(large),
         "update_begin": pb.UpdateWeightsRequest(begin=begin),
@@ -154,36 +154,36 @@ def messages():
 
 
 def without_validity(message):
-    """As it was recorded: values alone."""
+    """The message as it was recorded, with values only."""
     del message.response.metrics["effective_rank_valid"]
     return message
 
 
 def messages_of_1_1():
-    """What version 1.0 did not have."""
+    """Messages that version 1.0 did not have."""
     (measured,) = codec.encode_rollout(MEASURED)
     return {
         "generate_request_measured": codec.encode_request(
-            REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS
+            GenerateCall(REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS)
         ),
         "generate_response_measured": measured,
     }
 
 
 def messages_of_1_2():
-    """What version 1.1 did not have."""
+    """Messages that version 1.1 did not have."""
     (whole,) = codec.encode_rollout(WHOLE)
     return {
         "describe_response_final_only": codec.encode_description(FINAL_ONLY),
         "generate_request_all_states": codec.encode_request(
-            REQUESTS, SAMPLING, ALL_STATES, VERSION
+            GenerateCall(REQUESTS, SAMPLING, ALL_STATES, VERSION)
         ),
         "generate_response_all_states": without_validity(whole),
     }
 
 
 def messages_of_1_3():
-    """What version 1.2 did not have."""
+    """Messages that version 1.2 did not have."""
     (with_context,) = codec.encode_rollout(WITH_CONTEXT)
     return {"generate_response_with_context": without_validity(with_context)}
 

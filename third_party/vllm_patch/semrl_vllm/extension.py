@@ -1,8 +1,8 @@
 """Runs inside a vLLM worker: copies hidden states out (the tap), and loads new weights.
 
-vLLM mixes `RolloutExtension` into its worker class (`worker_extension_cls`) and calls its methods
-by name (`collective_rpc`). vLLM refuses names that the worker already has, so ours begin with
-`semrl_`.
+vLLM adds `RolloutExtension` to the bases of its worker class (`worker_extension_cls`) and calls its
+methods by name (`collective_rpc`). vLLM refuses names that the worker already has, so these methods
+begin with `semrl_`.
 
 The tap wraps two methods of the model runner, on the instance. `execute_model` learns which
 requests are new. `sample_tokens` copies the rows that the logits of this step are computed from. A
@@ -82,7 +82,7 @@ class RolloutExtension:
                 output = sample_tokens(*args, **options)
             return self.semrl_pool.store(rows, output) if rows is not None else output
 
-        # On every rank, because every rank samples and `_undrawn_generators` is needed on each.
+        # On every rank, because every rank samples and needs `_undrawn_generators`.
         runner.execute_model = tapped_execute_model
         runner.sample_tokens = tapped_sample_tokens
         return {
@@ -94,9 +94,10 @@ class RolloutExtension:
     def _semrl_rows(self, state: Any) -> _Rows | None:
         """The rows of this step that belong to requests with a slot, without discarded ones.
 
-        A step computes some consecutive tokens of each request. The state of the last of them gives
-        the next token. After a preemption, or when the cache was cleared, the prompt is computed
-        again. These prompt states are left out: they may be of later weights than the first token.
+        A step computes some consecutive tokens of each request. The state of the last one gives the
+        next token. After a preemption, or when the cache was cleared, the prompt is computed again.
+        Those prompt states are not stored, because the weights may have changed since the first
+        token.
         """
         runner = self.model_runner
         if hasattr(state, "input_batch"):  # model runner V2
@@ -265,10 +266,10 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
-    """Layers that did not get all of their weights in the reload that is about to end.
+    """Layers that did not get all of their weights in the current reload.
 
-    vLLM would continue with their old weights. Not counted is what a checkpoint need not contain:
-    buffers, padding rows of the vocabulary, a tied output matrix, and scales of attention.
+    vLLM would continue with their old weights. Buffers, padding rows of the vocabulary, a tied
+    output matrix and scales of attention do not count: a checkpoint may lack them.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -292,9 +293,9 @@ def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
 
 
 def _restore_layers(model: torch.nn.Module) -> None:
-    """Puts back the tensors that a failed reload had replaced.
+    """Restores the tensors that a failed reload had replaced.
 
-    Otherwise its pieces would stay buffered, and every later reload would fail, too.
+    Otherwise its pieces would stay buffered, and every later reload would also fail.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -6,9 +6,9 @@ it. States at the prompt's tokens, if they are asked for, follow in further rows
 has ended, the engine reads its rows and checks every tag. A row that is missing, late or of another
 request is therefore an error and never a wrong number.
 
-The memory is an anonymous file (memfd). It has no name under /dev/shm, so the size limit there
-(64 MB in Docker) does not apply, and it is freed when the processes end, in whatever way. Pages
-take memory when they are first written. Uses NumPy only; the rows are bytes.
+The memory is an anonymous file (memfd). It is not in /dev/shm, so the size limit there (64 MB in
+Docker) does not apply, and the kernel frees it when the processes have ended. Pages take memory
+when they are first written. Uses NumPy only; the rows are bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MADV_REMOVE = 9  # of Linux; Python's mmap has this name only from 3.13 on
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
-    """The layout of a pool, as plain numbers, which can be sent to the worker.
+    """The layout of a pool, as plain numbers that can be sent to the worker.
 
     Attributes:
       num_slots: number of concurrent requests.

@@ -77,14 +77,14 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Streams every response as it finishes, in no promised order.
+        """Streams every response when it ends, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """begin, chunks, commit. Nothing reaches the engine before a commit whose checksums match.
+        """begin, chunks, commit. The engine uses the weights only after a commit with correct checksums.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
