@@ -11,10 +11,21 @@ from types import ModuleType
 from semrl_jax.errors import UserError
 
 
-def module_names(package: str) -> tuple[str, ...]:
-    """The modules of a package, sorted. It imports the package, but not the modules."""
+def module_names(package: str, parts: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules of a package, sorted. It imports the package, but not the modules.
+
+    With `parts` it imports the modules too, and leaves out those that do not define all parts.
+    """
     path = importlib.import_module(package).__path__
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
+    names = sorted(module.name for module in pkgutil.iter_modules(path))
+    if parts:
+        modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+        names = [name for name in names if not _missing(modules[name], parts)]
+    return tuple(names)
+
+
+def _missing(module: ModuleType, parts: Sequence[str]) -> list[str]:
+    return [part for part in parts if not hasattr(module, part)]
 
 
 def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
@@ -47,13 +58,13 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
         except ModuleNotFoundError as error:
             if error.name != full:
                 raise  # the module is there; something that it imports is not
-            near = difflib.get_close_matches(name, module_names(package), 1)
+            near = difflib.get_close_matches(name, module_names(package, parts), 1)
             hint = f"did you mean {near[0]!r}? Or " if near else ""
             raise UserError(
                 f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
                 "of yours as 'my_package.my_module'."
             ) from None
-    if missing := [part for part in parts if not hasattr(module, part)]:
+    if missing := _missing(module, parts):
         raise UserError(
             f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "
             f"{', '.join(parts)} (docs/extending.md)."

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.algorithms.seam import Algorithm
+from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Params, Policy
 from semrl_jax.models.hosts import own_rows, to_host
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
