@@ -1,6 +1,7 @@
-"""Checks a whole configuration once, before anything is started or written, and without JAX.
+"""Checks a whole configuration once, before anything is started or written.
 
-`semrl_jax.settings` has the checks of each section; here are those that join sections.
+`semrl_jax.settings` has the checks of each section; here are those that join sections. JAX is
+loaded only for the last checks, of modules.
 """
 
 from __future__ import annotations
