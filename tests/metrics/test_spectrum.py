@@ -44,9 +44,7 @@ def test_gram_is_accurate_beside_one_huge_direction(share):
     states, mask = beside_one_direction(share), np.ones(96, bool)
     expected = oracle.effective_rank(states)
     actual = metrics.effective_rank(states, mask, method="gram")
-    np.testing.assert_allclose(
-        actual, expected, rtol=1e-3
-    )  # documented; float32 alone: 90 % off
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)  # documented; float32 alone: 90 % off
     measured = flat_metrics(states[None], mask[None], stride=24)
     assert measured["traditional_rank"][0] == oracle.traditional_rank(states)
 
