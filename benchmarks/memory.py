@@ -46,7 +46,7 @@ from benchmarks import machine
 from benchmarks.critical_path import median_interval
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
-from semrl_jax.algorithms.seam import Algorithm
+from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.training.packing import Layout, RowPlan, lay_out, take_values
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import make_optimizer

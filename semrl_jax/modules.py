@@ -11,10 +11,21 @@ from types import ModuleType
 from semrl_jax.errors import UserError
 
 
-def module_names(package: str) -> tuple[str, ...]:
-    """The modules of a package, sorted. It imports the package, but not the modules."""
+def module_names(package: str, parts: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules of a package, sorted. It imports the package, but not the modules.
+
+    With `parts` it imports the modules too, and leaves out those that do not define all parts.
+    """
     path = importlib.import_module(package).__path__
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(path)))
+    names = sorted(module.name for module in pkgutil.iter_modules(path))
+    if parts:
+        modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+        names = [name for name in names if not _missing(modules[name], parts)]
+    return tuple(names)
+
+
+def _missing(module: ModuleType, parts: Sequence[str]) -> list[str]:
+    return [part for part in parts if not hasattr(module, part)]
 
 
 def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
@@ -43,13 +54,17 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
             ) from error
         if not isinstance(error, ModuleNotFoundError) or error.name != full:
             raise  # the module exists, but something that it imports does not
-        near = difflib.get_close_matches(name, module_names(package), 1)
-        hint = f"did you mean {near[0]!r}? Or " if near else ""
+        module = None
+    missing = parts if module is None else _missing(module, parts)
+    if missing and not is_users:  # a helper module of the package is no choice either
+        known = module_names(package, parts)
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"{field}={name!r:.100} is unknown: there is no module {full:.100}; {hint}name one "
-            "of yours as 'my_package.my_module'."
-        ) from None
-    if missing := [part for part in parts if not hasattr(module, part)]:
+            f"{field}={name!r:.100} is unknown; {hint}Choose one of {', '.join(known)}, or name one "
+            "of yours as 'my_package.my_module' (docs/extending.md)."
+        )
+    if missing:
         raise UserError(
             f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "
             f"{', '.join(parts)} (docs/extending.md)."

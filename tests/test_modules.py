@@ -1,11 +1,14 @@
 """Modules that a config names: found, or refused in one line."""
 
+import re
+
 import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module, module_names
 
 SCORES = "semrl_jax.evaluation.scores"
+ALGORITHMS = "semrl_jax.algorithms"
 
 
 def test_modules_are_found_by_name_and_by_path(tmp_path, monkeypatch):
@@ -15,6 +18,17 @@ def test_modules_are_found_by_name_and_by_path(tmp_path, monkeypatch):
     assert load_module("a.field", "greedy", SCORES, ("plan",)).__name__ == f"{SCORES}.greedy"
     assert load_module("a.field", f"{SCORES}.greedy", "", ()).__name__ == f"{SCORES}.greedy"
     assert load_module("a.field", "users_score", "", ("plan",)).plan is print
+
+
+def test_a_helper_beside_the_modules_of_a_kind_is_not_one_of_them():
+    parts = ("Options", "needs", "advantages", "token_weights", "loss")
+    assert {"kl", "groups", "grpo"} <= set(module_names(ALGORITHMS))
+    assert module_names(ALGORITHMS, parts) == ("grpo",)
+    for name, near in (("gropo", "grpo"), ("groupss", None), ("losse", None)):
+        with pytest.raises(UserError, match=f"{name!r} is unknown") as error:
+            load_module("algorithms.name", name, ALGORITHMS, parts)
+        suggestions = re.findall("did you mean '(.*?)'", str(error.value))
+        assert suggestions == ([near] if near else [])
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,12 @@ from semrl_jax.algorithms.groups import (
     zero_variance_group_fraction,
 )
 from semrl_jax.algorithms.importance import importance_weights
-from semrl_jax.algorithms.kl import (
-    kl_estimate,
-    penalised_rewards,
-    update_kl_coefficient,
-)
+from semrl_jax.algorithms.kl import kl_estimate, penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.losses import (
     AGGREGATIONS,
     clipped_policy_loss,
     policy_loss,
+    sum_over_sequences,
     token_entropy,
     token_weights,
     weighted_sum,
@@ -25,7 +22,6 @@ from semrl_jax.algorithms.ppo import (
     value_loss,
     whiten,
 )
-from semrl_jax.algorithms.sequences import sum_over_sequences
 from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [

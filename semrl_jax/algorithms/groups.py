@@ -1,4 +1,4 @@
-"""Group-relative advantages: a response is judged by the others to the same prompt."""
+"""Group-relative advantages: each response is compared with the others to its prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def group_relative_advantages(
     A_pg = (r_pg - mean_g r_pg) / (std_g r_pg + epsilon)
 
     Args:
-      rewards: verifier rewards, computed in float32; row p is one prompt draw's group.
+      rewards: verifier rewards, computed in float32; row p is the group of one prompt.
       epsilon: keeps the quotient finite; same unit as the rewards.
 
     Returns:
@@ -26,11 +26,11 @@ def group_relative_advantages(
       ValueError: if the group size G is below 2.
 
     Source: arXiv:2402.03300, Sec. 4.1.2. The paper leaves the estimator of the standard deviation
-    open; this takes the sample one (G - 1), as the reference implementation does. That also accepts
-    a group of one, with mean 0 and deviation 1, which makes the raw reward the advantage.
+    open; this takes the sample one (G - 1), as the reference implementation does. The latter also
+    accepts a group of one: the raw reward is then the advantage.
     """
     check_groups(rewards)
-    # Less the first reward: equal rewards have a mean that rounds, equal differences of 0 do not.
+    # Minus the first reward: the mean of equal rewards may round, that of zeros does not.
     centred = rewards.astype(jnp.float32) - rewards[:, :1].astype(jnp.float32)
     centred = centred - jnp.mean(centred, axis=1, keepdims=True)
     std = jnp.sqrt(jnp.sum(centred**2, axis=1, keepdims=True) / (rewards.shape[1] - 1))
@@ -42,7 +42,7 @@ def zero_variance_group_fraction(
 ) -> Float[Array, ""] | np.floating:
     """Share of groups whose rewards are all equal, so that every advantage is exactly 0.0.
 
-    NumPy rewards are compared on the host; 0.0 of no group.
+    NumPy rewards are compared on the host; 0.0 if there is no group.
     """
     check_groups(rewards)
     equal = (rewards == rewards[:, :1]).all(axis=1)
@@ -61,6 +61,6 @@ def check_groups(rewards: Array | np.ndarray) -> None:
     if jnp.ndim(rewards) != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards has shape {jnp.shape(rewards)}; it must be [P, G] with a group size G of at "
-            "least 2: one response has nothing to be compared with. Raise rollout.group_size or "
-            "choose another estimator."
+            "least 2, so that responses can be compared. Raise rollout.group_size or choose "
+            "another estimator."
         )

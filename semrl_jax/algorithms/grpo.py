@@ -1,7 +1,4 @@
-"""GRPO: a response is judged by the other responses to its prompt; clipped surrogate, KL, entropy.
-
-Source: arXiv:2402.03300, Sec. 4.1.
-"""
+"""GRPO (arXiv:2402.03300, Sec. 4.1): group-relative advantages; clipped surrogate, KL, entropy."""
 
 from __future__ import annotations
 
@@ -9,20 +6,16 @@ import dataclasses
 
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.losses import AGGREGATIONS, policy_loss
 from semrl_jax.algorithms.losses import token_weights as weights_of
-from semrl_jax.algorithms.seam import Needs, Passes, check_options
 from semrl_jax.choices import KL_ESTIMATORS
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of GRPO; the functions that take them say what each one means.
-
-    Raises:
-      ValueError: for a value out of range.
-    """
+    """Settings of GRPO, see the functions that take them; ValueError for a value out of range."""
 
     epsilon: float = 1e-6
     clip_epsilon: float = 0.2
@@ -44,12 +37,11 @@ class Options:
 
 
 def needs(options: Options) -> Needs:
-    """Groups, and the reference only where the loss has a KL."""
+    """Groups, and the reference only if the loss has a KL term."""
     return Needs(groups=True, old_logprobs=True, reference=options.kl_coefficient != 0)
 
 
 def token_weights(response_mask: Bool[Array, "B T"], options: Options) -> Float[Array, "B T"]:
-    """How much each token of a mini-batch counts in the loss."""
     return weights_of(response_mask, aggregation=options.aggregation)
 
 
@@ -68,20 +60,14 @@ def loss(
     logprobs: Float[Array, "*tokens"],
     entropy: Float[Array, "*tokens"],
     *,
-    old_logprobs: Float[Array, "*tokens"],
-    ref_logprobs: Float[Array, "*tokens"] | None,
-    advantages: Float[Array, "*tokens"],
-    weights: Float[Array, "*tokens"],
     options: Options,
+    **arrays: Float[Array, "*tokens"] | None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """`policy_loss` of a micro-batch."""
+    """`policy_loss` of a micro-batch, with its arrays."""
     return policy_loss(
         logprobs,
         entropy,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        advantages=advantages,
-        weights=weights,
+        **arrays,
         clip_epsilon=options.clip_epsilon,
         kl_coefficient=options.kl_coefficient,
         entropy_coefficient=options.entropy_coefficient,

@@ -18,7 +18,7 @@ def kl_estimate(
     *,
     estimator: str = "low_var_kl",
 ) -> Float[Array, "*axes"]:
-    """Estimates KL(policy || reference) at each token from the sampled token alone.
+    """Estimates KL(policy || reference) at each token from the sampled token; float32 nats.
 
     With x = logprobs - ref_logprobs: "kl" x, "abs" |x|, "mse" x^2 / 2, "low_var_kl"
     clip(exp(-x) + x - 1, -10, 10).
@@ -27,9 +27,6 @@ def kl_estimate(
       logprobs: nats, computed in float32; the gradient flows through the estimate.
       ref_logprobs: nats.
       estimator: one of KL_ESTIMATORS.
-
-    Returns:
-      Float32 nats.
 
     Raises:
       ValueError: for another estimator.
@@ -67,13 +64,12 @@ def penalised_rewards(
     Args:
       rewards: float32 per token, usually the score on the last one.
       old_logprobs, ref_logprobs: nats; masked-out tokens of all three may hold anything.
-      response_mask: True on tokens that count.
       coefficient: nats to reward, fixed or from `update_kl_coefficient`.
       estimator: one of KL_ESTIMATORS.
 
     Returns:
-      Float32 rewards, 0.0 on masked-out tokens, and the mean KL over valid tokens in nats (0.0 of
-      none); neither has a gradient.
+      Float32 rewards, 0.0 on masked-out tokens, and the mean KL over valid tokens in nats, 0.0 if
+      there are none. Neither has a gradient.
     """
     old = jnp.where(response_mask, old_logprobs.astype(jnp.float32), 0.0)
     reference = jnp.where(response_mask, ref_logprobs.astype(jnp.float32), 0.0)

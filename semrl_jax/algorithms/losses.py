@@ -1,15 +1,14 @@
 """The policy loss, as weighted sums over tokens.
 
-Every mean here is sum(weights * x) with weights that sum to 1 over a mini-batch. Sums add up, so
-losses and gradients of micro-batches accumulate to exactly those of their mini-batch, however the
-tokens are spread over them.
+Every mean here is sum(weights * x) with weights that sum to 1 over a mini-batch. Losses and
+gradients of micro-batches therefore add up to those of their mini-batch, whatever the split.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms.kl import kl_estimate
 
@@ -23,10 +22,10 @@ def token_weights(
     """Computes how much each token of a mini-batch counts.
 
     Args:
-      response_mask: True on tokens that count, of the whole mini-batch; cut the weights, not the
+      response_mask: True on tokens that count, of the whole mini-batch; split the weights, not the
         mask, into micro-batches.
-      aggregation: "token_mean": every token the same; "response_mean": every response with a token
-        the same, spread over its tokens.
+      aggregation: "token_mean": all tokens have the same weight; "response_mean": all responses
+        with a token have the same weight, divided equally among its tokens.
 
     Returns:
       Float32, 0.0 on masked-out tokens, sum 1.0 (0.0 if no token counts).
@@ -54,10 +53,36 @@ def weighted_sum(x: Float[Array, "B T"], weights: Float[Array, "B T"]) -> Float[
     return jnp.sum(jnp.where(weights > 0, x, 0.0) * weights)
 
 
+def sum_over_sequences(
+    values: Float[Array, "R U"], sequence_ids: Int[Array, "R U"]
+) -> Float[Array, "R U"]:
+    """Gives every token the sum over its sequence, where rows hold one or more sequences.
+
+    A quantity of a sequence, such as a ratio of probabilities, is thus an array over tokens. The
+    weights of "response_mean" sum to 1 / number of sequences over each sequence, so the weighted
+    sum of such an array is its mean over sequences.
+
+    Args:
+      values: per token, summed in float32, with gradient.
+      sequence_ids: number of each token's sequence in its row, from 1 to at most U; 0 at padding,
+        where `values` may hold anything. For padded rows, the response mask as int32.
+
+    Returns:
+      Float32; 0.0 at padding. No sum crosses rows, so rows on several devices need no exchange.
+    """
+    mask = sequence_ids > 0
+    values = jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+    def of_row(values, ids):
+        return jax.ops.segment_sum(values, ids, num_segments=values.shape[0] + 1)[ids]
+
+    return jnp.where(mask, jax.vmap(of_row)(values, sequence_ids), 0.0)
+
+
 def token_entropy(logits: Float[Array, "*axes V"]) -> Float[Array, "*axes"]:
     """Entropy of softmax(logits) in nats, float32; logits of -inf have probability 0."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    # p log p tends to 0; through the where neither 0 * inf nor its gradient arises.
+    # p log p tends to 0; the where keeps 0 * inf out of value and gradient.
     possible = jnp.isfinite(logprobs)
     logprobs = jnp.where(possible, logprobs, 0.0)
     return -jnp.sum(jnp.where(possible, jnp.exp(logprobs) * logprobs, 0.0), axis=-1)
@@ -83,13 +108,13 @@ def clipped_policy_loss(
       clip_epsilon: in (0, 1), the same on both sides.
 
     Returns:
-      Float32 loss, and the share of tokens (by weight) whose clipped term is the larger.
+      Float32 loss, and the share of tokens (by weight) where the clipped term is larger.
 
     Raises:
       ValueError: for clip_epsilon outside (0, 1).
 
-    Source: arXiv:1707.06347, Eq. 7; no second clip for negative advantages. Unlike there, log r is
-    kept within +-20, where float32 would leave its range.
+    Source: arXiv:1707.06347, Eq. 7; no second clip for negative advantages. In addition, log r is
+    kept within +-20, so that the ratio stays in the range of float32.
     """
     if not 0 < clip_epsilon < 1:
         raise ValueError(f"clip_epsilon={clip_epsilon} must lie in (0, 1).")
@@ -127,19 +152,17 @@ def policy_loss(
     Args:
       logprobs: nats of the response tokens under the policy now, with gradient.
       entropy: nats of the whole distribution at each token, with gradient (`token_entropy`).
-      old_logprobs: at the start of the update.
-      ref_logprobs: under the reference; None only with a kl_coefficient of 0, for no KL at all.
-      advantages: shaped advantages.
+      old_logprobs, advantages: as in `clipped_policy_loss`.
+      ref_logprobs: under the reference; may be None if kl_coefficient is 0: no KL is computed.
       weights: float32 from `token_weights` of the whole mini-batch. Tokens of weight 0 may hold
-        anything in the other arrays; neither loss nor gradient sees them.
-      clip_epsilon: see `clipped_policy_loss`.
+        anything in the other arrays.
       kl_coefficient, entropy_coefficient: not negative.
-      kl_estimator: see `kl_estimate`.
+      clip_epsilon, kl_estimator: see `clipped_policy_loss` and `kl_estimate`.
 
     Returns:
       Float32 loss, and scalars to be summed over micro-batches like it: `policy/loss`,
-      `policy/pg_loss`, `policy/clip_fraction`, `policy/approx_kl` (of old_logprobs -
-      logprobs), `policy/entropy` and, with ref_logprobs, `policy/kl`; nats, without gradient.
+      `policy/pg_loss`, `policy/clip_fraction`, `policy/approx_kl` (of old_logprobs - logprobs),
+      `policy/entropy` and, with ref_logprobs, `policy/kl`; in nats, without gradient.
 
     Raises:
       ValueError: for an option out of range, or a KL without ref_logprobs.
@@ -161,8 +184,7 @@ def policy_loss(
     loss = pg_loss - entropy_coefficient * mean_entropy
     report = {}
     if ref_logprobs is not None:
-        reference = jnp.where(mask, ref_logprobs.astype(jnp.float32), 0.0)
-        reference = jax.lax.stop_gradient(reference)
+        reference = jax.lax.stop_gradient(jnp.where(mask, ref_logprobs.astype(jnp.float32), 0.0))
         kl = weighted_sum(kl_estimate(logprobs, reference, estimator=kl_estimator), weights)
         loss = loss + kl_coefficient * kl
         report["policy/kl"] = kl

@@ -22,8 +22,8 @@ def generalized_advantages(
     Args:
       rewards, values: computed in float32; V_t is the critic's before response token t. Masked-out
         tokens may hold anything.
-      response_mask: True on tokens that count; t + 1 is the next one that does, and beyond the last
-        V and A are 0.
+      response_mask: True on tokens that count; t + 1 is the next such token. After the last one, V
+        and A are 0.
       gamma: discount in [0, 1].
       gae_lambda: weight of later differences in [0, 1].
 
@@ -33,8 +33,8 @@ def generalized_advantages(
     Raises:
       ValueError: for gamma or gae_lambda outside [0, 1].
 
-    Source: arXiv:1506.02438, Eq. 16. The reference implementation lets the critic's value at the
-    first padding token in, which biases lambda < 1.
+    Source: arXiv:1506.02438, Eq. 16. The reference implementation includes the critic's value at
+    the first padding token, which biases lambda < 1.
     """
     for field, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= value <= 1:
@@ -42,9 +42,7 @@ def generalized_advantages(
     rewards = jnp.where(response_mask, rewards.astype(jnp.float32), 0.0)
     values = jnp.where(response_mask, values.astype(jnp.float32), 0.0)
 
-    def backwards(
-        later: tuple[Float[Array, " B"], Float[Array, " B"]], token: tuple[Array, Array, Array]
-    ) -> tuple[tuple[Float[Array, " B"], Float[Array, " B"]], Float[Array, " B"]]:
+    def backwards(later, token):  # all arrays [B]
         next_value, next_advantage = later
         reward, value, valid = token
         delta = reward + gamma * next_value - value
@@ -65,11 +63,11 @@ def whiten(
     """Shifts and scales to mean 0 and sample variance 1 over all valid tokens of the batch.
 
     (v - mean) * rsqrt(var + epsilon), var with n - 1. Float32, 0.0 on masked-out tokens, which may
-    hold anything; 0.0 throughout if all valid values are equal or there is only one.
+    hold anything; 0.0 everywhere if all valid values are equal or there is only one.
     """
     values = jnp.where(mask, values.astype(jnp.float32), 0.0)
     count = jnp.sum(mask, dtype=jnp.float32)
-    # Less some valid value first: equal values have a mean that rounds, and rsqrt would show it.
+    # Minus a valid value first: the mean of equal values may round, which rsqrt would amplify.
     offset = jnp.max(values, initial=-jnp.inf, where=mask)
     centred = jnp.where(mask, values - jnp.where(count > 0, offset, 0.0), 0.0)
     mean = jnp.sum(centred) / jnp.maximum(count, 1.0)
@@ -95,10 +93,10 @@ def value_loss(
       old_values: of the critic at the start of the update.
       returns: targets, unshaped.
       weights: as in `policy_loss`; tokens of weight 0 may hold anything in the other arrays.
-      clip: how far a value may move before the error stops falling; same unit as the values.
+      clip: largest change of a value that can reduce the error; same unit as the values.
 
     Returns:
-      Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens whose
+      Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
       clipped error is larger) and `critic/value`.
 
     Raises:

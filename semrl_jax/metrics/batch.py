@@ -18,14 +18,7 @@ from semrl_jax.metrics.inputs import (
     compact,
 )
 from semrl_jax.metrics.metric import load_metric
-from semrl_jax.metrics.names import (
-    METHODS,
-    METRICS,
-    ORDERS,
-    WINDOWS,
-    check_metrics,
-    metric_name,
-)
+from semrl_jax.metrics.names import METHODS, METRICS, ORDERS, WINDOWS, check_metrics, metric_name
 from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.metrics.windows import split_windows, summarise
@@ -45,30 +38,23 @@ def hidden_state_metrics(
 ) -> dict[MetricKey, Measurement]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
-    Responses are measured one by one: a response has the same numbers alone and in any batch, up to
-    rounding. All metrics of the spectrum share one decomposition per window.
-
     Args:
-      hidden_states: any real float dtype, one layer, computed in float32; row t gave response token
-        t. Rows outside the mask may hold anything, NaN too.
+      hidden_states: as in `effective_rank`, with a leading axis.
       response_mask: True on tokens that count; holes are allowed.
-      stride: tokens between two prefixes, at least 1.
-      window: "exact", "release" or "later", see `rank_dynamics`.
+      stride, window: as in `rank_dynamics`.
       names: metrics to compute: of METRICS, or paths of users' modules, see `load_metric`.
-      method: "gram": eigenvalues of Gram matrices in float32, and in float64 for a response that
-        float32 does not resolve; relative error 1e-3 in ER. "svd": 1e-5, in float64 or by SVD; see
-        `effective_rank`.
+      method: as in `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
-        more than all values, so name what is used.
-      window_growth: as in `rank_dynamics`, for metrics of the spectrum; 1 measures every window.
+        more than all values, so name only what is used.
+      window_growth: as in `rank_dynamics`, for metrics of the spectrum.
       side_by_side: one batch of decompositions per window, for accelerators, instead of one
         response after the other. A short response then costs as much as a long one.
 
     Returns:
       The float32 [B] values and bool [B] validities by `MetricKey(name)`; for each of `orders` also
       by `MetricKey(name, "velocity")` and `MetricKey(name, "acceleration")`. A value is valid from
-      two tokens on (curvature: three), velocity from two windows, acceleration from three. Nothing
-      is valid of a response that has a valid row that is not finite. What is not valid is 0.0.
+      `Metric.min_tokens` tokens on, velocity from two windows, acceleration from three. Nothing is
+      valid in a response with a non-finite row under the mask. Invalid values are 0.0.
 
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window, name, method, order or growth.
@@ -123,10 +109,9 @@ def dataset_metrics(
       mean_states: rows of `mean_hidden_state`, computed in float32, grouped by prompt in dataset
         order. Velocity and acceleration depend on the order.
       stride: responses between two prefixes, at least 1.
-      window: as in `rank_dynamics`.
       row_mask: responses that count: those with at least one token. None counts all. A row that is
         not finite never counts.
-      names, method: as in `hidden_state_metrics`.
+      window, names, method: as in `hidden_state_metrics`.
 
     Returns:
       Float32 and bool scalars: the value over all rows, velocity and acceleration over growing
@@ -142,12 +127,7 @@ def dataset_metrics(
     )
     mask = mask & jnp.all(jnp.isfinite(states), axis=-1)
     measured = hidden_state_metrics(
-        states[None],
-        mask[None],
-        stride=stride,
-        window=window,
-        names=names,
-        method=method,
+        states[None], mask[None], stride=stride, window=window, names=names, method=method
     )
     return {key: Measurement(*(x[0] for x in found)) for key, found in measured.items()}
 
@@ -183,7 +163,7 @@ def _measure(
     growth: float,
     batched: bool,
 ) -> dict[MetricKey, Measurement]:
-    """All asked metrics of one response."""
+    """All metrics of one response."""
     rows = compact(*response)
     windows = split_windows(rows, stride, window, growth)
     metrics = {name: load_metric(name) for name in names}

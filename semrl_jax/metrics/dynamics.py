@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from semrl_jax.metrics.inputs import AnyArray, Rows, check_choice, compact
 from semrl_jax.metrics.kinds.effective_rank import effective_rank_of
 from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.prefixes import spectral_series
-from semrl_jax.metrics.windows import PrefixDynamics, Windows, split_windows, summarise
+from semrl_jax.metrics.windows import PrefixDynamics, Windows, split_windows, summarise, with_whole
 
 
 class RankDynamics(NamedTuple):
@@ -40,29 +40,21 @@ class RankSeries(NamedTuple):
 
 
 def rank_dynamics(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    stride: int,
-    window: str = "exact",
-    method: str = "svd",
-    window_growth: float = 1.0,
+    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"], **options: Any
 ) -> RankDynamics:
     """Computes the effective rank of a response, its velocity and its acceleration.
 
     Args:
-      hidden_states: any real float dtype, computed in float32; rows outside the mask may hold
-        anything, NaN too.
-      response_mask: True on tokens that count; holes are allowed, valid rows keep their order.
+      hidden_states, response_mask: as in `effective_rank`.
       stride: tokens between two prefixes, at least 1; ERA needs three strides of tokens.
-      window: "exact": prefixes of exactly j * stride tokens of the whole response. "release": of
-        the last 512 valid tokens, prefixes of t + 1 tokens for t = stride, 2 stride, ... below
-        their number; none if there are fewer than 2 stride. "later": as "release" without the limit
-        of 512 tokens, and the whole response as one more prefix.
+      window: "exact" (default): prefixes of exactly j * stride tokens of the whole response.
+        "release": of the last 512 valid tokens, prefixes of t + 1 tokens for t = stride, 2 stride,
+        ... below their number; none if there are fewer than 2 stride. "later": as "release" without
+        the limit of 512 tokens, and the whole response as one more prefix.
       method: as in `effective_rank`.
-      window_growth: at least 1, which measures every window. Above 1, windows are skipped from the
-        fifth on: each measured one is at most this factor longer than the last. The last window is
-        always measured. The skipped ones are interpolated.
+      window_growth: at least 1 (default), which measures every window. Above 1, windows are skipped
+        from the fifth on: each measured one is at most this factor longer than the last. The last
+        window is always measured. The skipped ones are interpolated.
 
     Returns:
       Float32 scalars; an order is 0.0 below its number of windows (see `PrefixDynamics`).
@@ -73,35 +65,21 @@ def rank_dynamics(
     Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is this project's,
     "release" is that of the reference implementation, "later" that of its later revisions.
     """
-    value, series, windows = _effective_ranks(
-        hidden_states, response_mask, stride, window, method, window_growth
-    )
+    value, series, windows = _effective_ranks(hidden_states, response_mask, **options)
     return RankDynamics(*summarise(value, series, windows))
 
 
 def rank_series(
-    hidden_states: Float[AnyArray, "T D"],
-    response_mask: Bool[AnyArray, " T"],
-    *,
-    stride: int,
-    window: str = "exact",
-    method: str = "svd",
-    window_growth: float = 1.0,
+    hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"], **options: Any
 ) -> RankSeries:
     """Computes the effective rank of every prefix that ERV and ERA are computed from.
 
-    Arguments and errors as in `rank_dynamics`.
+    Options and errors as in `rank_dynamics`.
     """
-    value, series, windows = _effective_ranks(
-        hidden_states, response_mask, stride, window, method, window_growth
-    )
+    value, series, windows = _effective_ranks(hidden_states, response_mask, **options)
     sizes = jnp.asarray(windows.sizes, jnp.int32)
-    num_windows = windows.num_windows
-    if windows.whole_last:
-        is_whole = jnp.arange(len(sizes) + 1) == num_windows
-        series = jnp.where(is_whole, value, jnp.append(series, 0.0))
-        sizes = jnp.where(is_whole, windows.rows.num_tokens, jnp.append(sizes, 0))
-        num_windows = jnp.where(num_windows > 0, num_windows + 1, 0)
+    series, num_windows = with_whole(windows, value, series)
+    sizes, _ = with_whole(windows, windows.rows.num_tokens, sizes)
     valid = jnp.arange(len(sizes)) < num_windows
     return RankSeries(jnp.where(valid, series, 0.0), jnp.where(valid, sizes, 0), num_windows)
 
@@ -116,9 +94,8 @@ def prefix_dynamics(
 ) -> PrefixDynamics:
     """Computes first and second order of any metric of (hidden_states, response_mask).
 
-    Evaluates the metric on one prefix after the other; `rank_dynamics` and `hidden_state_metrics`
-    share the work between prefixes. Arguments, errors and windows as in `rank_dynamics`. The result
-    is zero for a response with a valid row that is not finite.
+    Evaluates the metric on every prefix; `rank_dynamics` and `hidden_state_metrics` share work.
+    Arguments, errors and windows as in `rank_dynamics`. Zero if a valid row is not finite.
     """
     rows = compact(hidden_states, response_mask)
     windows = split_windows(rows, stride, window)
@@ -136,12 +113,13 @@ def prefix_dynamics(
 def _effective_ranks(
     hidden_states: Float[AnyArray, "T D"],
     response_mask: Bool[AnyArray, " T"],
+    *,
     stride: int,
-    window: str,
-    method: str,
-    window_growth: float,
+    window: str = "exact",
+    method: str = "svd",
+    window_growth: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, " K"], Windows]:
-    """ER of the whole response, of its windows, and what these are."""
+    """ER of the whole response, ER of its windows, and the windows."""
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
     windows = split_windows(rows, stride, window, window_growth)

@@ -1,4 +1,4 @@
-"""First steps of every metric: check arguments, move valid rows to the front, fix the scale."""
+"""Input of every metric: checks, and the valid rows of a response, compact and scaled."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class Rows(NamedTuple):
     Attributes:
       states: float32 [T, D], divided by `scale`; all zero if a valid row was not finite.
       num_tokens: int32, how many rows are valid.
-      scale: float32 power of two of about the size of the largest entry, so that squares do not
-        overflow. Dividing by it is exact. Entries below 1.2e-38, before or after the division,
-        count as zero.
+      scale: float32 power of two near the largest entry, so that squares do not overflow. The
+        division is exact. Entries below 1.2e-38, before or after it, count as zero.
       finite: whether every valid row was finite.
     """
 
@@ -89,15 +88,12 @@ def check_stride(stride: Any) -> int:
 
 def check_growth(growth: Any) -> float:
     """Returns the growth as a float; ValueError unless it is finite and at least 1."""
-    if isinstance(growth, bool) or not isinstance(growth, numbers.Real):
-        value = math.nan
-    else:
-        value = float(growth)
-    if not 1 <= value < math.inf:
+    is_number = isinstance(growth, numbers.Real) and not isinstance(growth, bool)
+    if not (is_number and 1 <= growth < math.inf):
         raise ValueError(
             f"window_growth={growth!r} must be a number of at least 1; 1 measures every window."
         )
-    return value
+    return float(growth)
 
 
 def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:
@@ -105,11 +101,9 @@ def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray,
     check_states(hidden_states, response_mask)
     mask = jnp.asarray(response_mask)
     num_tokens = jnp.sum(mask, dtype=jnp.int32)
-    if hidden_states.shape[0] == 0:
-        states = jnp.zeros(hidden_states.shape, jnp.float32)
-        return Rows(states, num_tokens, jnp.float32(1), jnp.bool_(True))
     hidden_states = jnp.asarray(hidden_states).astype(jnp.float32)
-    largest = jnp.max(jnp.where(mask[:, None], jnp.abs(hidden_states), 0.0))  # NaN if one is
+    sizes = jnp.where(mask[:, None], jnp.abs(hidden_states), 0.0)
+    largest = jnp.max(sizes, initial=0.0)  # NaN if one is
     finite = jnp.isfinite(largest)
     scale = _power_of_two_below(jnp.where(finite, largest, 0.0))
     order = jnp.argsort(~mask, stable=True)
@@ -125,13 +119,11 @@ def anchor(
     """Subtracts the mean of `num_rows` valid rows, so that later centring loses no digits.
 
     Row `start` is subtracted before the mean: equal rows become exactly zero, and a huge common
-    offset disappears. A prefix from row `start` on with at least num_rows rows contains all rows of
-    this mean, so the offset that it keeps is bounded by its own scatter. Rows before `start` do not
-    enter the mean, because the prefix does not have them.
+    offset disappears. The mean is over rows from `start` on. A prefix from there with at least
+    num_rows rows contains all of them, so its remaining offset is bounded by its own scatter. T is
+    at least 1.
     """
     states, num_tokens = rows.states, rows.num_tokens
-    if states.shape[0] == 0:
-        return states
     position = jnp.arange(states.shape[0])[:, None]
     first = jax.lax.dynamic_slice_in_dim(states, start, 1)  # [1, D]
     shifted = jnp.where(position < num_tokens, states - first, 0.0)

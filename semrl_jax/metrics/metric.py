@@ -16,20 +16,19 @@ class Metric:
     """A metric of the hidden states of one response, declared once as `METRIC` of its module.
 
     The name of the module is the name of the metric. Velocity and acceleration follow from the
-    values of prefixes, so that a metric declares values only. Exactly one of `of_spectrum` and
-    `of_states` is given; both are JAX functions, and called while tracing.
+    values of prefixes, so a metric declares values only. Exactly one of `of_spectrum` and
+    `of_states` is given. Both are functions that JAX can trace.
 
     Attributes:
-      min_tokens: from how many tokens on a response has the metric.
-      of_spectrum: (sigma [S], scale, num_rows, width) -> scalar. `sigma` are the singular values of
-        the centred rows in descending order, zeros after them. They are in units of `scale`, the
-        float power of two that the rows were divided by. `num_rows` is the int32 number of rows,
-        `width` their Python int D. float32 or float64, as `sigma` is. One decomposition of each
-        prefix serves all such metrics.
+      min_tokens: the shortest response that has the metric.
+      of_spectrum: (sigma [S], scale, num_rows, width) -> scalar, float32 or float64 as `sigma`.
+        `sigma` are the singular values of the centred rows, descending, zeros after them, in units
+        of `scale`, the power of two that the rows were divided by. `num_rows` is int32, `width` the
+        Python int D. One decomposition of each prefix serves all such metrics.
       of_states: (rows) -> function of the int32 number of rows of a prefix -> float32 scalar.
-        `rows` are `inputs.Rows` [T, D]. The first function does what all prefixes share; the second
-        one is called for each prefix, under `jax.vmap`.
-      needs_all_values: for `of_spectrum`: float32 must resolve every singular value, else the
+        `rows` are `inputs.Rows` [T, D]. The first function computes what all prefixes share. The
+        second one is called for each prefix, under `jax.vmap`.
+      needs_all_values: for `of_spectrum`: if float32 does not resolve every singular value, the
         response is measured in float64.
     """
 
@@ -45,10 +44,7 @@ class Metric:
 
 @functools.cache
 def load_metric(path: str) -> Metric:
-    """Imports the module of a metric and returns its `METRIC`.
-
-    Args:
-      path: a name of METRICS, or the dotted path of a user's module.
+    """Imports a metric by its name in METRICS, or by the dotted path of a user's module.
 
     Raises:
       UserError: if the module cannot be imported, or declares no metric.

@@ -29,11 +29,11 @@ def metric_name(path: str) -> str:
 def check_metrics(field: str, names: Any) -> tuple[str, ...]:
     """Returns names or module paths of metrics as a tuple.
 
-    A name without a dot is one of METRICS. A path with dots is a user's module, which is imported
-    later, see `load_metric`.
+    A name without a dot is one of METRICS. A path with dots is a user's module, which is not
+    imported here; see `load_metric`.
 
     Raises:
-      UserError: unless they are a sequence of them, no two of the same name.
+      UserError: if they are no sequence of names, or if two metrics have the same name.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise UserError(f"{field}={names!r} must be a tuple of names, such as ('curvature',).")

@@ -14,8 +14,7 @@ from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.spectrum import PrefixSpectra, with_float64
 from semrl_jax.metrics.windows import Windows, chunks, interpolated
 
-# Windows are padded to at most this many different sizes, which bounds the compile time. Fewer in
-# float64, which runs rarely.
+# Windows are padded to at most this many sizes, which bounds the compile time.
 MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
 EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
@@ -30,7 +29,7 @@ def whole_response(
     response_mask: Bool[AnyArray, " T"],
     method: str,
 ) -> Float[Array, ""]:
-    """A function of the spectrum of all valid rows; 0.0 if one of them is not finite."""
+    """A function of the spectrum of all valid rows; 0.0 if a valid row is not finite."""
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
     windows = Windows(rows, (), (), jnp.int32(0), False)
@@ -50,14 +49,14 @@ def spectral_series(
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
     """Functions of the spectrum: of the whole response, and of every window.
 
-    One Gram matrix and one decomposition per window serve all metrics. A window beyond the response
-    costs nothing, and neither does one that is the whole response. There is no gradient.
+    One Gram matrix and one decomposition per window serve all metrics. A window past the end of the
+    response costs nothing, nor does one that is the whole response. There is no gradient.
 
     Args:
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
-        float32 if that resolves the spectra of the response and of all prefixes, else everything
-        again in float64.
-      strict: whether a single unresolved singular value requires float64, as counting does.
+        float32 if that resolves the spectra of the response and of all prefixes, else all in
+        float64.
+      strict: whether one unresolved singular value requires float64, as counting does.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
     """
     num_rows = rows.states.shape[0]
@@ -83,10 +82,7 @@ def spectral_series(
 
 
 def _measure(*arrays, method: str, over_batch: bool = False, **static):
-    """`spectral_series` by either method.
-
-    `arrays` are those of `_measure_in`, all with a leading batch axis if `over_batch`.
-    """
+    """`_measure_in` by either method; `over_batch`: all arrays have a leading batch axis."""
 
     def measure(dtype: type):
         function = functools.partial(_measure_in, dtype=dtype, exact=method == "svd", **static)
@@ -121,10 +117,7 @@ def _measure_in(
     exact: bool,
     dtype: type,
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
-    """Values, series, and whether arithmetic in this dtype resolved them.
-
-    The windows are prefixes of the last `window_tokens` valid rows.
-    """
+    """Values, series of prefixes of the last `window_tokens` rows, and whether dtype suffices."""
     num_rows, width = rows.states.shape
     first_row = rows.num_tokens - window_tokens
     states = rows._replace(states=rows.states.astype(dtype))

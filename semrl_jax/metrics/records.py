@@ -1,7 +1,4 @@
-"""Keys and values of measured metrics, and their names on the wire, in files and in logs.
-
-Loads no JAX.
-"""
+"""Keys and values of measured metrics, and their names in messages, files and logs; no JAX."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ class MetricKey(NamedTuple):
     """What was measured.
 
     Attributes:
-      name: of a metric. Indicators of tokens, such as "avg_log_probs", are filed under the final
-        layer.
+      name: of a metric, or an indicator of tokens such as "avg_log_probs", in the final layer.
       order: "value", "velocity" or "acceleration".
       layer: -1 is the final layer after the final norm; i is the input of layer i.
     """
@@ -32,15 +28,12 @@ class MetricKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The key as text: `[layer_<i>/]<name>[_velocity]`, without `layer_` for the final layer.
-
-        Log keys, Parquet columns, names on the wire and `shaping.indicators` use it.
-        """
+        """The key in logs, files and messages: `[layer_<i>/]<name>[_velocity]`."""
         return f"{self._layer_label}{self._name_label}"
 
     @property
     def dataset_label(self) -> str:
-        """The label of a metric of a set of responses: `[layer_<i>/]{global,cumulative}/...`."""
+        """The label for a set of responses: `[layer_<i>/]{global,cumulative}/...`."""
         part = "global" if self.order == "value" else "cumulative"
         return f"{self._layer_label}{part}/{self._name_label}"
 
@@ -105,5 +98,5 @@ def decode(scalars: Mapping[str, float]) -> dict[MetricKey, Measurement]:
 
 
 def value_names(names: Iterable[str]) -> list[str]:
-    """The names that are no validity."""
+    """The names that are not of a validity."""
     return [name for name in names if not name.endswith(_VALID)]

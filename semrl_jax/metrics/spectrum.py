@@ -1,18 +1,18 @@
 """Singular values of the centred prefixes of one response, from one shared Gram matrix.
 
-With rows Z shifted by a common vector, G = Z Z^T is formed once; the eigenvalues of J G[:n, :n] J,
+With rows Z shifted by a common vector, G = Z Z^T is formed once. The eigenvalues of J G[:n, :n] J,
 where J subtracts the mean, are the squares of the singular values of the first n rows, centred. A
 prefix longer than D takes the D x D scatter matrix instead, which grows with the prefix. Squaring
-halves the number of correct digits. Float64 still has more of them than a float32 decomposition.
-Float32 loses values below a floor, and reports whether the others were enough. Where float64 would
-lose small values beside a huge direction, an SVD of the rows themselves is taken.
+halves the number of correct digits, which still leaves float64 more than a float32 SVD has.
+Float32 loses values below a floor, and reports whether the others are enough. If float64 would
+lose small values beside a huge direction, the rows themselves are decomposed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 try:
     from jaxlib import lapack
-except ImportError:  # not public; without it eigvalsh is used, which computes unused vectors too
+except ImportError:  # not public; eigvalsh replaces it, but computes unused vectors too
     lapack = None
 
-# Where the true eigenvalue is zero, rounding leaves about one epsilon of the largest, and there may
-# be hundreds of these. The floor is four epsilons: sigma = 7e-4 sigma_max in float32.
+# If the true eigenvalue is zero, rounding leaves about one epsilon of the largest, and there may be
+# hundreds of these. The floor is four epsilons: sigma = 7e-4 sigma_max in float32.
 FLOOR_EPSILONS = 4
 # Above this share of sigma_max a float32 value has an error of at most 6 %, with either sign, even
-# beside one huge direction. Smaller values are harmless if their sum is small beside the others'.
+# beside one huge direction. Smaller values do no harm if their sum is a small part of all.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
 # Above this share a float64 value has an error of 1e-6: FLOOR_EPSILONS / 2 epsilons / its square.
@@ -71,7 +71,7 @@ def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) ->
     """
     target = eigenvalue_kernel(gram.dtype)
 
-    def values(a: Float[Array, "N N"]) -> Float[Array, " N"]:
+    def values(a):
         cpu = jnp.linalg.eigvalsh if target is None else functools.partial(_values_only, target)
         return jax.lax.platform_dependent(a, cpu=cpu, default=jnp.linalg.eigvalsh)[::-1]
 
@@ -82,52 +82,37 @@ def symmetric_eigenvalues(gram: Float[Array, "N N"], active: Bool[Array, ""]) ->
 def _batch_of_eigenvalues(
     axis_size: int, in_batched: list[bool], gram: Array, active: Array
 ) -> tuple[Float[Array, "B N"], bool]:
-    gram, active = (
-        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        for x, batched in zip((gram, active), in_batched)
-    )
+    gram, active = _with_axis(axis_size, in_batched, (gram, active))
 
-    def in_turn(gram: Float[Array, "B N N"], active: Bool[Array, " B"]) -> Float[Array, "B N"]:
+    def in_turn(gram, active):
         return jax.lax.map(lambda pair: symmetric_eigenvalues(*pair), (gram, active))
 
-    def at_once(gram: Float[Array, "B N N"], active: Bool[Array, " B"]) -> Float[Array, "B N"]:
+    def at_once(gram, active):
         values = jnp.linalg.eigvalsh(jnp.where(active[:, None, None], gram, 0.0))
         return values[:, ::-1]
 
     return jax.lax.platform_dependent(gram, active, cpu=in_turn, default=at_once), True
 
 
-@jax.custom_batching.custom_vmap
+@jax.custom_batching.sequential_vmap
 def singular_values(
     rows: Float[Array, "N D"], num_rows: Int[Array, ""], active: Bool[Array, ""]
 ) -> Float[Array, " S"]:
     """Descending singular values of the first rows, centred; zeros where not active.
 
-    From the rows themselves, which takes about ten times as long as the eigenvalues. Under `vmap`
-    one after the other.
+    Decomposes the rows themselves, which takes about ten times as long as the eigenvalues.
     """
 
-    def values(rows: Float[Array, "N D"], num_rows: Int[Array, ""]) -> Float[Array, " S"]:
+    def values(rows, num_rows):
         valid = (jnp.arange(rows.shape[0]) < num_rows)[:, None]
         total = jnp.sum(jnp.where(valid, rows, 0.0), axis=0, keepdims=True)
         mean = total / jnp.maximum(num_rows, 1).astype(rows.dtype)
         return jnp.linalg.svd(jnp.where(valid, rows - mean, 0.0), compute_uv=False)
 
-    def zeros(rows: Float[Array, "N D"], num_rows: Int[Array, ""]) -> Float[Array, " S"]:
+    def zeros(rows, _):
         return jnp.zeros_like(rows[0, 0], shape=(min(rows.shape),))
 
     return jax.lax.cond(active, values, zeros, rows, num_rows)
-
-
-@singular_values.def_vmap
-def _batch_of_singular_values(
-    axis_size: int, in_batched: list[bool], *batch: Array
-) -> tuple[Float[Array, "B S"], bool]:
-    batch = tuple(
-        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        for x, batched in zip(batch, in_batched)
-    )
-    return jax.lax.map(lambda one: singular_values(*one), batch), True
 
 
 class PrefixSpectra:
@@ -139,7 +124,7 @@ class PrefixSpectra:
         self._gram = symmetric_product(states[: min(states.shape)]) if gram is None else gram
 
     def part(self, start: Int[Array, ""], size: int) -> PrefixSpectra:
-        """Spectra of the prefixes of `size` rows from `start` on."""
+        """Spectra of the prefixes of the `size` rows from `start` on."""
         states = jax.lax.dynamic_slice_in_dim(self.states, start, size)
         if self.states.shape[0] > self.states.shape[1]:
             return PrefixSpectra(states)
@@ -230,7 +215,7 @@ def with_float64(function: Callable, *, batched: bool = False, **static: Hashabl
     Its arguments and results have at most 32 bits; `static` are its keyword arguments. Float64 is
     enabled only while the function is traced, so `vmap` must not trace it again: `vmap` runs a loop
     over calls or, with `batched`, one call with `over_batch=True` and a leading axis on all arrays.
-    The function is jitted, and cached here, so that calls outside jit compile once.
+    The jitted function is cached, so that calls outside jit compile once.
     """
     jitted = jax.jit(functools.partial(function, **static))
 
@@ -244,15 +229,20 @@ def with_float64(function: Callable, *, batched: bool = False, **static: Hashabl
 
     @scoped.def_vmap
     def of_batch(axis_size, in_batched, *args):
-        args = jax.tree.map(
-            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (axis_size, *x.shape)),
-            args,
-            tuple(in_batched),
-        )
+        args = _with_axis(axis_size, in_batched, args)
         found = with_float64(function, **static, over_batch=True)(*args)
         return found, jax.tree.map(lambda _: True, found)
 
     return scoped
+
+
+def _with_axis(axis_size: int, in_batched: Sequence[Any], arrays: tuple[Any, ...]) -> Any:
+    """Gives a leading batch axis to the arrays that have none."""
+    return jax.tree.map(
+        lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)),
+        arrays,
+        tuple(in_batched),
+    )
 
 
 def _values_only(target: str, a: Float[Array, "N N"]) -> Float[Array, " N"]:

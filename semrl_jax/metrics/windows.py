@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from semrl_jax.metrics.inputs import Rows, check_choice, check_growth, check_stride
 from semrl_jax.metrics.names import RELEASE_TOKENS, WINDOWS
@@ -28,10 +28,9 @@ class PrefixDynamics(NamedTuple):
 
     Attributes:
       value: the metric of all valid rows.
-      velocity: first order; 0.0 with fewer than two windows.
-      acceleration: second order; 0.0 with fewer than three windows.
-      num_windows: K, int32; velocity is valid from 2 on, acceleration from 3 on. 0 if a valid row
-        is not finite.
+      velocity: first order; valid from two windows on, 0.0 below.
+      acceleration: second order; valid from three windows on, 0.0 below.
+      num_windows: K, int32; 0 if a valid row is not finite.
     """
 
     value: Float[Array, ""]
@@ -44,8 +43,8 @@ class Windows(NamedTuple):
     """The prefixes of one response.
 
     Attributes:
-      rows: the rows they are prefixes of: all, or the last 512 valid ones.
-      sizes: static lengths, ascending; the ones beyond the end of the response come last.
+      rows: the rows that contain them: all, or the last 512 valid ones.
+      sizes: static lengths, ascending; some may exceed the response.
       measured: static indices into sizes of the windows to measure. The last window of the response
         is measured too; the others are interpolated.
       num_windows: int32, how many of the sizes fit into this response.
@@ -102,11 +101,8 @@ def interpolated(
     """Fills the windows between the measured ones: cubic in the logarithm of their number.
 
     A metric grows with the prefix like a power or a logarithm, which is smooth in that variable.
-
-    Args:
-      values: of the measured windows.
-      last: of window `num_windows`.
-      length: K, static. Entries past num_windows are finite.
+    `values` are of the measured windows, `last` of window `num_windows`; `length` is K. Entries
+    past num_windows are finite.
     """
     # Numbers j of the measured windows. The last knot is a place for `last`, past all of them.
     knots = np.append(np.array(measured, np.int32) + 1, length)
@@ -131,15 +127,23 @@ def interpolated(
     return jnp.where(between, total, exact)
 
 
+def with_whole(
+    windows: Windows, value: Num[Array, ""], series: Num[Array, " K"]
+) -> tuple[Num[Array, " _"], Int[Array, ""]]:
+    """Appends the value of the whole response if the rule asks for it; returns the new length."""
+    num_windows = windows.num_windows
+    if windows.whole_last:
+        series = jnp.append(series, jnp.zeros((), series.dtype))
+        series = jnp.where(jnp.arange(series.shape[0]) == num_windows, value, series)
+        num_windows = jnp.where(num_windows > 0, num_windows + 1, 0)
+    return series, num_windows
+
+
 def summarise(
     value: Float[Array, ""], series: Float[Array, " K"], windows: Windows
 ) -> PrefixDynamics:
     """First and second order of the valid head of a series."""
-    num_windows = windows.num_windows
-    if windows.whole_last:
-        series = jnp.append(series, 0.0)
-        series = jnp.where(jnp.arange(series.shape[0]) == num_windows, value, series)
-        num_windows = jnp.where(num_windows > 0, num_windows + 1, 0)
+    series, num_windows = with_whole(windows, value, series)
     zero = jnp.float32(0)
     if series.shape[0] < 2:
         return PrefixDynamics(value, zero, zero, num_windows)

@@ -1,6 +1,7 @@
-"""Checks a whole configuration once, before anything is started or written, and without JAX.
+"""Checks a whole configuration once, before anything is started or written.
 
-`semrl_jax.settings` checks each section; this module checks combinations of sections.
+`semrl_jax.settings` checks each section; this module checks combinations of sections. JAX is loaded
+only for the last checks, which import modules that a user names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ml_collections
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
+from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompts import evaluation_files
@@ -48,11 +50,15 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_sizes(config)
     _check_importance(config)
     _check_measured(config)
-    _check_algorithm(config)  # last: it loads JAX
+    # Last: these import modules that load JAX.
+    for name in config.metrics.names:
+        if name not in METRICS:
+            load_metric(name)
+    _check_algorithm(config)
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
-    from semrl_jax.algorithms.seam import load_algorithm
+    from semrl_jax.algorithms.algorithm import load_algorithm
 
     algorithm = load_algorithm(config.algorithms.to_dict())
     least = 2 if algorithm.needs.groups else 1

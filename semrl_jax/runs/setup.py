@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.algorithms.seam import Algorithm, load_algorithm
+from semrl_jax.algorithms.algorithm import Algorithm, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest

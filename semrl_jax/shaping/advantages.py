@@ -31,19 +31,18 @@ EPSILON = 1e-8
 
 
 class Signal(NamedTuple):
-    """The signal of each response and how it came about.
+    """The signal of each response and its parts.
 
-    I is the number of indicators, K the number of those with a baseline: the indicators, and after
-    them the guidance if it is not an indicator.
+    I is the number of indicators, K the number of baselines, see `ShapingState`.
 
     Attributes:
-      phi: float32, signed, eta included; 0.0 where not valid or not active.
+      phi: float32, signed, eta included; 0.0 if not valid or not active.
       valid: responses that have all used indicators.
-      active: whether there are baselines to compare with. Without them no response has a signal.
+      active: whether there are baselines. Without them no response has a signal.
       beta: float32 in [0, 1]; 0.5 with mixing='half', 0.0 with 'sum'.
       deviations: float32 in [-5, 5], 0.0 where not compared.
       weights: float32 w of each response.
-      compared: valid responses that have the indicator, where it has a baseline.
+      compared: valid responses that have the indicator, if it has a baseline.
     """
 
     phi: Float[Array, " B"]
@@ -64,15 +63,15 @@ def shape_advantages(
 ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """Adds to each advantage a bonus that is never negative and never changes its sign.
 
-    A response far above its baselines gets a bonus. It is judged by its effective rank (explore) if
-    its acceleration is high, and by its velocity (exploit) if that is low. A wrong response may get
-    a bonus too, which reduces its penalty by at most |A| / kappa.
+    A response above its baselines gets a bonus. The effective rank counts (explore) if the
+    acceleration is high, the velocity (exploit) if it is low. A wrong response may get a bonus too,
+    which reduces its penalty by at most |A| / kappa.
 
     Args:
-      advantages: computed in float32; masked-out tokens may hold anything. An advantage that is not
-        finite stays unchanged.
+      advantages: computed in float32; masked-out tokens may hold anything. Non-finite advantages
+        stay unchanged.
       metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
-        what is not valid may hold anything.
+        invalid values may hold anything.
       response_mask: True on tokens that count.
       state: baselines before this batch.
       **options: fields of `ShapingOptions`. target: "advantage" and "both" add the bonus here;
@@ -81,17 +80,17 @@ def shape_advantages(
 
     Returns:
       Float32 shaped advantages, 0.0 on masked-out tokens, without gradient; and a report of float32
-      scalars by log key. `shaping/active` is 0.0 while there is no baseline (the first step; the
-      first two with ema_lag=2), and nothing is shaped then. A response that lacks a used indicator
-      gets no bonus. Means are over valid responses. The mean of a deviation is over the valid
-      responses that have this indicator, `shaping/bonus/mean` over all response tokens, and
-      `shaping/clipped_fraction/mean` over the tokens that may get a bonus.
+      scalars by log key. While there is no baseline (the first step; the first two with ema_lag=2),
+      `shaping/active` is 0.0 and nothing is shaped. A response that lacks a used indicator gets no
+      bonus. Means are over valid responses. The mean of a deviation is over those that have the
+      indicator, `shaping/bonus/mean` over all response tokens, and `shaping/clipped_fraction/mean`
+      over the tokens that may get a bonus.
 
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.
 
-    Source: arXiv:2509.23808. The reference implementation shapes the last token only, and with its
-    documented advantage-only setting none. Here every token of the response is shaped.
+    Source: arXiv:2509.23808. The reference implementation shapes the last token only, or none with
+    its documented advantage-only setting. Here every token of the response is shaped.
     """
     checked = ShapingOptions(**options)
     _check_arrays(advantages, response_mask)
@@ -107,7 +106,8 @@ def shape_advantages(
             "there must be one value per response."
         )
     finite = mask & jnp.isfinite(advantages)
-    receives = finite & (signal.valid & signal.active)[:, None]  # [B, T]
+    counted = signal.valid & signal.active
+    receives = finite & counted[:, None]  # [B, T]
     if checked.tokens == "last":
         receives = receives & _is_last(mask)
     if checked.target in ("reward", "none"):
@@ -117,12 +117,10 @@ def shape_advantages(
     bonus = jnp.where(receives, jnp.minimum(wish, limit), 0.0)
     magnitude = masked_mean(jnp.abs(advantages), finite)
     mean_bonus = masked_mean(bonus, mask)
-    counted = signal.valid & signal.active
+    everyone = jnp.ones_like(signal.valid)
     report = {
         "shaping/active": signal.active.astype(jnp.float32),
-        "shaping/valid_fraction/mean": masked_mean(
-            signal.valid.astype(jnp.float32), jnp.ones_like(signal.valid)
-        ),
+        "shaping/valid_fraction/mean": masked_mean(signal.valid.astype(jnp.float32), everyone),
         "shaping/beta/mean": masked_mean(signal.beta, counted),
         "shaping/phi/mean": masked_mean(signal.phi, counted),
         "shaping/bonus/mean": mean_bonus,
@@ -145,10 +143,10 @@ def shape_advantages(
 
 
 def reward_bonus(metrics: Metrics, state: ShapingState, **options: Any) -> Float[Array, " B"]:
-    """Computes Phi of each response: what target='reward' and 'both' add to the last reward.
+    """Computes Phi of each response, which target='reward' and 'both' add to the last reward.
 
-    Signed and not clipped, unlike the bonus on an advantage. 0.0 for a response that lacks a used
-    indicator, and while there are no baselines. Options and errors as in `shape_advantages`.
+    Signed and not clipped, unlike the bonus on an advantage; 0.0 if not valid or not active, see
+    `Signal`. Options and errors as in `shape_advantages`.
     """
     return compute_signal(metrics, state, **options).phi
 
@@ -167,17 +165,15 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
     if options.ema_init == "first_batch":
         compared = compared & state.baseline_set[:, None]
     relative = (values - baseline) / (jnp.abs(baseline) + EPSILON)
-    deviations = jnp.where(
-        compared, jnp.clip(relative, -DEVIATION_LIMIT, DEVIATION_LIMIT), 0.0
-    )  # [K, B]
+    clipped = jnp.clip(relative, -DEVIATION_LIMIT, DEVIATION_LIMIT)
+    deviations = jnp.where(compared, clipped, 0.0)  # [K, B]
     explore, exploit = (
         jnp.asarray(weights, jnp.float32)[:, None]
         for weights in (options.explore_weights, options.exploit_weights)
     )
+    guidance = deviations[tracked.index(options.guidance)]
     beta = {
-        "adaptive": jax.nn.sigmoid(
-            float(options.gain) * deviations[tracked.index(options.guidance)]
-        ),
+        "adaptive": jax.nn.sigmoid(float(options.gain) * guidance),
         "half": jnp.full(valid.shape, 0.5, jnp.float32),
         "sum": jnp.zeros(valid.shape, jnp.float32),
     }[options.mixing]  # [B]
@@ -191,17 +187,8 @@ def _signal(metrics: Metrics, state: ShapingState, options: ShapingOptions) -> S
     if options.ema_init == "first_batch":
         required = jnp.asarray([name in options.used for name in tracked])
         active = active & jnp.all(state.baseline_set | ~required)
-    return jax.lax.stop_gradient(
-        Signal(
-            phi=jnp.where(valid & active, phi, 0.0),
-            valid=valid,
-            active=active,
-            beta=beta,
-            deviations=deviations,
-            weights=weights,
-            compared=compared,
-        )
-    )
+    phi = jnp.where(valid & active, phi, 0.0)
+    return jax.lax.stop_gradient(Signal(phi, valid, active, beta, deviations, weights, compared))
 
 
 def _check_arrays(advantages: Any, response_mask: Any) -> None:
@@ -226,18 +213,16 @@ def _scale(state: ShapingState, options: ShapingOptions) -> Float[Array, ""]:
 
 def _is_last(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     """True on the last True of each row."""
-    after = jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1]
-    return mask & (after == 1)
+    return mask & (jnp.cumsum(mask[:, ::-1].astype(jnp.int32), axis=1)[:, ::-1] == 1)
 
 
 def _correlations(metrics: Metrics, invalid: str) -> dict[str, Float[Array, ""]]:
-    """Correlation of effective rank with its two orders, where the metrics hold them."""
+    """Correlation of effective rank with its two orders, if these were measured."""
     report = {}
-    metric = "effective_rank"
     for order in ("velocity", "acceleration"):
-        name = MetricKey(metric, order).label
-        if has_indicators(metrics, (metric, name)):
-            x, x_valid = read_indicator(metrics, metric, invalid)
+        name = MetricKey("effective_rank", order).label
+        if has_indicators(metrics, ("effective_rank", name)):
+            x, x_valid = read_indicator(metrics, "effective_rank", invalid)
             y, y_valid = read_indicator(metrics, name, invalid)
             report[f"metrics/correlation/{name}"] = masked_correlation(x, y, x_valid & y_valid)
     return report

@@ -52,9 +52,8 @@ def read_indicator(
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
     """Values without NaN, and which responses have one.
 
-    With invalid='zeros', velocity and acceleration count as 0.0 where they are not valid but the
-    value of the metric is. A value that is not finite never counts, nor does a response whose
-    hidden states are not finite.
+    With invalid='zeros', velocity and acceleration count as 0.0 if they are invalid but the value
+    of the metric is valid. Non-finite values and responses with non-finite states never count.
     """
     key = MetricKey.parse(name)
     if key not in metrics:
@@ -91,9 +90,9 @@ def _valid(metrics: Metrics, key: MetricKey, shape: tuple[int, ...]) -> Bool[Arr
 
 
 def masked_mean(values: Float[Array, "*axes"], mask: Bool[Array, "*axes"]) -> Float[Array, ""]:
-    """Mean under the mask; 0.0 if nothing is under it."""
+    """Mean under the mask; 0.0 if the mask is empty."""
     count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-    # Divides first: a sum of large values could overflow, and a baseline never recovers from inf.
+    # Divides first: the sum could overflow, and a baseline never recovers from infinity.
     return jnp.sum(jnp.where(mask, values / count, 0.0))
 
 
@@ -108,7 +107,7 @@ def masked_correlation(
 
 def _standardised(x: Float[Array, " B"], mask: Bool[Array, " B"]) -> Float[Array, " B"]:
     """Centred, with a largest entry of size 1; zero outside the mask, and zeros for a constant."""
-    # The rounded mean of equal values may differ from them, and the rest would correlate.
+    # The mean of equal values may round; the differences from it would then correlate.
     lowest = jnp.min(jnp.where(mask, x, jnp.inf), initial=jnp.inf)
     highest = jnp.max(jnp.where(mask, x, -jnp.inf), initial=-jnp.inf)
     half = 0.5 * x  # a difference of two float32 may overflow, that of their halves cannot

@@ -1,4 +1,4 @@
-"""The options of the shaping, their defaults and their one check."""
+"""The options of the shaping, their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-INDICATORS = (
-    "effective_rank_acceleration",
-    "effective_rank_velocity",
-    "effective_rank",
-)
-EXPLORE_WEIGHTS = (0.0, 0.0, 1.0)
-EXPLOIT_WEIGHTS = (0.0, 1.0, 0.0)
+INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
 GUIDANCE = INDICATORS[0]
 
 CHOICES = {
@@ -36,8 +30,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class ShapingOptions:
     """All of `config.shaping`; the functions of this room take its fields as keywords.
 
-    They are Python values, fixed while tracing. All functions take the same options; each uses the
-    ones it needs.
+    They are Python values, fixed while tracing. Each function uses the options it needs.
 
     Attributes:
       target: what the signal is added to: "advantage"; "reward", that of the last token, before
@@ -47,15 +40,14 @@ class ShapingOptions:
       scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.
         For rewards in [-1, 1]: with larger rewards the signal changes its sign.
       ema_init: "first_batch": baselines start at the first batch's means; "zero": at 0.
-      ema_lag: 1: step t uses means up to step t - 1; 2: up to t - 2, and q leaves the first step
-        out.
+      ema_lag: 1: step t uses means up to step t - 1; 2: up to t - 2, and q omits the first step.
       invalid: responses too short for a needed velocity or acceleration are "excluded", or count
-        with "zeros". Those that are not finite never count.
+        with "zeros". Non-finite ones never count.
       alpha: EMA rate in (0, 1].
       gain: slope of the meta-controller, finite.
       eta: scale of the signal, finite and not negative.
       kappa: above 1; the bonus stays below |A| / kappa.
-      indicators: labels of what is measured, see `metrics.MetricKey.label`, no two equal.
+      indicators: labels of metrics, see `metrics.MetricKey.label`, no two equal.
       explore_weights, exploit_weights: one finite weight per indicator.
       guidance: the indicator the meta-controller reads; one of `indicators` or another.
 
@@ -75,8 +67,8 @@ class ShapingOptions:
     eta: float | int = 1.0
     kappa: float | int = 2.0
     indicators: Sequence[str] = INDICATORS
-    explore_weights: Sequence[float | int] = EXPLORE_WEIGHTS
-    exploit_weights: Sequence[float | int] = EXPLOIT_WEIGHTS
+    explore_weights: Sequence[float | int] = (0.0, 0.0, 1.0)
+    exploit_weights: Sequence[float | int] = (0.0, 1.0, 0.0)
     guidance: str = GUIDANCE
 
     def __post_init__(self) -> None:
@@ -91,13 +83,13 @@ class ShapingOptions:
         # In float32, as in the division: 1 + 1e-9 is 1 there.
         if not np.float32(self.kappa) > 1:
             raise ValueError(
-                f"shaping.kappa={self.kappa} must be above 1 in float32, so that no bonus turns "
+                f"shaping.kappa={self.kappa} must be above 1 in float32, so that no bonus changes "
                 "the sign of an advantage; shaping.target='none' switches shaping off."
             )
         if self.eta < 0:
             raise ValueError(
-                f"shaping.eta={self.eta} must not be negative; negate the weights to reward what "
-                "lies below a baseline."
+                f"shaping.eta={self.eta} must not be negative; negate the weights to reward values "
+                "below a baseline."
             )
         check_names(self.indicators, self.guidance)
         for field in ("explore_weights", "exploit_weights"):
@@ -149,7 +141,7 @@ def tracked_indicators(indicators: Sequence[str], guidance: str) -> tuple[str, .
 
 
 def check_names(indicators: Any, guidance: Any) -> None:
-    """Raises ValueError unless all are names and no two indicators the same."""
+    """Raises ValueError unless all are names and no two indicators are equal."""
     if isinstance(indicators, str) or not isinstance(indicators, Sequence):
         raise ValueError(
             f"shaping.indicators={indicators!r} must be a tuple of names, such as ({GUIDANCE!r},)."

@@ -23,7 +23,7 @@ from semrl_jax.shaping.options import (
 class ShapingState(NamedTuple):
     """The state of the shaping: arrays only, saved in checkpoints like any other state.
 
-    K is the number of indicators, plus one for the guidance if it is not an indicator.
+    K counts the indicators and, after them, the guidance if it is not an indicator.
 
     Attributes:
       baseline: float32 EMA of the batch means of each indicator, in the unit of the indicator.
@@ -57,7 +57,7 @@ def init_shaping_state(
     """State before the first step, without a baseline; ValueError for a wrong name."""
     check_names(indicators, guidance)
     num_tracked = len(tracked_indicators(indicators, guidance))
-    # A new array for every field: a donated state must not hold a buffer twice.
+    # A new array for every field: a donated state must not hold the same buffer twice.
     return ShapingState(
         baseline=jnp.zeros(num_tracked, jnp.float32),
         baseline_set=jnp.zeros(num_tracked, bool),
@@ -80,11 +80,10 @@ def update_shaping_state(
     mu <- (1 - alpha) mu + alpha * mean over the responses that are valid for shaping
 
     Args:
-      state: of the step just shaped.
       metrics: [B] values and validities of the responses, as `hidden_state_metrics` returns them;
-        what is not valid may hold anything.
-      mean_reward: mean raw reward of the batch, for scale='performance'. None, or a value that is
-        not finite, leaves its EMA unchanged.
+        invalid values may hold anything.
+      mean_reward: mean raw reward of the batch, for scale='performance'. None or a non-finite value
+        leaves its EMA unchanged.
       **options: fields of `ShapingOptions`, the same as for `shape_advantages`.
 
     Returns:
@@ -93,8 +92,8 @@ def update_shaping_state(
     Raises:
       ValueError: for options out of their range, shapes that differ, or a metric that is missing.
 
-    Source: arXiv:2509.23808. The reference implementation starts at zero with a lag of two steps;
-    there every deviation of the first shaped step is clipped.
+    Source: arXiv:2509.23808. The reference implementation starts at zero with a lag of two steps,
+    so every deviation of the first shaped step is clipped.
     """
     checked = ShapingOptions(**options)
     state.check(checked.tracked)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import importance_weights
-from semrl_jax.algorithms.seam import Algorithm, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.metrics.records import Metrics
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from semrl_jax import models
-from semrl_jax.algorithms.seam import Algorithm, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state

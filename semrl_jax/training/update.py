@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.algorithms.seam import Algorithm
+from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Params, Policy, replicated
 from semrl_jax.models.hosts import own_rows
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values

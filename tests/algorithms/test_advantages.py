@@ -17,7 +17,7 @@ group_relative = jax.jit(algorithms.group_relative_advantages)
 whiten = jax.jit(algorithms.whiten)
 
 
-def test_two_responses_stand_one_over_root_two_apart():
+def test_advantages_of_two_responses_by_hand():
     # mean 1/2, sample deviation sqrt(1/2)
     expected = [[np.sqrt(0.5), -np.sqrt(0.5)]]
     # 2e-6: epsilon over the deviation.
@@ -35,7 +35,7 @@ def test_group_relative_advantages_match_float64(seed):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -0.3, 1e6])
-def test_equal_rewards_teach_nothing(value):
+def test_equal_rewards_have_zero_advantages(value):
     rewards = np.full((2, 3), value, np.float32)  # the mean of three 0.1 is not 0.1
     np.testing.assert_array_equal(group_relative(rewards), 0.0)
     assert jax.jit(algorithms.zero_variance_group_fraction)(rewards) == 1.0

@@ -30,8 +30,7 @@ def logprobs_of(seed, spread=0.8, mask=MASK):
 
 
 def test_weights_by_hand():
-    # Ratios 1/2, 4, 1: the second is cut at 2; of the response the product, 2, is at the cap and
-    # not over it.
+    # Ratios 1/2, 4, 1: the second is capped at 2. Their product, the ratio of the response, is 2.
     old, rollout = (
         np.log(np.array([[0.25, 0.8, 0.5, 0.9]], np.float32)),
         np.log(np.array([[0.5, 0.2, 0.5, 0.1]], np.float32)),
@@ -57,7 +56,7 @@ def test_weights_match_float64_loops(seed, level, cap):
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
     np.testing.assert_allclose(share, expected_share, rtol=1e-6)
     assert weights.dtype == np.float32
-    # What a row of the mask does not have changes nothing.
+    # Masked-out tokens change nothing.
     for hostile in (np.nan, np.inf, -np.inf, 1e4):
         dirty = [np.where(MASK, x, np.float32(hostile)) for x in (old, rollout)]
         for a, b in zip(weights_at(level, cap)(*dirty, MASK), (weights, share)):
@@ -65,9 +64,9 @@ def test_weights_match_float64_loops(seed, level, cap):
 
 
 @pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
-def test_weighting_makes_the_policy_of_the_engine(level):
-    """Over all responses of two tokens, the mean of w f under the engine is that of f under the
-    policy; by token only of an f of one token, given the tokens before it."""
+def test_weighted_means_under_the_engine_are_means_under_the_policy(level):
+    """The mean of w f under the engine is the mean of f under the policy, over all responses of two
+    tokens. By token this holds for f of the last token, given the tokens before it."""
     rng = np.random.default_rng(0)
     tokens = np.array([(a, b) for a in range(3) for b in range(3)])
 
@@ -89,7 +88,7 @@ def test_weighting_makes_the_policy_of_the_engine(level):
 
 
 @given(seed=seeds, level=levels)
-def test_an_engine_that_agrees_changes_no_bit(seed, level):
+def test_weights_are_one_if_engine_and_policy_agree(seed, level):
     old, _ = logprobs_of(seed)
     weights, share = weights_at(level)(old, old, MASK)
     np.testing.assert_array_equal(weights, np.ones(MASK.shape))
@@ -135,7 +134,7 @@ def test_far_apart_policies_stay_finite(level, gap):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_logprob_that_is_not_finite_is_not_passed_over(bad, which):
+def test_a_logprob_that_is_not_finite_makes_its_weights_nan(bad, which):
     arrays = logprobs_of(0)
     arrays[which][2, 1] = bad
     weights, _ = weights_at("token")(*arrays, MASK)
@@ -145,7 +144,7 @@ def test_a_logprob_that_is_not_finite_is_not_passed_over(bad, which):
 
 
 @pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
-def test_loss_and_gradient_are_those_of_the_textbook(level):
+def test_loss_and_gradient_match_torch(level):
     """Advantages times weights, beside torch with the weights outside of the maximum."""
     old, rollout = logprobs_of(3)
     rng = np.random.default_rng(4)
@@ -184,7 +183,7 @@ def test_loss_and_gradient_are_those_of_the_textbook(level):
     np.testing.assert_allclose(report["policy/pg_loss"], pg_loss.item(), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(gradients[0], x.grad.numpy(), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(gradients[1], h.grad.numpy(), rtol=1e-5, atol=1e-7)
-    for gradient in gradients[2:]:  # neither weights nor old log-probabilities have one
+    for gradient in gradients[2:]:  # no gradient through weights or old log-probabilities
         np.testing.assert_array_equal(gradient, 0)
 
 

@@ -127,7 +127,7 @@ def test_micro_batches_add_up_to_their_mini_batch(aggregation):
 def test_weights_by_hand():
     mask = np.array([[True, True, True], [True, False, False], [False, False, False]])
     np.testing.assert_allclose(weights_of(mask), mask / 4)
-    expected = [[1 / 6] * 3, [1 / 2, 0, 0], [0, 0, 0]]  # an empty response is no response
+    expected = [[1 / 6] * 3, [1 / 2, 0, 0], [0, 0, 0]]  # empty responses do not count
     np.testing.assert_allclose(weights_of(mask, "response_mean"), expected, rtol=1e-6)
     for aggregation in algorithms.AGGREGATIONS:
         assert not np.any(weights_of(np.zeros((2, 3), bool), aggregation))
@@ -146,7 +146,7 @@ def test_far_apart_policies_stay_finite(gap):
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result))
 
 
-def test_weighted_sum_sees_no_token_of_weight_zero():
+def test_weighted_sum_ignores_tokens_of_weight_zero():
     x = jnp.array([[2.0, jnp.nan, 3.0, jnp.inf]])
     weights = jnp.array([[0.5, 0.0, 0.25, 0.0]])
     assert jax.jit(algorithms.weighted_sum)(x, weights) == 1.75
@@ -169,13 +169,13 @@ def test_kl_estimators_by_hand():
         algorithms.kl_estimate(x, x, estimator="full")
 
 
-def test_low_variance_estimate_of_close_policies_keeps_its_digits():
+def test_low_variance_estimate_of_close_policies_is_accurate():
     # exp(-x) + x - 1 as written leaves nothing of x^2 / 2 = 5e-9 in float32.
     actual = algorithms.kl_estimate(jnp.array([1e-4]), jnp.zeros(1))
     np.testing.assert_allclose(actual, [5e-9], rtol=5e-3)
 
 
-def test_rewards_lose_their_kl():
+def test_penalised_rewards_by_hand():
     mask = jnp.array([[True, True, False]])
     nan = jnp.nan
     rewards, mean = jax.jit(functools.partial(algorithms.penalised_rewards, coefficient=0.1))(
@@ -217,7 +217,7 @@ def test_no_reference_is_needed_without_kl():
 
     (with_ref, report), gradient = loss(logprobs, ref)
     (without, rest), same = loss(logprobs, None)
-    assert report.pop("policy/kl") > 0  # measured where there is something to measure it against
+    assert report.pop("policy/kl") > 0  # computed if there is a reference
     assert (without, rest) == (with_ref, report)
     np.testing.assert_array_equal(same, gradient)
     arguments["ref_logprobs"] = None
@@ -227,7 +227,7 @@ def test_no_reference_is_needed_without_kl():
         algorithms.policy_loss(logprobs, entropy, **arguments, kl_coefficient=0.0, clip_epsilon=1.5)
 
 
-def test_entropy_matches_its_definition_and_takes_impossible_tokens():
+def test_entropy_matches_its_definition_with_impossible_tokens():
     logits = np.random.default_rng(0).normal(size=(2, 3, 7)).astype(np.float32) * 4
     entropy = jax.jit(algorithms.token_entropy)
     p = np.exp(logits.astype(np.float64))

@@ -71,7 +71,7 @@ def test_only_the_named_orders_are_measured(batch):
     assert orders == {"effective_rank_velocity", "effective_rank_acceleration"}
     everything = flat_metrics(*batch, stride=STRIDE)
     for key, value in measured.items():
-        # The same decompositions: another program rounds otherwise; orders are differences.
+        # The same decompositions, but another program may round differently.
         tolerance = {"rtol": 1e-3, "atol": 5e-3} if key in orders else {"rtol": 2e-6, "atol": 1e-6}
         np.testing.assert_allclose(value, everything[key], **tolerance, err_msg=key)
     none = flat_metrics(*batch, stride=STRIDE, orders=())
@@ -84,15 +84,14 @@ def test_a_response_is_the_same_alone_and_in_any_batch(batch):
     for i in range(len(states)):
         alone = flat_metrics(states[i : i + 1], mask[i : i + 1], stride=STRIDE)
         for key in together:
-            # 2e-6 of ranks up to 8, not bits: the compiler fuses a loop body otherwise than the
-            # straight program.
+            # 2e-6 of ranks up to 8: the compiler fuses a loop body differently.
             np.testing.assert_allclose(together[key][i], alone[key][0], rtol=1e-5, atol=2e-5)
     reverse = flat_metrics(states[::-1], mask[::-1], stride=STRIDE)
     for key in together:
         np.testing.assert_array_equal(together[key], reverse[key][::-1])
 
 
-def test_a_longer_bucket_changes_nothing(batch):
+def test_more_padding_changes_nothing(batch):
     states, mask = batch
     padded = np.pad(states, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)
     padded_mask = np.pad(mask, ((0, 0), (0, 9)))
@@ -102,7 +101,7 @@ def test_a_longer_bucket_changes_nothing(batch):
         np.testing.assert_allclose(short[key], long[key], rtol=1e-5, atol=2e-5, err_msg=key)
 
 
-def test_a_broken_response_harms_only_itself(batch):
+def test_a_non_finite_response_does_not_change_others(batch):
     states, mask = batch
     broken = states.copy()
     broken[0, 3, 3] = np.inf
@@ -150,14 +149,14 @@ def test_dataset_metrics_treat_mean_states_as_one_response(batch):
     assert measured[metrics.MetricKey("curvature")].value == pytest.approx(
         oracle.curvature(rows), rel=1e-5
     )
-    broken = np.insert(np.asarray(means), 2, np.nan, axis=0)  # counts no more than an empty one
+    broken = np.insert(np.asarray(means), 2, np.nan, axis=0)  # does not count, like an empty one
     row_mask = np.insert(mask.any(axis=1), 2, True)
     again = metrics.dataset_metrics(broken, stride=1, row_mask=row_mask)
     for key, value in measured.items():
         np.testing.assert_allclose(again[key], value, rtol=1e-5, err_msg=key.label)
 
 
-@pytest.mark.slow  # a program each
+@pytest.mark.slow  # compiles one program per window rule
 @pytest.mark.parametrize("window", metrics.WINDOWS)
 def test_dataset_metrics_follow_the_window(window):
     rows = np.random.default_rng(0).normal(size=(24, 10)).astype(np.float32)

@@ -17,7 +17,7 @@ def of_one(states, mask=None, **options):
 
 
 @pytest.mark.parametrize("pad_id", [128009.0, pytest.param(151643.0, marks=pytest.mark.slow)])
-def test_padding_with_token_ids_is_not_seen(pad_id):
+def test_padding_with_token_ids_is_ignored(pad_id):
     # One such row inside the mask drives the rank to about 1.
     states = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
     mask = np.arange(80) < 70
@@ -32,8 +32,8 @@ def test_padding_with_token_ids_is_not_seen(pad_id):
     )
 
 
-def test_differences_see_the_whole_response():
-    # Rank grows in the first half alone; the last 512 rows know nothing of it.
+def test_orders_use_the_whole_response():
+    # Rank grows only in the first half, which the last 512 rows do not contain.
     rng = np.random.default_rng(0)
     states = rng.normal(size=(1040, 12)).astype(np.float32)
     states[:500] *= np.arange(12) < np.linspace(1, 12, 500)[:, None]
@@ -52,7 +52,7 @@ def test_differences_see_the_whole_response():
 
 
 @pytest.mark.parametrize("method", metrics.METHODS)
-def test_a_rank_of_20_reads_as_20_in_value_and_differences(method):
+def test_rank_20_is_measured_as_20_in_value_and_orders(method):
     # 241 x 512 as measured on the release: eigenvalues of the noise made it 130, and ER 21.1.
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(512, 20)))[0].T
@@ -69,8 +69,8 @@ def test_a_rank_of_20_reads_as_20_in_value_and_differences(method):
             assert abs(found[f"{name}_{order}"] - expected) < tolerance * scale, (name, order)
 
 
-def test_differences_of_entropy_are_of_the_entropy_that_is_measured():
-    # Renyi's of order 1.0001, where the release takes Shannon's for the differences alone.
+def test_orders_of_entropy_use_the_same_entropy_as_the_value():
+    # Renyi's of order 1.0001. The release uses Shannon's for the orders.
     states = np.random.default_rng(0).normal(size=(240, 200)).astype(np.float32)
     states[:, 0] *= np.linspace(1, 28, 240, dtype=np.float32)  # as far apart as the two get
     found = of_one(states, stride=40, names=("response_entropy",), method="svd")
@@ -90,7 +90,7 @@ def shannon_entropy(rows):
 
 
 def test_curvature_keeps_the_turns_at_every_256th_step():
-    # Straight but for two right angles, exactly where chunks of 256 steps would end.
+    # A straight line with two right angles, where chunks of 256 steps would end.
     steps = np.zeros((600, 2))
     steps[:256, 0] = steps[512:, 0] = 1
     steps[256:512, 1] = 1
@@ -100,7 +100,7 @@ def test_curvature_keeps_the_turns_at_every_256th_step():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_ranks_a_bfloat16_apart_stay_apart():
+def test_ranks_closer_than_bfloat16_spacing_differ():
     # Spacing of bfloat16 between 128 and 256: 1. These differ by less.
     rng = np.random.default_rng(0)
     states = rng.normal(size=(200, 256)).astype(np.float32)

@@ -138,7 +138,7 @@ def test_prefix_dynamics_of_any_metric_match_float64(name, window):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_outlier_row_does_not_swallow_the_prefixes_before_it():
+def test_an_outlier_row_does_not_change_the_prefixes_before_it():
     states = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
     states[20] *= 1e4  # float32 centring on the mean of all would lose four digits
     expected = expect(states, 4, "exact")
@@ -149,7 +149,7 @@ def test_an_outlier_row_does_not_swallow_the_prefixes_before_it():
     np.testing.assert_allclose(gram[1:3], expected[1:3], rtol=5e-2)
 
 
-def test_a_broken_valid_row_gives_zeros_and_no_window():
+def test_a_non_finite_row_gives_zeros_and_no_window():
     states = np.random.default_rng(0).normal(size=(26, 16)).astype(np.float32)
     states[25, 0] = np.nan
     assert all(x == 0 for x in dynamics()(states, np.ones(26, bool)))
@@ -163,5 +163,5 @@ def test_vmap_and_vmap_of_vmap_agree_with_one_response():
     for index in np.ndindex(2, 3):
         alone = dynamics()(states[index], mask[index])
         for a, b in zip(batched, alone):
-            # Products round otherwise in a batch; 1e-5 is the accuracy of either.
+            # Products may round differently in a batch; 1e-5 is the accuracy of both.
             np.testing.assert_allclose(a[index], b, rtol=1e-5, atol=2e-5)

@@ -18,7 +18,7 @@ def expected(rows, stride, window):
 
 
 def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
-    # From 1.7e30 on nothing is left of the 1e-8 beside the scale.
+    # From 1.7e30 on, 1e-8 divided by the scale is zero.
     states = np.ones((6, 4, 3), np.float32)
     states[:5] *= np.float32([1e-42, 1e-30, 1.0, 2e30, 3e38])[:, None, None]
     states[5] *= np.arange(4, dtype=np.float32)[:, None]
@@ -27,7 +27,7 @@ def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
     np.testing.assert_array_equal(found["effective_rank"][:5], 1.0)
     for name, value in found.items():
         assert np.all(np.isfinite(value)), name
-    # What is printed as zero is no "-0".
+    # Zero, not minus zero, which would print as "-0".
     for name in ("log_effective_rank", "response_entropy"):
         np.testing.assert_allclose(found[name], 0.0, atol=1e-5)
         assert not np.any(np.signbit(found[name])), name
@@ -72,7 +72,7 @@ def by_gram():
 
 @pytest.mark.parametrize("size", [1e15, 1e19, 1e20, 1e30])
 @pytest.mark.parametrize("names", [metrics.METRICS, ("effective_rank",)])
-def test_a_huge_offset_leaves_no_difference_out(by_gram, names, size):
+def test_a_huge_offset_hides_no_difference(by_gram, names, size):
     # Squares of differences, 1e-38 of the largest entry's, vanish in float32.
     rows = beside_one_column(size)
     found = by_gram(rows[None], np.ones((1, 40), bool), names=names)
@@ -146,7 +146,7 @@ def test_a_wide_rank_is_counted_in_float64_near_its_threshold():
     assert found["traditional_rank"][0] == rank
 
 
-def test_what_is_below_normal_float32_counts_as_zero():
+def test_subnormal_entries_count_as_zero():
     states = (np.random.default_rng(0).normal(size=(8, 4)) * 1e-42).astype(np.float32)
     assert np.any(states)
     assert metrics.traditional_rank(states, np.ones(8, bool)) == 0.0

@@ -104,7 +104,7 @@ def test_a_module_that_is_no_metric_is_refused_in_one_line(package, code, messag
         (("mine.norm_valid",), "must not end with one of"),
     ],
 )
-def test_names_that_cannot_be_are_refused_before_anything_is_loaded(names, message):
+def test_wrong_names_are_refused_before_anything_is_loaded(names, message):
     with pytest.raises(UserError) as error:
         check_metrics("names", names)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -118,7 +118,7 @@ def test_every_metric_of_the_package_is_a_function_too(name):
 
 
 @given(keys)
-def test_a_label_says_its_key(key):
+def test_a_label_parses_to_its_key(key):
     assert MetricKey.parse(key.label) == key
     assert key.label.startswith("layer_") == (key.layer != -1)
 
@@ -135,7 +135,7 @@ def test_labels_by_hand():
 
 
 @given(st.dictionaries(keys, st.builds(Measurement, st.floats(allow_nan=False), st.booleans())))
-def test_encoded_metrics_come_back(found):
+def test_decode_inverts_encode(found):
     scalars = encode(found)
     assert list(scalars) == sorted(scalars) and len(scalars) == 2 * len(found)
     assert all(type(value) is float for value in scalars.values())

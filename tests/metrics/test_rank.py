@@ -45,7 +45,7 @@ def test_right_angles_and_reversals_have_their_angles():
     np.testing.assert_allclose(JITTED["curvature"](states, np.ones(4, bool)), expected, rtol=1e-6)
 
 
-def test_curvature_skips_steps_that_go_nowhere():
+def test_curvature_skips_short_steps():
     # East, a pause, a step below 1e-6, north-west: one pair, 135 degrees.
     states = np.array([[0, 0], [1, 0], [1, 0], [1, 5e-7], [0, 1]], np.float32)
     actual = JITTED["curvature"](states, np.ones(5, bool))
@@ -85,7 +85,7 @@ def test_gram_matches_float64_above_its_floor(seed, num_tokens):
 
 
 @pytest.mark.parametrize("shape", [(100, 160), (160, 100)])
-def test_gram_reads_a_low_rank_through_its_noise(shape):
+def test_gram_measures_a_low_rank_despite_noise(shape):
     rng = np.random.default_rng(0)
     states = (rng.normal(size=(shape[0], 10)) @ rng.normal(size=(10, shape[1]))).astype(np.float32)
     mask = np.ones(shape[0], bool)
@@ -127,7 +127,7 @@ def test_scales_at_the_ends_of_float32_stay_finite(factor):
 
 
 @given(seed=seeds)
-def test_a_huge_mean_costs_no_digit(seed):
+def test_a_huge_mean_costs_no_accuracy(seed):
     states = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32) + 3e4
     for name in NAMES:
         # The oracle gets the same rounded rows, so 2e-5 covers the arithmetic alone.
@@ -136,7 +136,7 @@ def test_a_huge_mean_costs_no_digit(seed):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1234.567])
-def test_equal_rows_have_rank_one_of_nothing(value):
+def test_equal_rows_have_effective_rank_one(value):
     states, mask = np.full((16, 8), value, np.float32), np.ones(16, bool)
     expected = {"effective_rank": 1.0}
     for name in NAMES:
@@ -158,7 +158,7 @@ def test_short_responses_have_their_documented_values(num_rows, num_tokens):
 
 
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, -np.inf])
-def test_a_broken_valid_row_gives_zero(hostile):
+def test_a_non_finite_valid_row_gives_zero(hostile):
     states = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     states[3, 2] = hostile
     for name in NAMES:
@@ -166,8 +166,8 @@ def test_a_broken_valid_row_gives_zero(hostile):
         assert JITTED[name](states, np.arange(16) != 3) > 0.0
 
 
-def test_no_value_that_is_not_finite_gets_past_the_first_step():
-    # A decomposition may never return from one.
+def test_compact_rows_are_finite():
+    # A decomposition of a non-finite matrix may never return.
     states = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     states[3, 2], states[9] = np.nan, np.inf
     for mask, finite in ((np.ones(16, bool), False), (np.arange(16) % 6 != 3, True)):

@@ -40,17 +40,17 @@ def beside_one_direction(share, num_rows=96, width=160):
 
 
 @pytest.mark.parametrize("share", [1e-2, 1.2e-3, 8e-4, 3e-4, 1e-5])
-def test_gram_sees_what_lies_beside_one_huge_direction(share):
+def test_gram_is_accurate_beside_one_huge_direction(share):
     states, mask = beside_one_direction(share), np.ones(96, bool)
     expected = oracle.effective_rank(states)
     actual = metrics.effective_rank(states, mask, method="gram")
-    np.testing.assert_allclose(actual, expected, rtol=1e-3)  # as promised; float32 alone: 90 % off
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)  # documented; float32 alone: 90 % off
     measured = flat_metrics(states[None], mask[None], stride=24)
     assert measured["traditional_rank"][0] == oracle.traditional_rank(states)
 
 
 @pytest.mark.parametrize("shape", [(45, 40), (20, 30)])
-def test_svd_keeps_its_promise_beside_any_column(shape):
+def test_svd_is_accurate_beside_a_huge_column(shape):
     # 1e-5 of ER and of its logarithm, which is all that lies beside the column: Gram matrices in
     # float64 lose 6e-5 and 28 % at 3e7.
     rows = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -98,7 +98,7 @@ def test_float64_is_taken_where_float32_does_not_resolve_and_only_there(monkeypa
         assert {dtype for dtype, _ in calls} == dtypes
         sizes = [size for dtype, size in calls if dtype == max(dtypes)]
         assert sorted(sizes) == [30, 60, 90, 96]
-        if len(dtypes) == 2:  # the first look settles it: no window is decomposed in vain
+        if len(dtypes) == 2:  # the whole response is unresolved, so no window is decomposed
             assert [size for dtype, size in calls if dtype == "float32"] == [96]
 
 
@@ -157,7 +157,7 @@ def test_eigenvalues_come_without_vectors_where_the_kernel_exists(kernel, monkey
 
 
 def test_this_jaxlib_has_the_kernels():
-    # A release of jaxlib without them is twice as slow: this says so.
+    # A jaxlib without them takes twice as long, so a change must be noticed.
     assert eigenvalue_kernel(np.dtype(np.float32)) == "lapack_ssyevd_ffi"
     assert eigenvalue_kernel(np.dtype(np.float64)) == "lapack_dsyevd_ffi"
 
@@ -240,7 +240,7 @@ def test_prefixes_longer_than_the_width_add_to_one_scatter_matrix(monkeypatch):
     "names", [pytest.param(("effective_rank",), marks=pytest.mark.soak), metrics.METRICS]
 )
 @pytest.mark.slow
-def test_side_by_side_is_one_after_the_other(names):
+def test_side_by_side_matches_one_after_the_other(names):
     rng = np.random.default_rng(0)
     states = rng.normal(size=(4, 24, 40)).astype(np.float32)
     states[1] = beside_one_direction(3e-4, 24, 40)  # only this one needs float64

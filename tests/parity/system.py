@@ -15,7 +15,7 @@ import optax
 
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
-from semrl_jax.algorithms.seam import Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.metrics import flatten
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measurer import Measurer

@@ -13,7 +13,7 @@ import torch
 
 from configs import quickstart
 from semrl_jax import models
-from semrl_jax.algorithms.seam import load_algorithm
+from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.state import init_state

@@ -1,5 +1,6 @@
 """Contradictions between settings are named before a run starts."""
 
+import importlib
 import json
 
 import pytest
@@ -178,10 +179,23 @@ def test_other_layers_need_hidden_states_from_the_replica(field, value):
         validate(config)
 
 
-def test_a_metric_of_a_users_module_needs_no_import_to_be_checked():
+OF_SPREAD = """
+from semrl_jax.metrics import Metric
+
+METRIC = Metric(of_spectrum=lambda sigma, scale, num_rows, width: sigma[0] * scale, min_tokens=2)
+"""
+
+
+def test_a_metric_of_a_users_module_is_imported_when_the_config_is_checked(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_package").mkdir()
     config = quickstart.get_config()
     config.metrics.names = ("effective_rank", "my_package.spread")
     config.shaping.guidance = "spread_velocity"
+    with pytest.raises(UserError, match=r"'my_package.spread' cannot be imported .ModuleNotFound"):
+        validate(config)
+    (tmp_path / "my_package" / "spread.py").write_text(OF_SPREAD)
+    importlib.invalidate_caches()
     validate(config)
     config.metrics.placement = "rollout"
     with pytest.raises(UserError, match=r"'my_package.spread', but with metrics.placement="):

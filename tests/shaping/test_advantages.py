@@ -34,7 +34,7 @@ def state_with(baselines=BASELINES, reward_ema=0.0):
 
 
 def metrics_of(rows, valid=None):
-    """Metrics from rows of (ERA, ERV, ER), one a response."""
+    """Metrics from rows of (ERA, ERV, ER), one row per response."""
     columns = np.asarray(rows, np.float32).T
     valid = np.ones_like(columns, bool) if valid is None else np.asarray(valid).T
     result = dict(zip(shaping.INDICATORS, columns))
@@ -64,7 +64,7 @@ def _jitted(options):
 
 def test_bonus_by_hand():
     # ERA at its baseline: beta = 1/2. ER twice its baseline: tanh(1) = 0.76159; ERV at its own: 0.
-    # Phi = 0.76159 / 2 = 0.38080; |A| / kappa = 0.1, 0.5, 0 takes the place of it where smaller.
+    # Phi = 0.76159 / 2 = 0.38080, limited to |A| / kappa = 0.1, 0.5, 0.
     metrics = metrics_of([(0.5, 4.0, 40.0)])
     actual, report = shape([[-0.2, 1.0, 0.0]], metrics, np.ones((1, 3), bool), state_with())
     np.testing.assert_allclose(actual, [[-0.1, 1.380797, 0.0]], rtol=1e-6)
@@ -128,7 +128,7 @@ def test_shaping_matches_float64_loops(seed, tokens, mixing):
 
 
 @given(seed=st.integers(0, 2**31 - 1), kappa=st.sampled_from([1.0078125, 1.5, 2, 10.0]))
-def test_no_bonus_is_negative_or_turns_a_sign(seed, kappa):
+def test_no_bonus_is_negative_or_changes_a_sign(seed, kappa):
     rng = np.random.default_rng(seed)
     advantages = (rng.normal(size=(4, 5)) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
     advantages[0] = 0.0
@@ -140,7 +140,7 @@ def test_no_bonus_is_negative_or_turns_a_sign(seed, kappa):
     assert np.all((np.sign(actual) == np.sign(advantages))[MASK])
 
 
-def test_targets_send_the_signal_where_they_say():
+def test_targets_add_the_signal_to_advantage_or_reward():
     advantages = np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
     plain = np.where(MASK, advantages, 0.0)
     state = state_with()
@@ -244,7 +244,7 @@ def test_correlations_are_those_of_valid_responses():
 
 
 def test_a_constant_does_not_correlate():
-    # The mean of seven times 0.1 is not 0.1 in float32; what is left is all alike.
+    # The mean of seven times 0.1 is not 0.1 in float32; all differences from it are equal.
     for row in ((0.1, 0.7, 0.3), (3e38, -3e38, 1e-30)):
         metrics = metrics_of([row] * 7)
         _, report = shape(np.ones((7, 1)), metrics, np.ones((7, 1), bool), state_with())

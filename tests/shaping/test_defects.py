@@ -38,7 +38,7 @@ def test_shaping_the_advantage_alone_shapes_it():
     assert report["shaping/bonus/mean"] > 0.1
     assert np.all(np.asarray(shaped - advantages) > 0.1)
     with_reward, _ = by_name.shape_advantages(advantages, HIGH, mask, state, target="both")
-    np.testing.assert_array_equal(with_reward, shaped)  # counted here once, whatever the reward got
+    np.testing.assert_array_equal(with_reward, shaped)  # the bonus counts once here
 
 
 def test_the_bonus_is_not_diluted_by_the_length():
@@ -57,7 +57,7 @@ def test_the_bonus_is_not_diluted_by_the_length():
 
 
 def test_an_average_response_deviates_by_nothing_from_the_second_step_on():
-    # From zero baselines it clips at 5 and fades over ten steps.
+    # With zero baselines the deviation is clipped at 5 and decreases over ten steps.
     mask, advantages = jnp.ones((2, 3), bool), jnp.ones((2, 3))
     state, seen = shaping.init_shaping_state(), []
     for _ in range(5):
@@ -68,14 +68,14 @@ def test_an_average_response_deviates_by_nothing_from_the_second_step_on():
 
 
 @pytest.mark.parametrize("options, covers", [({}, 3), ({"ema_lag": 2}, 2)])
-def test_the_baseline_knows_every_step_before_its_own(options, covers):
+def test_the_baseline_contains_every_earlier_step(options, covers):
     batches = [metrics_of([x, x], [x, x], [x, x]) for x in (1.0, 2.0, 4.0)]
     state = state_after(*batches, alpha=0.5, **options)
     expected = {3: ((1.0 + 2.0) / 2 + 4.0) / 2, 2: (1.0 + 2.0) / 2}[covers]
     np.testing.assert_allclose(state.baseline, expected)
 
 
-def test_rewards_and_bonus_keep_what_bfloat16_would_round_away():
+def test_rewards_and_bonus_are_more_precise_than_bfloat16():
     # Spacing of bfloat16 for scores near 1: 2^-7. These differ by 2^-10.
     rewards = jnp.array([[1.0, 1.0 + 2**-10]])
     assert len(np.unique(np.asarray(rewards.astype(jnp.bfloat16)))) == 1

@@ -157,7 +157,7 @@ def test_every_combination_of_choices_matches_float64_loops(target):
     ],
     ids=["default", "foreign guidance", "release"],
 )
-def test_transformed_it_is_the_same(options):
+def test_jit_and_vmap_give_the_same(options):
     options = DEFAULTS | options
     batches = make_batches(0, {*options["indicators"], options["guidance"]})
 
@@ -171,7 +171,7 @@ def test_transformed_it_is_the_same(options):
     plain = list(steps(batches, options))
     for wrap in (jax.jit, batched, lambda f: jax.jit(batched(f))):
         for expected, actual in zip(plain, steps(batches, options, wrap), strict=True):
-            # Fused, sums and quotients round elsewhere.
+            # Fused sums and quotients round differently.
             jax.tree.map(
                 lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
                 actual,
@@ -199,7 +199,7 @@ def test_whole_steps_run_inside_one_compiled_loop():
 
 @pytest.mark.parametrize("scale", CHOICES["scale"])
 @pytest.mark.parametrize("mixing", ["adaptive", "half"])
-def test_release_options_give_the_release(mixing, scale):
+def test_release_options_match_the_release(mixing, scale):
     """Zero start, two steps late, zeros let in, last token, counted twice."""
     rng = np.random.default_rng(0)
     mask = np.arange(4) < np.array([4, 2, 3])[:, None]
@@ -244,7 +244,7 @@ def test_release_options_give_the_release(mixing, scale):
 
 @pytest.mark.parametrize("invalid", CHOICES["invalid"])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_response_gets_nothing_and_touches_nobody(broken, invalid):
+def test_a_non_finite_response_gets_no_bonus_and_changes_no_other(broken, invalid):
     rng = np.random.default_rng(0)
     clean = {name: rng.uniform(1, 3, 5).astype(np.float32) for name in shaping.INDICATORS}
     state = by_name.update_shaping_state(shaping.init_shaping_state(), clean)
@@ -268,7 +268,7 @@ def test_a_broken_response_gets_nothing_and_touches_nobody(broken, invalid):
 
 
 def test_zeros_are_of_short_responses_and_not_of_broken_ones():
-    # As the metrics say it: of one that is not finite nothing is valid, and all is 0.0.
+    # As metrics report a non-finite response: nothing is valid, and all values are 0.0.
     found = {name: np.array([3.0, 0.0, 0.0], np.float32) for name in shaping.INDICATORS}
     found["effective_rank"] = np.array([3.0, 3.0, 0.0], np.float32)
     found |= {f"{name}_valid": np.array([True, False, False]) for name in shaping.INDICATORS}
@@ -284,7 +284,7 @@ def test_zeros_are_of_short_responses_and_not_of_broken_ones():
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_advantage_stays_and_spoils_no_report(broken):
+def test_a_non_finite_advantage_stays_and_is_not_reported(broken):
     high = {name: np.full(5, 9.0, np.float32) for name in shaping.INDICATORS}
     low = {name: np.full(5, 3.0, np.float32) for name in shaping.INDICATORS}
     state = by_name.update_shaping_state(shaping.init_shaping_state(), low)

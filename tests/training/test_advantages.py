@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from semrl_jax.algorithms.seam import Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training import advantages

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import hlo
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
-from semrl_jax.algorithms.seam import Algorithm
+from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import abstract_state, init_state, make_optimizer

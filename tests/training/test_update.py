@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, token_weights
-from semrl_jax.algorithms.seam import Algorithm
+from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import (

@@ -33,8 +33,8 @@ def curvature(
     Raises:
       ValueError: for a wrong rank, shape or dtype.
 
-    Source: the reference implementation. It works in bfloat16 and loses the pairs at every 256th
-    step; this function does neither.
+    Source: the reference implementation, which works in bfloat16 and omits the pairs at every 256th
+    step. This function does neither.
     """
     rows = compact(hidden_states, response_mask)
     return jnp.where(rows.finite, prefix_curvature(rows)(rows.num_tokens), 0.0)
@@ -42,7 +42,14 @@ def curvature(
 
 def prefix_curvature(rows: Rows) -> Callable[[Int[Array, ""]], Float[Array, ""]]:
     """Curvature of the first rows, as a function of their number."""
-    return functools.partial(mean_angle, *turning_angles(rows))
+    angles, exists = turning_angles(rows)
+
+    def of_first(num_rows: Int[Array, ""]) -> Float[Array, ""]:
+        kept = exists & (jnp.arange(angles.shape[0]) < num_rows - 1)
+        count = jnp.sum(kept, dtype=jnp.float32)
+        return jnp.sum(jnp.where(kept, angles, 0.0)) / jnp.maximum(count, 1.0)
+
+    return of_first
 
 
 def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
@@ -81,15 +88,6 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 
     angles = by_blocks(lambda pair: angle(*pair), (position, jnp.maximum(before, 0)))
     return angles, directed & (before >= 0)
-
-
-def mean_angle(
-    angles: Float[Array, " N"], kept: Bool[Array, " N"], num_rows: Int[Array, ""]
-) -> Float[Array, ""]:
-    """Curvature of the first `num_rows` rows: the mean of the angles between their steps."""
-    kept = kept & (jnp.arange(angles.shape[0]) < num_rows - 1)
-    count = jnp.sum(kept, dtype=jnp.float32)
-    return jnp.sum(jnp.where(kept, angles, 0.0)) / jnp.maximum(count, 1.0)
 
 
 METRIC = Metric(of_states=prefix_curvature, min_tokens=3)

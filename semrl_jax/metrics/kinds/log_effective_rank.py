@@ -18,7 +18,7 @@ def log_effective_rank(
 ) -> Float[Array, ""]:
     """Computes log ER in nats; arguments and zeros as in `effective_rank`.
 
-    The relative error is 1e-5 under "svd"; under "gram" the absolute one is 1e-3.
+    "svd" has a relative error of 1e-5, "gram" an absolute one of 1e-3.
     """
     return whole_response(log_effective_rank_of, hidden_states, response_mask, method)
 

@@ -23,9 +23,7 @@ def response_entropy(
     q_k = lambda_k / sum lambda over lambda_k > 1e-8,  H = log(sum q_k^a) / (1 - a)
 
     Args:
-      hidden_states: any real float dtype; rows outside the mask may hold anything.
-      response_mask: True on tokens that count.
-      method: as in `effective_rank`.
+      hidden_states, response_mask, method: as in `effective_rank`.
 
     Returns:
       Float32 nats in [0, log min(T - 1, D)]; 0.0 if T < 2, if no eigenvalue exceeds 1e-8 (in units
@@ -44,7 +42,7 @@ def response_entropy_of(
     sigma: Float[Array, " S"], scale: Float[Array, ""], num_rows: Int[Array, ""], width: int
 ) -> Float[Array, ""]:
     """Renyi entropy of a spectrum, in nats; sigma in units of `scale`."""
-    # Compares roots, and squares ratios only: other squares could leave the range of float32.
+    # Compares roots and squares ratios: other squares could leave the range of float32.
     kept = jnp.where(sigma > EPSILON**0.5 / scale, sigma, 0.0)
     largest = jnp.max(kept, initial=0.0)
     eigenvalues = (kept / jnp.where(largest > 0, largest, 1.0)) ** 2

@@ -1,11 +1,12 @@
-"""What an algorithm is to the training loop, which knows none by name.
+"""The interface between the training loop and an algorithm.
 
 An algorithm is a module with these names:
 
 - `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.algorithms`:
-  `advantage.*`, `loss.*`, `aggregation`, and `options.*` for any others.
+  `advantage.*`, `loss.*`, `aggregation`, and `options.*` for all others.
 - `needs(options) -> Needs`: what has to be computed. Nothing else is computed or loaded.
-- `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping.
+- `advantages(rewards, passes, response_mask, options)`: float32 [B, T], before shaping, 0.0 on
+  masked-out tokens. `rewards` is [P, G].
 - `token_weights(response_mask, options)`: float32 [B, T] that sums to 1 over a mini-batch.
 - `loss(logprobs, entropy, *, old_logprobs, ref_logprobs, advantages, weights, options)`: the share
   of a micro-batch in the loss of its mini-batch, and scalars to be summed like it. `policy/loss` is
@@ -28,12 +29,11 @@ from configs.default import get_config
 from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module
 
-PACKAGE = "semrl_jax.algorithms"
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
 
 
 class Needs(NamedTuple):
-    """What an algorithm needs beside the policy's own log-probabilities.
+    """What an algorithm needs in addition to the policy's own log-probabilities.
 
     Attributes:
       groups: at least two responses per prompt.
@@ -49,7 +49,7 @@ class Needs(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What forward passes over the batch gave, float32 nats; None where it is not needed."""
+    """Results of forward passes over the batch, float32 nats; None if not needed."""
 
     old_logprobs: Float[Array, "B T"] | None = None
     ref_logprobs: Float[Array, "B T"] | None = None
@@ -64,47 +64,43 @@ class Algorithm:
 
     @property
     def needs(self) -> Needs:
-        """See `Needs`."""
         return self.module.needs(self.options)
 
     def advantages(
         self, rewards: Float[Array, "P G"], passes: Passes, response_mask: Bool[Array, "B T"]
     ) -> Float[Array, "B T"]:
-        """Float32 advantages before shaping; 0.0 on masked-out tokens."""
         return self.module.advantages(rewards, passes, response_mask, self.options)
 
     def token_weights(self, response_mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-        """Float32 weights of the tokens of a mini-batch; their sum is 1."""
         return self.module.token_weights(response_mask, self.options)
 
     def loss(
         self, logprobs: Float[Array, "*tokens"], entropy: Float[Array, "*tokens"], **values: Any
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The share of a micro-batch in the loss of its mini-batch, and its scalars."""
         return self.module.loss(logprobs, entropy, **values, options=self.options)
 
 
 def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
-    """The algorithm that a config names.
+    """Loads the algorithm that a config names.
 
     Args:
-      section: `config.algorithms`. `name` is that of a module of this package ("grpo") or of any
-        other ("my_package.my_module"). All but `importance` are its options, sections merged; an
-        option that the module does not have is left out where it has its default.
+      section: `config.algorithms`. `name` is a module of this package ("grpo") or of any other
+        ("my_package.my_module"). All fields but `importance` are options, sections merged. An
+        option that the module does not have is ignored if it has its default.
 
     Raises:
       UserError: if there is no such module, if a part of it is missing, or for an option that the
         module does not have or refuses.
     """
     name = section["name"]
-    module = load_module("algorithms.name", name, PACKAGE, PARTS)
+    module = load_module("algorithms.name", name, "semrl_jax.algorithms", PARTS)
     fields = {field.name for field in dataclasses.fields(module.Options)}
     options: dict[str, Any] = {}
     paths: dict[str, str] = {}
     defaults = {path: value for path, _, value in _options(get_config().algorithms.to_dict())}
     for path, option, value in _options(section):
         if option not in fields:
-            if value == defaults.get(path):  # of GRPO, and nobody has set it
+            if value == defaults.get(path):  # an option of GRPO that the user did not set
                 continue
             raise UserError(
                 f"{path}={value!r} is no option of algorithms.name={name!r}, which has "
@@ -133,7 +129,7 @@ def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_options(options: Any, **rules: tuple[bool, str]) -> None:
-    """Raises ValueError for the first field whose rule does not hold; `rules`: (holds, rule)."""
+    """Raises ValueError for the first field that breaks its rule; `rules`: (holds, rule)."""
     for name, (holds, rule) in rules.items():
         if not holds:
             raise ValueError(f"{name}={getattr(options, name)!r} must {rule}.")
