@@ -61,8 +61,8 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"{field}={name!r:.100} is unknown; {hint}Choose one of {', '.join(known)}, or name one "
-            "of yours as 'my_package.my_module' (docs/extending.md)."
+            f"{field}={name!r:.100} is unknown; {hint}choose one of {', '.join(known)}, "
+            "or a module of yours, 'my_package.my_module' (docs/extending.md)."
         )
     if missing:
         raise UserError(
