@@ -14,6 +14,7 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.clock import Clock
 from semrl_jax.evaluation.seam import Plan
+from semrl_jax.modules import running
 from semrl_jax.sampling.prompts import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -104,8 +105,8 @@ class Evaluator:
             responses = [item for item in scored if self._benchmark(item) == benchmark]
             groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
             by_problem = [list(group) for _, group in groups]
-            for score in scores:
-                scalars |= score.scalars(benchmark, by_problem, num_problems)
+            for score in dict.fromkeys(scores):
+                scalars |= _numbers(score, benchmark, by_problem, num_problems)
             if logs_metrics and responses:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(responses, prefix)
@@ -124,8 +125,35 @@ def plans_of(
     """The scores that use the responses of each plan."""
     plans: dict[Plan, list[ModuleType]] = {}
     for score in scores:
-        plans.setdefault(score.plan(options), []).append(score)
+        with running("evaluation.scores", score, "plan"):
+            plan = score.plan(options)
+            if not isinstance(plan, Plan):
+                raise TypeError(f"it must return a Plan, not {plan!r}")
+            _check_plan(plan)
+            plans.setdefault(plan, []).append(score)
     return plans
+
+
+def _check_plan(plan: Plan) -> None:
+    if not (isinstance(plan.num_samples, int) and plan.num_samples >= 1):
+        raise ValueError(f"num_samples={plan.num_samples} must be a whole number of at least 1")
+    if not (isinstance(plan.top_k, int) and plan.top_k >= 0):
+        raise ValueError(f"top_k={plan.top_k} must be a whole number of at least 0")
+    if plan.temperature != 0 and not 0.01 <= plan.temperature < 2**31:
+        raise ValueError(f"temperature={plan.temperature} must be 0 or at least 0.01")
+    if not 0 < plan.top_p <= 1:
+        raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
+
+
+def _numbers(
+    score: ModuleType, benchmark: str, responses: list[list[ScoredRollout]], num_problems: int
+) -> dict[str, float]:
+    with running("evaluation.scores", score, "scalars"):
+        found = score.scalars(benchmark, responses, num_problems)
+        for name in found:
+            if not name.startswith(f"eval/{benchmark}/"):
+                raise ValueError(f"the key {name!r} must begin with 'eval/{benchmark}/'")
+        return {name: float(value) for name, value in found.items()}
 
 
 def most_requests(
