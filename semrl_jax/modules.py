@@ -46,7 +46,7 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
     full = name if is_users else f"{package}.{name}"
     try:
         module = importlib.import_module(full)
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
         if is_users:
             raise UserError(
                 f"{field}={name!r:.100} cannot be imported ({_reason(error)}); the module must be "
@@ -90,5 +90,5 @@ def running(field: str, module: ModuleType, part: str) -> Iterator[None]:
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"

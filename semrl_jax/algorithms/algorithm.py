@@ -32,6 +32,8 @@ from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
+# Scalars of the update itself.
+RESERVED = {"policy/grad_norm", "policy/update_skipped", "policy/learning_rate"}
 
 
 class Needs(NamedTuple):
@@ -174,6 +176,11 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     check("the loss", total)
     if "policy/loss" not in scalars:
         raise UserError(f"{field}: the scalars of loss of {module.__name__} lack 'policy/loss'.")
+    if taken := sorted(scalars.keys() & RESERVED):
+        raise UserError(
+            f"{field}: loss of {module.__name__} has the scalar {taken[0]!r}, which the training "
+            "loop logs itself; rename it."
+        )
     for name, value in scalars.items():
         check(f"the scalar {name!r} of loss", value)
 

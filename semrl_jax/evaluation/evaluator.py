@@ -13,6 +13,7 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.clock import Clock
+from semrl_jax.errors import UserError
 from semrl_jax.evaluation.seam import Plan
 from semrl_jax.modules import running
 from semrl_jax.sampling.prompts import sampled_problems
@@ -67,7 +68,7 @@ class Evaluator:
                 found = self._sample(plan, step, clock, num_before=len(scored))
             # Metrics have one set of log keys, for the responses of the first plan.
             logs_metrics = self.config.evaluation.metrics and not scored
-            scalars |= self._scalars(found, scores, logs_metrics)
+            scalars = _joined(scalars, self._scalars(found, scores, logs_metrics))
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
@@ -106,7 +107,7 @@ class Evaluator:
             groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
             by_problem = [list(group) for _, group in groups]
             for score in dict.fromkeys(scores):
-                scalars |= _numbers(score, benchmark, by_problem, num_problems)
+                scalars = _joined(scalars, _numbers(score, benchmark, by_problem, num_problems))
             if logs_metrics and responses:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(responses, prefix)
@@ -165,3 +166,9 @@ def most_requests(
     sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
     plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
     return len(sampled) * max((plan.num_samples for plan in plans), default=0)
+
+
+def _joined(scalars: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    if twice := sorted(scalars.keys() & others.keys()):
+        raise UserError(f"evaluation.scores: two scores have the key {twice[0]!r}; rename one.")
+    return scalars | others

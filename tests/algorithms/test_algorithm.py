@@ -42,6 +42,7 @@ def check(monkeypatch, **parts):
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
 LOSS = jnp.float32(0)
+CLASH = ("policy/loss", "policy/grad_norm")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ LOSS = jnp.float32(0)
         ("advantages", fails, "advantages of users.algorithm failed .KeyError"),
         ("token_weights", returns(LOSS), r"token_weights of .* not float32 of shape \(\)"),
         ("loss", returns(LOSS), "loss of users.algorithm failed"),
+        ("loss", returns((LOSS, dict.fromkeys(CLASH, LOSS))), "'policy/grad_norm', which the"),
         ("loss", returns((LOSS, {})), "lack 'policy/loss'"),
         ("loss", returns((jnp.zeros(7), {"policy/loss": LOSS})), "the loss of .* not float32"),
         ("loss", returns((LOSS, {"policy/loss": LOSS, "x": jnp.zeros(7)})), "the scalar 'x'"),

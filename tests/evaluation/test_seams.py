@@ -54,6 +54,11 @@ def test_wrong_scalars_are_refused(found, message):
         evaluator._numbers(score(scalars=lambda *args: found), "b", [], 1)
 
 
+def test_two_scores_with_one_key_are_refused():
+    with pytest.raises(UserError, match="two scores have the key 'eval/b/x'; rename one"):
+        evaluator._joined({"eval/b/x": 1.0}, {"eval/b/x": 2.0})
+
+
 def problem(**wrong):
     found = data.PromptExample("Q", np.asarray([1, 2], np.int32), "2", "b", 0)
     for name, value in wrong.items():
