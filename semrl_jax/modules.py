@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import pathlib
 import pkgutil
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -91,4 +94,13 @@ def running(field: str, module: ModuleType, part: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"
+    """Type and message on one line, with the user's line of code that raised it."""
+    reason = f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"
+    if isinstance(error, SyntaxError):  # its message has the place
+        return reason
+    others = ("<", str(pathlib.Path(__file__).parent), sys.base_prefix, sys.prefix)
+    lines = traceback.extract_tb(error.__traceback__)
+    users = [line for line in lines if not line.filename.startswith(others)]
+    if not users:
+        return reason
+    return f"{reason}, at {pathlib.Path(users[-1].filename).name} line {users[-1].lineno}"

@@ -14,9 +14,9 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.clock import Clock
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.seam import Plan
+from semrl_jax.evaluation.interface import Plan
 from semrl_jax.modules import running
-from semrl_jax.sampling.prompts import sampled_problems
+from semrl_jax.sampling.prompt_sources import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
@@ -43,7 +43,7 @@ class Evaluator:
 
     Attributes:
       problems: problems with the same `data_source` are one benchmark.
-      scores: modules, see `evaluation.seam`.
+      scores: modules, see `evaluation.interface`.
     """
 
     config: ml_collections.ConfigDict

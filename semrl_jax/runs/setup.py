@@ -20,7 +20,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
-from semrl_jax.evaluation.seam import load_problems, load_scores
+from semrl_jax.evaluation.interface import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
@@ -34,7 +34,7 @@ from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import sampling_processes
-from semrl_jax.sampling.prompts import check_files, training_prompts
+from semrl_jax.sampling.prompt_sources import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.training.learner import Learner

@@ -10,7 +10,7 @@ import pytest
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import evaluator, seam
-from semrl_jax.evaluation.seam import Plan
+from semrl_jax.evaluation.interface import Plan
 
 
 def fails(*args):

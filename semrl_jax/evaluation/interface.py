@@ -23,7 +23,7 @@ import numpy as np
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module, running
-from semrl_jax.sampling.prompts import held_out_problems
+from semrl_jax.sampling.prompt_sources import held_out_problems
 
 
 class Plan(NamedTuple):
