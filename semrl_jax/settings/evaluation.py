@@ -10,4 +10,4 @@ def check(evaluation: Section) -> None:
     above_zero("evaluation", evaluation, "num_problems")
     at_least_zero("evaluation", evaluation, "every_steps")
     check_row_format(evaluation["row_format"], "evaluation.")
-    items_are(str, "evaluation", evaluation, "files", "question_fields")
+    items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")

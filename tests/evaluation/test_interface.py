@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation import evaluator, seam
+from semrl_jax.evaluation import evaluator, interface
 from semrl_jax.evaluation.interface import Plan
 
 
@@ -83,4 +83,4 @@ def test_wrong_problems_are_refused(found, message, monkeypatch):
     monkeypatch.setattr(seam, "held_out_problems", lambda *args: [])
     config = ml_collections.ConfigDict({"evaluation": {"benchmarks": ("users_benchmark",)}})
     with pytest.raises(UserError, match=f"problems of users_benchmark failed .*{message}"):
-        seam.load_problems(config, None, print)
+        interface.load_problems(config, None, print)
