@@ -80,7 +80,7 @@ def test_wrong_problems_are_refused(found, message, monkeypatch):
     module = types.ModuleType("users_benchmark")
     module.problems = lambda config, tokenizer: found
     monkeypatch.setitem(sys.modules, "users_benchmark", module)
-    monkeypatch.setattr(seam, "held_out_problems", lambda *args: [])
+    monkeypatch.setattr(interface, "held_out_problems", lambda *args: [])
     config = ml_collections.ConfigDict({"evaluation": {"benchmarks": ("users_benchmark",)}})
     with pytest.raises(UserError, match=f"problems of users_benchmark failed .*{message}"):
         interface.load_problems(config, None, print)
