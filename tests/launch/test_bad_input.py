@@ -177,7 +177,7 @@ def test_sft_is_one_process(tmp_path):
         "--config.distributed.num_processes=2",
         "--config.distributed.process_id=1",
     )
-    assert_one_line(result, "process 1 of 2 (from settings), but a warm start is made by one")
+    assert_one_line(result, "process 1 of 2 (from settings), but one process makes a warm start")
     assert not (tmp_path / "run").exists()
 
 

@@ -208,7 +208,7 @@ def test_bfloat16_on_a_mesh_is_as_near_float32_as_on_one_device():
         for index, (step, want) in enumerate(zip(steps, exact, strict=True)):
             for name in ("logprobs", "ref_logprobs", "entropies", "states", "optimizer"):
                 pair = zip(*map(jax.tree.leaves, (getattr(step, name), getattr(want, name))))
-                squares = [np.square(a - b).ravel() for a, b in pair]
+                squares = [np.square(np.asarray(a) - np.asarray(b)).ravel() for a, b in pair]
                 found[name, index] = np.sqrt(np.concatenate(squares).mean())
         return found
 
