@@ -109,9 +109,11 @@ def _shaped_advantages(
 
 @functools.partial(jax.jit, static_argnames="options")
 def _corrected_advantages(advantages, old_logprobs, rollout_logprobs, mask, *, options: Options):
-    weights, capped = importance_weights(old_logprobs, rollout_logprobs, mask, **dict(options))
+    options = dict(options)
+    weights, outside = importance_weights(old_logprobs, rollout_logprobs, mask, **options)
     report = _extent("policy/importance_weight", weights, mask)
-    return advantages * weights, report | {"policy/importance_weight/capped_fraction": capped}
+    what = {"truncate": "capped", "mask": "masked"}[options["outside"]]
+    return advantages * weights, report | {f"policy/importance_weight/{what}_fraction": outside}
 
 
 def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:
