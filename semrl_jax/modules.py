@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import pathlib
 import pkgutil
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from semrl_jax.errors import UserError
@@ -45,12 +49,11 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
     full = name if is_users else f"{package}.{name}"
     try:
         module = importlib.import_module(full)
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
         if is_users:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{field}={name!r:.100} cannot be imported ({reason}); the module must be on "
-                "PYTHONPATH or in the directory the command was started in."
+                f"{field}={name!r:.100} cannot be imported ({_reason(error)}); the module must be "
+                "on PYTHONPATH or in the directory the command was started in."
             ) from error
         if not isinstance(error, ModuleNotFoundError) or error.name != full:
             raise  # the module exists, but something that it imports does not
@@ -70,3 +73,34 @@ def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> Mo
             f"{', '.join(parts)} (docs/extending.md)."
         )
     return module
+
+
+@contextlib.contextmanager
+def running(field: str, module: ModuleType, part: str) -> Iterator[None]:
+    """Turns any error of a user's module in the block into a UserError; `part` is what is called.
+
+    An error of a module of this package is a defect and stays as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if module.__name__.startswith("semrl_jax."):
+            raise
+        raise UserError(
+            f"{field}: {part} of {module.__name__} failed ({_reason(error)})."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Type and message on one line, with the user's line of code that raised it."""
+    reason = f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"
+    if isinstance(error, SyntaxError):  # its message has the place
+        return reason
+    others = ("<", str(pathlib.Path(__file__).parent), sys.base_prefix, sys.prefix)
+    lines = traceback.extract_tb(error.__traceback__)
+    users = [line for line in lines if not line.filename.startswith(others)]
+    if not users:
+        return reason
+    return f"{reason}, at {pathlib.Path(users[-1].filename).name} line {users[-1].lineno}"

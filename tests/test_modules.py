@@ -40,11 +40,13 @@ def test_a_helper_beside_the_modules_of_a_kind_is_not_one_of_them():
         ("users.nowhere", SCORES, r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("nowhere", "", r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("odd_import", "", r"cannot be imported .OSError: two lines"),
+        ("ends_python", "", r"cannot be imported .SystemExit: 0"),
         ("tests.tiny", SCORES, "tests.tiny has no 'plan'; it has to define plan, scalars"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(name, package, message, tmp_path, monkeypatch):
     (tmp_path / "odd_import.py").write_text("raise OSError('two\\nlines')")
+    (tmp_path / "ends_python.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message) as error:
         load_module("a.field", name, package, ("plan", "scalars"))

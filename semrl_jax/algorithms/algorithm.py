@@ -23,13 +23,17 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from configs.default import get_config
 from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module
+from semrl_jax.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
+# Scalars of the update itself.
+RESERVED = {"policy/grad_norm", "policy/update_skipped", "policy/learning_rate"}
 
 
 class Needs(NamedTuple):
@@ -94,7 +98,9 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
     """
     name = section["name"]
     module = load_module("algorithms.name", name, "semrl_jax.algorithms", PARTS)
-    fields = {field.name for field in dataclasses.fields(module.Options)}
+    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
+        raise UserError(f"algorithms.name={name!r}: Options must be a frozen dataclass.")
+    fields = {field.name for field in dataclasses.fields(module.Options) if field.init}
     options: dict[str, Any] = {}
     paths: dict[str, str] = {}
     defaults = {path: value for path, _, value in _options(get_config().algorithms.to_dict())}
@@ -109,12 +115,74 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
         if option in options:
             raise UserError(f"{path}: {option} is set in two sections; keep one.")
         options[option], paths[option] = value, path
-    try:
-        return Algorithm(module, module.Options(**options))
-    except ValueError as error:
-        option = str(error).partition("=")[0]
-        section = paths.get(option, "algorithms.").removesuffix(option)
-        raise UserError(f"{section}{error}") from None
+    with running("algorithms.name", module, "Options"):
+        try:
+            algorithm = Algorithm(module, module.Options(**options))
+        except ValueError as error:
+            option = str(error).partition("=")[0]
+            section = paths.get(option, "algorithms.").removesuffix(option)
+            raise UserError(" ".join(f"{section}{error}".split())) from None
+        hash(algorithm)  # it is a static argument under `jax.jit`
+    with running("algorithms.name", module, "needs"):
+        if not isinstance(needs := module.needs(algorithm.options), Needs):
+            raise TypeError(f"it must return Needs(...), not {needs!r}")
+    return algorithm
+
+
+def check_functions(algorithm: Algorithm, group_size: int) -> None:
+    """Traces the functions of an algorithm as the training loop calls them.
+
+    Raises:
+      UserError: if one of them fails, or does not return what this module describes.
+    """
+    module, options, needs = algorithm.module, algorithm.options, algorithm.needs
+    field = "algorithms.name"
+
+    def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def check(part: str, found: Any, *shape: int) -> None:
+        kind = getattr(found, "dtype", type(found).__name__), getattr(found, "shape", ())
+        if kind != (jnp.float32, shape):
+            raise UserError(
+                f"{field}: {part} of {module.__name__} must be float32 of shape {shape} here, not "
+                f"{kind[0]} of shape {kind[1]}."
+            )
+
+    size = 3 * group_size, 5  # of the batch
+    passes = Passes(
+        of(*size) if needs.old_logprobs else None, of(*size) if needs.reference else None
+    )
+    mask = of(*size, dtype=jnp.bool_)
+    with running(field, module, "advantages"):
+        found = jax.eval_shape(
+            lambda *arrays: module.advantages(*arrays, options), of(3, group_size), passes, mask
+        )
+    check("advantages", found, *size)
+    with running(field, module, "token_weights"):
+        found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)
+    check("token_weights", found, *size)
+    arrays = {"advantages": of(2, 7), "weights": of(2, 7)}
+    arrays |= {name: found and of(2, 7) for name, found in passes._asdict().items()}
+    if needs.sequence_ids:
+        arrays["sequence_ids"] = of(2, 7, dtype=jnp.int32)
+    with running(field, module, "loss"):
+        total, scalars = jax.eval_shape(
+            lambda *values, **arrays: module.loss(*values, **arrays, options=options),
+            of(2, 7),
+            of(2, 7),
+            **arrays,
+        )
+    check("the loss", total)
+    if "policy/loss" not in scalars:
+        raise UserError(f"{field}: the scalars of loss of {module.__name__} lack 'policy/loss'.")
+    if taken := sorted(scalars.keys() & RESERVED):
+        raise UserError(
+            f"{field}: loss of {module.__name__} has the scalar {taken[0]!r}, which the training "
+            "loop logs itself; rename it."
+        )
+    for name, value in scalars.items():
+        check(f"the scalar {name!r} of loss", value)
 
 
 def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

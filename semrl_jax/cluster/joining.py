@@ -51,8 +51,9 @@ def join(
 
     Raises:
       UserError: if process 0 cannot be reached, its port cannot be used, or processes are late,
-        arrived twice, or expect another number of processes; the message names them.
-      RuntimeError: if this process has joined already or a JAX backend exists.
+        arrived twice, or expect another number of processes; the message names them. Also if a JAX
+        backend exists, which a module of the user has made.
+      RuntimeError: if this process has joined already.
     """
     if place.num_processes == 1:
         return
@@ -88,6 +89,14 @@ def join(
             initialization_timeout=math.ceil(left_s) + 60,  # later than our own limit
             heartbeat_timeout_seconds=max(1, math.ceil(heartbeat_timeout_s)),
         )
+    except RuntimeError as error:
+        if "before any JAX" not in str(error):
+            raise
+        raise UserError(
+            "a module that algorithms.name or metrics.names names makes a JAX array when it is "
+            "imported, which several processes must not do before they are joined; make the array "
+            "in its functions."
+        ) from error
     finally:
         watchdog.cancel()
 

@@ -13,8 +13,10 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.clock import Clock
-from semrl_jax.evaluation.seam import Plan
-from semrl_jax.sampling.prompts import sampled_problems
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation.interface import Plan
+from semrl_jax.modules import running
+from semrl_jax.sampling.prompt_sources import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
@@ -41,7 +43,7 @@ class Evaluator:
 
     Attributes:
       problems: problems with the same `data_source` are one benchmark.
-      scores: modules, see `evaluation.seam`.
+      scores: modules, see `evaluation.interface`.
     """
 
     config: ml_collections.ConfigDict
@@ -66,7 +68,7 @@ class Evaluator:
                 found = self._sample(plan, step, clock, num_before=len(scored))
             # Metrics have one set of log keys, for the responses of the first plan.
             logs_metrics = self.config.evaluation.metrics and not scored
-            scalars |= self._scalars(found, scores, logs_metrics)
+            scalars = _joined(scalars, self._scalars(found, scores, logs_metrics))
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
@@ -104,8 +106,8 @@ class Evaluator:
             responses = [item for item in scored if self._benchmark(item) == benchmark]
             groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
             by_problem = [list(group) for _, group in groups]
-            for score in scores:
-                scalars |= score.scalars(benchmark, by_problem, num_problems)
+            for score in dict.fromkeys(scores):
+                scalars = _joined(scalars, _numbers(score, benchmark, by_problem, num_problems))
             if logs_metrics and responses:
                 prefix = f"eval/{benchmark}/metrics"
                 scalars |= metric_scalars(responses, prefix)
@@ -124,8 +126,35 @@ def plans_of(
     """The scores that use the responses of each plan."""
     plans: dict[Plan, list[ModuleType]] = {}
     for score in scores:
-        plans.setdefault(score.plan(options), []).append(score)
+        with running("evaluation.scores", score, "plan"):
+            plan = score.plan(options)
+            if not isinstance(plan, Plan):
+                raise TypeError(f"it must return a Plan, not {plan!r}")
+            _check_plan(plan)
+            plans.setdefault(plan, []).append(score)
     return plans
+
+
+def _check_plan(plan: Plan) -> None:
+    if not (isinstance(plan.num_samples, int) and plan.num_samples >= 1):
+        raise ValueError(f"num_samples={plan.num_samples} must be a whole number of at least 1")
+    if not (isinstance(plan.top_k, int) and plan.top_k >= 0):
+        raise ValueError(f"top_k={plan.top_k} must be a whole number of at least 0")
+    if plan.temperature != 0 and not 0.01 <= plan.temperature < 2**31:
+        raise ValueError(f"temperature={plan.temperature} must be 0 or at least 0.01")
+    if not 0 < plan.top_p <= 1:
+        raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
+
+
+def _numbers(
+    score: ModuleType, benchmark: str, responses: list[list[ScoredRollout]], num_problems: int
+) -> dict[str, float]:
+    with running("evaluation.scores", score, "scalars"):
+        found = score.scalars(benchmark, responses, num_problems)
+        for name in found:
+            if not name.startswith(f"eval/{benchmark}/"):
+                raise ValueError(f"the key {name!r} must begin with 'eval/{benchmark}/'")
+        return {name: float(value) for name, value in found.items()}
 
 
 def most_requests(
@@ -137,3 +166,9 @@ def most_requests(
     sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
     plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
     return len(sampled) * max((plan.num_samples for plan in plans), default=0)
+
+
+def _joined(scalars: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    if twice := sorted(scalars.keys() & others.keys()):
+        raise UserError(f"evaluation.scores: two scores have the key {twice[0]!r}; rename one.")
+    return scalars | others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +23,7 @@ from semrl_jax.metrics.names import METHODS, METRICS, ORDERS, WINDOWS, check_met
 from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.metrics.windows import split_windows, summarise
+from semrl_jax.modules import running
 
 
 def hidden_state_metrics(
@@ -130,6 +132,28 @@ def dataset_metrics(
         states[None], mask[None], stride=stride, window=window, names=names, method=method
     )
     return {key: Measurement(*(x[0] for x in found)) for key, found in measured.items()}
+
+
+def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
+    """Traces each metric of a user as `hidden_state_metrics` does, with its `options`.
+
+    Raises:
+      UserError: if it fails, or a value is not a number.
+    """
+    shapes = (2, 32, width), (2, 32)
+    response = [jax.ShapeDtypeStruct(*spec) for spec in zip(shapes, (jnp.float32, jnp.bool_))]
+    for name in names:
+        if name in METRICS:
+            continue
+        module = importlib.import_module(name)
+        with running("metrics.names", module, "METRIC"):
+            measure = functools.partial(hidden_state_metrics, names=(name,), **options)
+            for key, (value, _) in jax.eval_shape(measure, *response).items():
+                if (value.shape, value.dtype) != ((2,), jnp.float32):
+                    raise TypeError(
+                        f"the {key.order} of a response must be one number, not of shape "
+                        f"{value.shape[1:]} and dtype {value.dtype}"
+                    )
 
 
 @functools.partial(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
 
@@ -43,6 +44,11 @@ def check_metrics(field: str, names: Any) -> tuple[str, ...]:
             raise UserError(
                 f"{field} has {name!r}; it may have {METRICS} and paths of modules, such as "
                 "'my_package.my_metric', one for each flag."
+            )
+        if metric_name(name) in TOKEN_INDICATORS:
+            raise UserError(
+                f"{field} has {name!r}; {metric_name(name)} is an indicator of the tokens: rename "
+                "the module."
             )
         if metric_name(name).endswith(_RESERVED):
             raise UserError(

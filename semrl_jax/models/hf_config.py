@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from semrl_jax.errors import UserError
@@ -15,7 +16,8 @@ from semrl_jax.models.config import (
     RopeScaling,
     check_size,
 )
-from semrl_jax.models.families import Family, find_family, model_types
+from semrl_jax.models.families import Family, Fields, find_family, model_types
+from semrl_jax.modules import running
 
 # Sizes by our names and by those of `config.json`.
 SIZES = {
@@ -57,7 +59,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             f"model.family={family!r} reads; name another family, or none."
         )
     try:
-        hf = declared.from_hf(hf) if declared.from_hf else hf
+        hf = _translated(hf, declared.from_hf)
         _refuse_unsupported(declared, hf)
         # Sizes first: the rest is computed from them.
         sizes = {
@@ -91,6 +93,14 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         raise UserError(f"config.json: field {error.args[0]!r} is missing.") from None
     except UserError as error:
         raise UserError(f"config.json: {error}") from None
+
+
+def _translated(hf: Fields, translate: Callable[[Fields], Fields] | None) -> dict[str, Any]:
+    """The fields under the other names of a family; UserError if a user's function fails."""
+    if translate is None:
+        return dict(hf)
+    with running("model.family", inspect.getmodule(translate), translate.__name__):
+        return dict(translate(hf))
 
 
 def _size(fields: Mapping[str, Any], name: str, limit: int) -> int:
@@ -168,7 +178,7 @@ def config_to_hf(
         hf["eos_token_id"] = eos_token_id if isinstance(eos_token_id, int) else [*eos_token_id]
     if pad_token_id is not None:
         hf["pad_token_id"] = pad_token_id
-    hf = dict(family.to_hf(hf)) if family.to_hf else hf
+    hf = _translated(hf, family.to_hf)
     if config_from_hf(hf, config.family) != config:
         raise UserError(
             f"the given config.json belongs to another model than {config}; give that of the "

@@ -19,7 +19,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
 from semrl_jax.metrics.records import MetricKey
-from semrl_jax.sampling.prompts import evaluation_files
+from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.algorithms.algorithm import Algorithm, load_algorithm
+from semrl_jax.algorithms.algorithm import Algorithm, check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.evaluator import Evaluator, most_requests
-from semrl_jax.evaluation.seam import load_problems, load_scores
+from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
+from semrl_jax.evaluation.interface import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
+from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
@@ -33,7 +34,7 @@ from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import sampling_processes
-from semrl_jax.sampling.prompts import check_files, training_prompts
+from semrl_jax.sampling.prompt_sources import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.training.learner import Learner
@@ -44,6 +45,7 @@ OPTIMIZER = (
     "learning_rate", "learning_rate_warmup_steps", "adam_b1", "adam_b2", "weight_decay",
     "max_grad_norm",
 )  # fmt: skip
+METRIC_OPTIONS = ("stride", "window", "method", "window_growth")
 
 
 class Inputs(NamedTuple):
@@ -131,11 +133,19 @@ def open_run(
         # All user input is checked first, because weights and warm start take long.
         def check_inputs() -> Inputs:
             algorithm = load_algorithm(config.algorithms.to_dict())
+            check_functions(algorithm, config.rollout.group_size)
             scores = load_scores(config.evaluation.scores)
+            plans_of(scores, config.evaluation)  # a wrong plan is found here
             check_files(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
+            if config.hidden_states.source != "none":
+                check_users_metrics(
+                    config.metrics.names,
+                    policy.config.hidden_size,
+                    **{name: config.metrics[name] for name in METRIC_OPTIONS},
+                )
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)

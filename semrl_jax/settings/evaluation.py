@@ -1,4 +1,4 @@
-"""Checks of `config.evaluation`; `sampling.prompts` checks the settings of each file."""
+"""Checks of `config.evaluation`; `sampling.prompt_sources` checks the settings of each file."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ def check(evaluation: Section) -> None:
     above_zero("evaluation", evaluation, "num_problems")
     at_least_zero("evaluation", evaluation, "every_steps")
     check_row_format(evaluation["row_format"], "evaluation.")
-    items_are(str, "evaluation", evaluation, "files", "question_fields")
+    items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")

@@ -27,5 +27,5 @@ def check(rewards: Section) -> None:
     if not is_users and function not in ("", *module_names(VERIFIERS)):
         raise UserError(
             f"rewards.function={function!r} must be 'package.module:name', with the module's name "
-            f"as Python imports it, or one of {module_names(VERIFIERS)}."
+            f"as Python imports it, or a built-in verifier: {', '.join(module_names(VERIFIERS))}."
         )

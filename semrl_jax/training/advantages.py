@@ -28,7 +28,7 @@ Options = tuple[tuple[str, Any], ...]
 def group_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
 ) -> Float[np.ndarray, "P G"]:
-    """Float32 scores, one row a group; permuted over the batch under `rewards.shuffle`."""
+    """Float32 scores, one row per group; permuted over the batch under `rewards.shuffle`."""
     scores = np.array([item.verdict.score for item in scored], np.float32)
     if config.rewards.shuffle:
         scores = np.random.default_rng((config.seed, step, SHUFFLE)).permutation(scores)
@@ -63,9 +63,9 @@ def corrected_advantages(
     batch: RolloutBatch,
     config: ml_collections.ConfigDict,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:
-    """The advantages times the importance weights of the batch, and what these are.
+    """The advantages times the importance weights, and scalars of these weights for the log.
 
-    With `algorithms.importance.level='none'` the very advantages, and nothing to log.
+    With `algorithms.importance.level='none'` the advantages are unchanged, and nothing is logged.
     """
     options = config.algorithms.importance
     if options.level == "none":

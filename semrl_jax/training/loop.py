@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     """What one step leaves.
 
     Attributes:
-      step: whose weights sampled; row `step` of the log.
+      step: its weights sampled the responses; it is also the number of the row of the log.
       state: after the update.
       evaluation: of the weights before the update; None if none was due.
       scored: the responses trained on; none in the last result, which is an evaluation alone.

@@ -42,7 +42,10 @@ class TokenPass(NamedTuple):
 
 
 class RowPass(NamedTuple):
-    """The same in rows; finite and meaningless in slots without a token."""
+    """The values of `TokenPass` in rows; finite but without meaning in slots without a token.
+
+    M micro-batches, R rows per micro-batch, U slots per row.
+    """
 
     logprobs: Float[Array, "M R U"]
     entropies: Float[Array, "M R U"] | None
@@ -50,7 +53,7 @@ class RowPass(NamedTuple):
 
 
 class SlotValues(NamedTuple):
-    """What the loss takes beside the policy's own numbers; float32, weight 0 without a token.
+    """Inputs of the loss other than the policy's own values; float32, weight 0 without a token.
 
     Log-probabilities that the algorithm does not need are None.
     """

@@ -263,3 +263,23 @@ def test_exit_without_peers_does_not_wait():
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_process_that_used_jax_before_is_refused_in_one_line():
+    member = MEMBER.replace("import os,", "import jax.numpy; jax.numpy.zeros(1)\nimport os,")
+    member = member.replace('assert "jax" not in sys.modules\n', "")
+    address = free_address()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", member, address, "2", f"{index}", "60"],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert said.count("\n") == 1 and "makes a JAX array when it is imported" in said

@@ -10,6 +10,7 @@ from configs import default
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
+from semrl_jax.models.families import Family
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {
@@ -238,3 +239,31 @@ def test_a_family_is_chosen_for_a_random_model():
     settings.model.family = "llama"
     policy, _ = build_policy(settings)
     assert (policy.config.model_type, policy.config.family) == ("llama", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sliding_window": "often"}, "sliding_window='often' must be none, all or some"),
+        ({"head_dim": 0}, "head_dim=0 must be a whole number above 0"),
+    ],
+)
+def test_a_family_with_a_wrong_field_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Family("mine", "MineForCausalLM", **wrong)
+
+
+@pytest.mark.parametrize(("part", "name"), [("from_hf", "read"), ("to_hf", "write")])
+def test_a_users_family_that_fails_is_refused_in_one_line(part, name, tmp_path, monkeypatch):
+    (tmp_path / "users_families").mkdir()
+    (tmp_path / "users_families" / f"{part}.py").write_text(
+        "from semrl_jax.models.families import Family\n"
+        f"def {name}(fields):\n    raise OSError('two\\nlines')\n"
+        f"FAMILY = Family('mine', 'MineForCausalLM', {part}={name})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    hf = hf_config("mine")
+    with pytest.raises(UserError, match=f"model.family: {name} of .* failed .OSError") as caught:
+        config = models.config_from_hf(hf, f"users_families.{part}")
+        models.config_to_hf(config)
+    assert "\n" not in str(caught.value)

@@ -69,6 +69,8 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("metrics.layers", (-1, -2), "must have -1, the final layer"),
         ("metrics.layers", (-1, 0, 0), "each once"),
         ("metrics.layers", ("-1",), "metrics.layers has '-1'; it may have whole numbers"),
+        ("evaluation.scores", (1,), "evaluation.scores has 1; it may have texts"),
+        ("evaluation.benchmarks", (1,), "evaluation.benchmarks has 1; it may have texts"),
         ("rollout.addresses", ("127.0.0.1",), "has '127.0.0.1'; an address is host:port"),
         ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),

@@ -1,1 +1,1 @@
-"""Scores of held-out problems, one per module; `evaluation.seam` describes the interface."""
+"""Scores of held-out problems, one per module; `evaluation.interface` describes the interface."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from semrl_jax.evaluation.seam import Plan
+from semrl_jax.evaluation.interface import Plan
 from semrl_jax.sampling.scoring import ScoredRollout
 
 

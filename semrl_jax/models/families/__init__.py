@@ -41,6 +41,14 @@ class Family:
     from_hf: Callable[[Fields], Fields] | None = None
     to_hf: Callable[[Fields], Fields] | None = None
 
+    def __post_init__(self) -> None:
+        if self.sliding_window not in ("none", "all", "some"):
+            raise ValueError(f"sliding_window={self.sliding_window!r} must be none, all or some")
+        if self.head_dim is not None and not (type(self.head_dim) is int and self.head_dim > 0):
+            raise ValueError(f"head_dim={self.head_dim!r} must be a whole number above 0, or None")
+        if isinstance(self.must_be_false, str):
+            raise ValueError(f"must_be_false={self.must_be_false!r} must be a tuple of names")
+
 
 @functools.cache
 def find_family(name: str) -> Family:

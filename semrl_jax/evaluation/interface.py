@@ -18,11 +18,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import ml_collections
+import numpy as np
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module
-from semrl_jax.sampling.prompts import held_out_problems
+from semrl_jax.modules import load_module, running
+from semrl_jax.sampling.prompt_sources import held_out_problems
 
 
 class Plan(NamedTuple):
@@ -51,7 +52,9 @@ def load_problems(
     problems = list(held_out_problems(config, tokenizer, report))
     for name in config.evaluation.benchmarks:
         module = load_module("evaluation.benchmarks", name, "", ("problems",))
-        found = list(module.problems(config, tokenizer))
+        with running("evaluation.benchmarks", module, "problems"):
+            found = list(module.problems(config, tokenizer))
+            _check_problems(found)
         taken = {problem.data_source for problem in problems}
         if twice := sorted({problem.data_source for problem in found} & taken):
             raise UserError(
@@ -60,3 +63,16 @@ def load_problems(
             )
         problems += found
     return problems
+
+
+def _check_problems(problems: Sequence[Any]) -> None:
+    if not problems:
+        raise ValueError("it must return at least one problem")
+    for problem in problems:
+        if not isinstance(problem, data.PromptExample):
+            raise TypeError(f"it must return data.PromptExample, not {problem!r:.100}")
+        ids = problem.prompt_ids
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1):
+            raise TypeError("prompt_ids of a problem must be an int32 array [P]")
+        if not (isinstance(problem.answer, str) and isinstance(problem.data_source, str)):
+            raise TypeError("answer and data_source of a problem must be texts")
