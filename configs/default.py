@@ -160,6 +160,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.importance.outside = "truncate"  # or mask: drop what lies outside the bounds
     config.algorithms.importance.floor = 0.0  # the smallest ratio
     config.algorithms.importance.cap = 2.0  # the largest ratio, or difference of probabilities
+    config.algorithms.batch_rules = ml_collections.ConfigDict()
+    # Over this many tokens before the limit of a response, its reward falls by up to 1; 0: off.
+    config.algorithms.batch_rules.overlong_tokens = 0
+    # True: a response cut off at its limit is not trained on, but counts in its group.
+    config.algorithms.batch_rules.mask_truncated = False
     config.algorithms.aggregation = "token_mean"  # response_mean or constant_length
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 

@@ -35,6 +35,12 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 | mask of responses by their geometric mean | `geometric` | `mask` | 0.99 | 1.01 |
 | total-variation mask of tokens | `total_variation` | `mask` | 0 | 0.2 |
 
+## Batch rules
+
+`algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before `rollout.max_response_tokens` the reward falls by
+up to 1 (DAPO, arXiv:2503.14476, Eq. 13). `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not
+trained on, but counts in the statistics of its group.
+
 ## Aggregation
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,

@@ -62,6 +62,15 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     from semrl_jax.algorithms.importance import check_importance
 
     algorithm = load_algorithm(config.algorithms.to_dict())
+    overlong, limit = (
+        config.algorithms.batch_rules.overlong_tokens,
+        config.rollout.max_response_tokens,
+    )
+    if overlong > limit:
+        raise UserError(
+            f"algorithms.batch_rules.overlong_tokens={overlong} must be at most "
+            f"rollout.max_response_tokens={limit}."
+        )
     importance = dict(config.algorithms.importance)
     try:
         check_importance(

@@ -95,3 +95,5 @@ def test_every_option_is_tried():
     for name in ("advantage", "loss", "importance"):
         fields |= {f"{name}.{key}" for key in section[name]}
     assert fields == set(CHANGES)
+    # These act on the batch: tests/training/test_batch_rules.py.
+    assert set(section["batch_rules"]) == {"overlong_tokens", "mask_truncated"}
