@@ -37,9 +37,10 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 
 ## Batch rules
 
-`algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before `rollout.max_response_tokens` the reward falls by
-up to 1 (DAPO, arXiv:2503.14476, Eq. 13). `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not
-trained on, but counts in the statistics of its group.
+`algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before
+`rollout.max_response_tokens` the reward falls by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
+`algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
+counts in the statistics of its group.
 
 ## Aggregation
 
