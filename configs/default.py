@@ -132,20 +132,41 @@ def get_config() -> ml_collections.ConfigDict:
     config.shaping.invalid = "excluded"  # or zeros
 
     config.algorithms = ml_collections.ConfigDict()
-    # A module of semrl_jax.algorithms, or "my_package.my_module"; docs/extending.md
+    # docs/algorithms.md, or "my_package.my_module" with one of your own, docs/extending.md
     config.algorithms.name = "grpo"
     config.algorithms.options = ml_collections.ConfigDict()  # options without a field below
     config.algorithms.advantage = ml_collections.ConfigDict()
-    config.algorithms.advantage.epsilon = 1e-6
+    config.algorithms.advantage.epsilon = 1e-6  # grpo, quantile_baseline
+    config.algorithms.advantage.quantile = 0.5  # quantile_baseline
+    config.algorithms.advantage.normalise = True  # quantile_baseline: by the standard deviation
+    config.algorithms.advantage.positive_weight = 0.1  # sample_reinforcement
+    config.algorithms.advantage.negative_weight = 1.0  # sample_reinforcement
+    config.algorithms.advantage.threshold = 0.0  # sample_reinforcement: rewards above are positive
+    config.algorithms.advantage.baseline_shift = -0.1  # asymre
+    config.algorithms.advantage.group_baseline = False  # reinforce_plus_plus
+    config.algorithms.advantage.kl_reward_coefficient = 0.0  # reinforce_plus_plus: KL in the reward
     config.algorithms.loss = ml_collections.ConfigDict()
-    config.algorithms.loss.clip_epsilon = 0.2
+    config.algorithms.loss.surrogate = "clip"  # clip, gspo, dcpo, cispo, reinforce or opmd
+    config.algorithms.loss.clip_epsilon = 0.2  # how far a ratio may fall below 1
+    config.algorithms.loss.clip_epsilon_high = 0.0  # and rise above 1; 0: as far
+    config.algorithms.loss.dual_clip = 0.0  # largest ratio at a negative advantage; 0: no limit
+    config.algorithms.loss.opmd_tau = 1.0  # strength of OPMD's regulariser
     config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is loaded or computed
     config.algorithms.loss.entropy_coefficient = 0.001
-    config.algorithms.loss.kl_estimator = "low_var_kl"
-    config.algorithms.importance = ml_collections.ConfigDict()  # docs/verl.md
-    config.algorithms.importance.level = "none"  # none, token or sequence
-    config.algorithms.importance.cap = 2.0  # the largest weight
-    config.algorithms.aggregation = "token_mean"  # or response_mean
+    config.algorithms.loss.kl_estimator = "low_var_kl"  # kl, abs, mse, low_var_kl or low_var_kl+
+    # Correction for the difference between rollout engine and policy; docs/verl.md
+    config.algorithms.importance = ml_collections.ConfigDict()
+    config.algorithms.importance.level = "none"  # token, sequence, geometric or total_variation
+    config.algorithms.importance.outside = "truncate"  # or mask: drop what lies outside the bounds
+    config.algorithms.importance.floor = 0.0  # the smallest ratio
+    config.algorithms.importance.cap = 2.0  # the largest ratio, or difference of probabilities
+    config.algorithms.batch_rules = ml_collections.ConfigDict()
+    # Over this many tokens before the limit of a response, its reward falls by up to 1; 0: off.
+    config.algorithms.batch_rules.overlong_tokens = 0
+    # True: a response cut off at its limit is not trained on, but counts in its group.
+    config.algorithms.batch_rules.mask_truncated = False
+    config.algorithms.aggregation = "token_mean"  # response_mean or constant_length
+    config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 
     config.rewards = ml_collections.ConfigDict()
     config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md

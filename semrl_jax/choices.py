@@ -5,5 +5,6 @@ TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropie
 
 DTYPES = ("float32", "bfloat16")
 REMAT_POLICIES = ("none", "full", "dots")
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
-IMPORTANCE_LEVELS = ("token", "sequence")
+KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "low_var_kl+")
+IMPORTANCE_LEVELS = ("token", "sequence", "geometric", "total_variation")
+IMPORTANCE_OUTSIDE = ("truncate", "mask")

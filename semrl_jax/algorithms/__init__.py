@@ -5,13 +5,11 @@ from semrl_jax.algorithms.groups import (
     group_relative_advantages,
     zero_variance_group_fraction,
 )
-from semrl_jax.algorithms.importance import importance_weights
+from semrl_jax.algorithms.importance import check_importance, importance_weights
 from semrl_jax.algorithms.kl import kl_estimate, penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.losses import (
     AGGREGATIONS,
-    clipped_policy_loss,
     policy_loss,
-    sum_over_sequences,
     token_entropy,
     token_weights,
     weighted_sum,
@@ -22,14 +20,17 @@ from semrl_jax.algorithms.ppo import (
     value_loss,
     whiten,
 )
+from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, sum_over_sequences
 from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [
     "AGGREGATIONS",
     "IMPORTANCE_LEVELS",
     "KL_ESTIMATORS",
+    "SURROGATES",
+    "Bounds",
     "broadcast_to_tokens",
-    "clipped_policy_loss",
+    "check_importance",
     "explained_variance",
     "generalized_advantages",
     "group_relative_advantages",

@@ -89,7 +89,8 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
 
     Args:
       section: `config.algorithms`. `name` is a module of this package ("grpo") or of any other
-        ("my_package.my_module"). All fields but `importance` are options, sections merged. An
+        ("my_package.my_module"). All fields but `importance` and `batch_rules` are options,
+        sections merged. An
         option that the module does not have is ignored if it has its default.
 
     Raises:
@@ -188,7 +189,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
 def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(dotted path, name, value) of every option."""
     for key, value in section.items():
-        if key in ("name", "importance"):
+        if key in ("name", "importance", "batch_rules"):
             continue
         if isinstance(value, Mapping):
             yield from ((f"algorithms.{key}.{name}", name, one) for name, one in value.items())

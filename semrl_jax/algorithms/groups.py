@@ -50,10 +50,30 @@ def zero_variance_group_fraction(
 
 
 def broadcast_to_tokens(
-    advantages: Float[Array, " B"], response_mask: Bool[Array, "B T"]
+    advantages: Float[Array, "*responses"], response_mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Gives every token of a response its advantage, in float32; 0.0 on masked-out tokens."""
-    return jnp.where(response_mask, advantages.astype(jnp.float32)[:, None], 0.0)
+    """Gives every token of a response its advantage, in float32; 0.0 on masked-out tokens.
+
+    `advantages` are of B responses, [B] or [P, G].
+    """
+    return jnp.where(response_mask, advantages.astype(jnp.float32).reshape(-1, 1), 0.0)
+
+
+def centred(
+    rewards: Float[Array, "P G"], baseline: Float[Array, "P _"] | None = None
+) -> Float[Array, "P G"]:
+    """Float32 rewards less a baseline of their group, its mean by default; 0.0 if all are equal.
+
+    Raises:
+      ValueError: if the group size G is below 2.
+    """
+    check_groups(rewards)
+    # Less the first reward: equal rewards have a mean that rounds, equal differences of 0 do not.
+    first = rewards[:, :1].astype(jnp.float32)
+    rewards = rewards.astype(jnp.float32) - first
+    if baseline is not None:
+        return rewards - (baseline - first)
+    return rewards - jnp.mean(rewards, axis=1, keepdims=True)
 
 
 def check_groups(rewards: Array | np.ndarray) -> None:

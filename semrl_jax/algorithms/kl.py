@@ -21,7 +21,8 @@ def kl_estimate(
     """Estimates KL(policy || reference) at each token from the sampled token; float32 nats.
 
     With x = logprobs - ref_logprobs: "kl" x, "abs" |x|, "mse" x^2 / 2, "low_var_kl"
-    clip(exp(-x) + x - 1, -10, 10).
+    clip(exp(-x) + x - 1, -10, 10), "low_var_kl+" the value of "low_var_kl" with the gradient of
+    "mse", which is that of the KL.
 
     Args:
       logprobs: nats, computed in float32; the gradient flows through the estimate.
@@ -45,6 +46,10 @@ def kl_estimate(
         # An overflowing exponential would turn the clipped gradient from 0 into 0 * inf.
         value = jnp.expm1(jnp.minimum(-x, MAX_EXPONENT)) + x
         return jnp.clip(value, -LOW_VAR_LIMIT, LOW_VAR_LIMIT)
+    if estimator == "low_var_kl+":
+        value = kl_estimate(logprobs, ref_logprobs, estimator="low_var_kl")
+        square = 0.5 * x * x
+        return jax.lax.stop_gradient(value) + square - jax.lax.stop_gradient(square)
     raise ValueError(
         f"kl_estimator={estimator!r} is unknown; it must be one of {', '.join(KL_ESTIMATORS)}."
     )

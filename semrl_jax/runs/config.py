@@ -59,8 +59,25 @@ def validate(config: ml_collections.ConfigDict) -> None:
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     from semrl_jax.algorithms.algorithm import load_algorithm
+    from semrl_jax.algorithms.importance import check_importance
 
     algorithm = load_algorithm(config.algorithms.to_dict())
+    overlong, limit = (
+        config.algorithms.batch_rules.overlong_tokens,
+        config.rollout.max_response_tokens,
+    )
+    if overlong > limit:
+        raise UserError(
+            f"algorithms.batch_rules.overlong_tokens={overlong} must be at most "
+            f"rollout.max_response_tokens={limit}."
+        )
+    importance = dict(config.algorithms.importance)
+    try:
+        check_importance(
+            **importance | ({"level": "token"} if importance["level"] == "none" else {})
+        )
+    except ValueError as error:
+        raise UserError(f"algorithms.importance.{error}") from None
     least = 2 if algorithm.needs.groups else 1
     if config.rollout.group_size < least:
         raise UserError(

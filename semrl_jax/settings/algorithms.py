@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from semrl_jax.choices import IMPORTANCE_LEVELS
-from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import Section, one_of
+from semrl_jax.settings.rules import Section, at_least_zero, one_of
 
 
 def check(algorithms: Section) -> None:
-    importance = algorithms["importance"]
-    one_of("algorithms.importance.level", importance["level"], ("none", *IMPORTANCE_LEVELS))
-    if importance["cap"] < 1:
-        raise UserError(
-            f"algorithms.importance.cap={importance['cap']} must be at least 1: below, it would "
-            "lower the weights of all tokens, and with them the learning rate."
-        )
+    levels = ("none", *IMPORTANCE_LEVELS)
+    one_of("algorithms.importance.level", algorithms["importance"]["level"], levels)
+    at_least_zero("algorithms.batch_rules", algorithms["batch_rules"], "overlong_tokens")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.metrics.records import Metrics
+from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
 from semrl_jax.shaping.indicators import has_indicators
@@ -28,8 +29,15 @@ Options = tuple[tuple[str, Any], ...]
 def group_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
 ) -> Float[np.ndarray, "P G"]:
-    """Float32 scores, one row per group; permuted over the batch under `rewards.shuffle`."""
+    """Float32 scores, one row per group, with the penalty of `batch_rules.overlong_tokens`.
+
+    They are permuted over the batch under `rewards.shuffle`.
+    """
     scores = np.array([item.verdict.score for item in scored], np.float32)
+    if buffer := config.algorithms.batch_rules.overlong_tokens:
+        lengths = np.array([len(item.rollout.response_ids) for item in scored])
+        limit = config.rollout.max_response_tokens
+        scores += overlong_penalty(lengths, limit=limit, buffer=buffer)
     if config.rewards.shuffle:
         scores = np.random.default_rng((config.seed, step, SHUFFLE)).permutation(scores)
     return scores.reshape(-1, config.rollout.group_size)
@@ -109,9 +117,11 @@ def _shaped_advantages(
 
 @functools.partial(jax.jit, static_argnames="options")
 def _corrected_advantages(advantages, old_logprobs, rollout_logprobs, mask, *, options: Options):
-    weights, capped = importance_weights(old_logprobs, rollout_logprobs, mask, **dict(options))
+    options = dict(options)
+    weights, outside = importance_weights(old_logprobs, rollout_logprobs, mask, **options)
     report = _extent("policy/importance_weight", weights, mask)
-    return advantages * weights, report | {"policy/importance_weight/capped_fraction": capped}
+    what = {"truncate": "capped", "mask": "masked"}[options["outside"]]
+    return advantages * weights, report | {f"policy/importance_weight/{what}_fraction": outside}
 
 
 def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:

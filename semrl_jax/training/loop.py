@@ -21,6 +21,7 @@ from semrl_jax.training.advantages import (
     shaped_advantages,
 )
 from semrl_jax.training.learner import Learner
+from semrl_jax.training.rollout_batch import without_truncated
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.training.token_indicators import token_indicators
 
@@ -97,6 +98,8 @@ def run_steps(
             shaping = next_baselines(state.shaping, metrics, rewards, config)
         # The last moment at which the state before this step still exists.
         sampler.check_stop()
+        if config.algorithms.batch_rules.mask_truncated:
+            batch = without_truncated(batch, [item.rollout for item in scored])
         with clock("update"):
             state, losses = learner.update(state, batch, passes, corrected)
         state = state._replace(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from semrl_jax import data
 from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import Rollout, RolloutBatch
@@ -46,3 +48,12 @@ def pad_batch(
             [rollout.rollout_logprobs for rollout in rollouts], response_length
         ),
     )
+
+
+def without_truncated(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """The batch with no response token where a response was cut off at its limit.
+
+    Such responses still count in the statistics of their group.
+    """
+    ended = np.array([rollout.finish_reason != "length" for rollout in rollouts])
+    return batch._replace(response_mask=batch.response_mask & ended[:, None])

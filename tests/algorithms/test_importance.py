@@ -14,7 +14,14 @@ from semrl_jax import algorithms
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)
-levels = st.sampled_from(algorithms.IMPORTANCE_LEVELS)
+LEVELS = ("token", "sequence")  # those with weights
+levels = st.sampled_from(LEVELS)
+MASKS = (  # level, floor, cap
+    ("token", 0.5, 2.0),  # IcePop
+    ("sequence", 0.2, 5.0),
+    ("geometric", 0.8, 1.25),
+    ("total_variation", 0.0, 0.2),
+)
 MASK = np.arange(6) < np.array([6, 1, 4, 0])[:, None]
 
 
@@ -63,7 +70,7 @@ def test_weights_match_float64_loops(seed, level, cap):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_weighted_means_under_the_engine_are_means_under_the_policy(level):
     """The mean of w f under the engine is the mean of f under the policy, over all responses of two
     tokens. By token this holds for f of the last token, given the tokens before it."""
@@ -123,7 +130,7 @@ def test_more_padding_changes_nothing(seed, level):
     assert padded_share == share
 
 
-@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gap", [-1e30, -200.0, 200.0, 1e30])
 def test_far_apart_policies_stay_finite(level, gap):
     old, _ = logprobs_of(0)
@@ -143,7 +150,7 @@ def test_a_logprob_that_is_not_finite_makes_its_weights_nan(bad, which):
     assert np.argwhere(np.isnan(weights)).tolist() == [[2, t] for t in range(4)]
 
 
-@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_loss_and_gradient_match_torch(level):
     """Advantages times weights, beside torch with the weights outside of the maximum."""
     old, rollout = logprobs_of(3)
@@ -187,7 +194,7 @@ def test_loss_and_gradient_match_torch(level):
         np.testing.assert_array_equal(gradient, 0)
 
 
-@pytest.mark.parametrize("level", algorithms.IMPORTANCE_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_weights_have_no_gradient(level):
     def total(old, rollout):
         return sum(map(jnp.sum, weights_at(level)(old, rollout, MASK)))
@@ -196,10 +203,76 @@ def test_weights_have_no_gradient(level):
         np.testing.assert_array_equal(gradient, 0)
 
 
-def test_wrong_options_are_refused():
+@functools.cache
+def masks_at(level, floor, cap):
+    return jax.jit(
+        functools.partial(
+            algorithms.importance_weights, level=level, outside="mask", floor=floor, cap=cap
+        )
+    )
+
+
+@pytest.mark.parametrize(("level", "floor", "cap"), MASKS)
+@given(seed=seeds)
+def test_masks_match_float64_loops(level, floor, cap, seed):
+    arrays = logprobs_of(seed)
+    weights, share = masks_at(level, floor, cap)(*arrays, MASK)
+    expected, expected_share = oracle.importance_weights(*arrays, MASK, level, cap, floor, "mask")
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    np.testing.assert_allclose(share, expected_share, rtol=1e-6)
+    dirty = [np.where(MASK, x, np.float32(np.nan)) for x in arrays]
+    for a, b in zip(masks_at(level, floor, cap)(*dirty, MASK), (weights, share)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_masks_by_hand():
+    # Ratios 1/2, 4, 1; their product 2, their geometric mean 1.26; differences of probabilities
+    # 0.25, 0.6 and 0.
+    old, rollout = (
+        np.log(np.array([[0.25, 0.8, 0.5, 0.9]], np.float32)),
+        np.log(np.array([[0.5, 0.2, 0.5, 0.1]], np.float32)),
+    )
+    mask = np.array([[True, True, True, False]])
+    for (level, floor, cap), expected in (
+        (("token", 0.5, 2.0), [0.5, 0.0, 1.0, 1.0]),  # the bounds are inside
+        (("token", 0.6, 5.0), [0.0, 4.0, 1.0, 1.0]),
+        (("sequence", 0.0, 1.9), [0.0, 0.0, 0.0, 1.0]),
+        (("sequence", 0.0, 2.1), [2.0, 2.0, 2.0, 1.0]),
+        (("geometric", 0.9, 1.25), [0.0, 0.0, 0.0, 1.0]),
+        (("geometric", 0.9, 1.27), [1.0, 1.0, 1.0, 1.0]),  # no importance weight
+        (("total_variation", 0.0, 0.3), [1.0, 0.0, 1.0, 1.0]),
+    ):
+        weights, share = masks_at(level, floor, cap)(old, rollout, mask)
+        np.testing.assert_allclose(weights, [expected], rtol=1e-5)
+        np.testing.assert_allclose(share, np.mean(np.array(expected[:3]) == 0), rtol=1e-6)
+    floored, share = jax.jit(
+        functools.partial(algorithms.importance_weights, level="token", floor=0.75)
+    )(old, rollout, mask)
+    np.testing.assert_allclose(floored, [[0.75, 2.0, 1.0, 1.0]], rtol=1e-6)
+    np.testing.assert_allclose(share, 2 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("level", "floor", "cap"), MASKS)
+def test_a_logprob_that_is_not_finite_is_not_masked_away(level, floor, cap):
+    arrays = logprobs_of(0)
+    arrays[0][0, 1] = np.nan
+    assert np.isnan(masks_at(level, floor, cap)(*arrays, MASK)[0][0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "none"}, "level='none' must be one of token, sequence, geometric"),
+        ({"level": "token", "cap": 0.5}, "cap=0.5 must be at least 1"),
+        ({"level": "token", "cap": float("nan")}, "cap=nan must be at least 1"),
+        ({"level": "token", "floor": 1.5}, r"floor=1.5 must be in \[0, 1\]"),
+        ({"level": "token", "outside": "drop"}, "outside='drop' must be one of truncate, mask"),
+        ({"level": "geometric"}, "outside='truncate' must be 'mask' with level='geometric'"),
+        ({"level": "total_variation", "outside": "mask"}, r"cap=2.0 must be in \(0, 1\]"),
+        ({"level": "total_variation", "outside": "mask", "floor": 0.1, "cap": 0.2}, "floor=0.1"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
     arrays = (*map(jnp.asarray, logprobs_of(0)), jnp.asarray(MASK))
-    with pytest.raises(ValueError, match="level='none' is unknown"):
-        algorithms.importance_weights(*arrays, level="none")
-    for cap in (0.5, float("nan")):
-        with pytest.raises(ValueError, match=f"cap={cap} must be at least 1"):
-            algorithms.importance_weights(*arrays, level="token", cap=cap)
+    with pytest.raises(ValueError, match=message):
+        algorithms.importance_weights(*arrays, **options)

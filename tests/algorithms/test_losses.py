@@ -14,8 +14,17 @@ from semrl_jax import algorithms
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)
-COEFFICIENTS = {"clip_epsilon": 0.2, "kl_coefficient": 0.3, "entropy_coefficient": 0.1}
+COEFFICIENTS = {"kl_coefficient": 0.3, "entropy_coefficient": 0.1}
 MASK = np.arange(6) < np.array([6, 1, 4])[:, None]
+
+
+@jax.jit
+def clipped(logprobs, old, advantages, weights):
+    _, report = algorithms.policy_loss(
+        logprobs, jnp.zeros_like(logprobs), old_logprobs=old, ref_logprobs=None,
+        advantages=advantages, weights=weights, kl_coefficient=0.0,
+    )  # fmt: skip
+    return report["policy/pg_loss"], report["policy/clip_fraction"]
 
 
 @functools.cache
@@ -44,7 +53,7 @@ def inputs(seed, spread=0.4):
 
 
 def weights_of(mask, aggregation="token_mean"):
-    return algorithms.token_weights(jnp.asarray(mask), aggregation=aggregation)
+    return algorithms.token_weights(jnp.asarray(mask), aggregation=aggregation, constant_length=5)
 
 
 def test_clipped_loss_by_hand():
@@ -54,9 +63,8 @@ def test_clipped_loss_by_hand():
         np.array([[1.5, 1.5, 0.5]], np.float32),
         np.array([[1, -1, -1]], np.float32),
     )
-    loss, share = jax.jit(algorithms.clipped_policy_loss)(
-        np.log(ratios), np.zeros((1, 3), np.float32), advantages, np.full((1, 3), 1 / 3, np.float32)
-    )
+    zeros, weights = np.zeros((1, 3), np.float32), np.full((1, 3), 1 / 3, np.float32)
+    loss, share = clipped(np.log(ratios), zeros, advantages, weights)
     np.testing.assert_allclose(loss, (-1.2 + 1.5 + 0.8) / 3, rtol=1e-6)
     np.testing.assert_allclose(share, 2 / 3, rtol=1e-6)
 
@@ -90,6 +98,7 @@ def test_gradients_match_torch(estimator):
         "abs": x.abs(),
         "mse": x * x / 2,
         "low_var_kl": (torch.exp(-x) + x - 1).clamp(-10, 10),
+        "low_var_kl+": x * x / 2,  # the gradient is that of mse
     }[estimator]
     total = torch.maximum(plain, clipped) - 0.1 * entropy + 0.3 * kl
     (total * torch.tensor(weights, dtype=torch.float64)).sum().backward()
@@ -129,6 +138,9 @@ def test_weights_by_hand():
     np.testing.assert_allclose(weights_of(mask), mask / 4)
     expected = [[1 / 6] * 3, [1 / 2, 0, 0], [0, 0, 0]]  # empty responses do not count
     np.testing.assert_allclose(weights_of(mask, "response_mean"), expected, rtol=1e-6)
+    np.testing.assert_allclose(weights_of(mask, "constant_length"), mask / 15, rtol=1e-6)
+    with pytest.raises(ValueError, match="constant_length=0 must be at least 1"):
+        algorithms.token_weights(jnp.asarray(mask), aggregation="constant_length")
     for aggregation in algorithms.AGGREGATIONS:
         assert not np.any(weights_of(np.zeros((2, 3), bool), aggregation))
     with pytest.raises(ValueError, match="aggregation='sum'"):
@@ -161,6 +173,7 @@ def test_kl_estimators_by_hand():
         "abs": [0.5, 0.5, 0.0, 5.0],
         "mse": [0.125, 0.125, 0.0, 12.5],
         "low_var_kl": [0.106531, 0.148721, 0.0, 10.0],
+        "low_var_kl+": [0.106531, 0.148721, 0.0, 10.0],
     }
     for estimator, values in expected.items():
         actual = algorithms.kl_estimate(x, jnp.zeros(4), estimator=estimator)
@@ -223,8 +236,6 @@ def test_no_reference_is_needed_without_kl():
     arguments["ref_logprobs"] = None
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         algorithms.policy_loss(logprobs, entropy, **arguments)
-    with pytest.raises(ValueError, match="clip_epsilon=1"):
-        algorithms.policy_loss(logprobs, entropy, **arguments, kl_coefficient=0.0, clip_epsilon=1.5)
 
 
 def test_entropy_matches_its_definition_with_impossible_tokens():
@@ -260,7 +271,7 @@ def test_losses_match_the_recorded_ones(golden):
     mask = data["mask"].astype(bool)
     weights = weights_of(mask)
     # 1e-5 throughout: another order of float32 sums.
-    loss, share = algorithms.clipped_policy_loss(
+    loss, share = clipped(
         jnp.asarray(data["log_probs"]),
         jnp.asarray(data["old_log_probs"]),
         jnp.asarray(data["grpo_advantages"]),
@@ -282,7 +293,9 @@ def test_losses_match_the_recorded_ones(golden):
             jnp.asarray(data["log_probs"]), jnp.asarray(data["ref_log_probs"]), estimator=estimator
         )
         # 2e-7: the recorded low_var_kl subtracts numbers near 1.
-        np.testing.assert_allclose(actual, data[f"kl_{estimator}"], rtol=1e-5, atol=2e-7)
+        np.testing.assert_allclose(
+            actual, data[f"kl_{estimator.rstrip('+')}"], rtol=1e-5, atol=2e-7
+        )
     entropy = algorithms.weighted_sum(
         algorithms.token_entropy(jnp.asarray(data["logits"])), weights
     )

@@ -44,7 +44,7 @@ def kl(x, estimator):
         "abs": abs(x),
         "mse": x * x / 2,
         "low_var_kl": min(max(math.exp(min(-x, 700.0)) + x - 1, -10.0), 10.0),
-    }[estimator]
+    }[estimator.rstrip("+")]
 
 
 def policy_loss(logprobs, entropy, old, ref, advantages, weights, *, eps, c_kl, c_ent, estimator):
@@ -64,15 +64,54 @@ def policy_loss(logprobs, entropy, old, ref, advantages, weights, *, eps, c_kl, 
     return loss, clipped_share, approx_kl, mean_entropy, mean_kl
 
 
-def importance_weights(old, rollout, mask, level, cap):
-    """Weights, 1 where masked out, and the share of tokens whose ratio is over the cap."""
-    weights, num_capped = np.ones(np.shape(old)), 0
+def importance_weights(old, rollout, mask, level, cap, floor=0.0, outside="truncate"):
+    """Weights, 1 where masked out, and the share of tokens outside the bounds."""
+    weights, num_outside = np.ones(np.shape(old)), 0
     for i, row in enumerate(mask):
         counted = [t for t, counts in enumerate(row) if counts]
         differences = {t: float(old[i][t]) - float(rollout[i][t]) for t in counted}
         for t in counted:
-            exponent = differences[t] if level == "token" else sum(differences.values())
-            ratio = math.exp(min(exponent, 700.0))
-            weights[i, t] = min(ratio, cap)
-            num_capped += ratio > cap
-    return weights, num_capped / max(np.sum(mask), 1)
+            total = sum(differences.values())
+            statistic = {
+                "token": math.exp(min(differences[t], 700.0)),
+                "sequence": math.exp(min(total, 700.0)),
+                "geometric": math.exp(min(total / len(counted), 700.0)),
+                "total_variation": abs(math.exp(float(old[i][t])) - math.exp(float(rollout[i][t]))),
+            }[level]
+            inside = floor <= statistic <= cap
+            num_outside += not inside
+            if outside == "truncate":
+                weights[i, t] = min(max(statistic, floor), cap)
+            else:
+                weights[i, t] = (statistic if level in ("token", "sequence") else 1.0) * inside
+    return weights, num_outside / max(np.sum(mask), 1)
+
+
+def surrogate_terms(name, logprobs, old, advantages, mask, *, low, high, dual, tau):
+    """The loss of each token that counts, and whether a bound changed it; rows are responses."""
+    terms, changed = np.zeros(np.shape(mask)), np.zeros(np.shape(mask), bool)
+    for i, row in enumerate(mask):
+        counted = [t for t, counts in enumerate(row) if counts]
+        differences = [float(logprobs[i][t]) - float(old[i][t]) for t in counted]
+        for t, difference in zip(counted, differences):
+            a, logprob, q = float(advantages[i][t]), float(logprobs[i][t]), math.exp(old[i][t])
+            if name == "reinforce":
+                terms[i, t] = -a * logprob
+                continue
+            if name == "opmd":
+                penalty = tau / 2 * sum(differences) ** 2 / len(counted)
+                terms[i, t] = (-a * logprob + penalty) / max(1.0, tau)
+                continue
+            lower, upper = 1 - low, 1 + high
+            if name == "dcpo":
+                lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * low / q, 0))
+                upper = min(0.5 + 0.5 * math.sqrt(1 + 4 * high / q), 10)
+            ratio = math.exp(sum(differences) / len(counted) if name == "gspo" else difference)
+            bounded = min(max(ratio, lower), upper)
+            if name == "cispo":
+                terms[i, t], changed[i, t] = -bounded * a * logprob, bounded != ratio
+                continue
+            terms[i, t], changed[i, t] = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+            if dual and a < 0 and terms[i, t] > -a * dual:
+                terms[i, t], changed[i, t] = -a * dual, True
+    return terms, changed

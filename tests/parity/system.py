@@ -184,7 +184,8 @@ def prepare(
     ref_logprobs = batch_logprobs(reference, batch, **options).logprobs
     metrics = metric_arrays(measured(scored, states, config))
     state = shaping_state(config, baselines)
-    plain = group_relative_advantages(jnp.asarray(rewards), **config.algorithms.advantage)
+    epsilon = config.algorithms.advantage.epsilon
+    plain = group_relative_advantages(jnp.asarray(rewards), epsilon=epsilon)
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
     shaped, report = shaped_advantages(

@@ -75,7 +75,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("algorithms.importance.level", "step", "importance.level='step' must be one of"),
         ("algorithms.importance.cap", 0.9, "importance.cap=0.9 must be at least 1"),
         ("algorithms.aggregation", "sum", "algorithms.aggregation='sum' must be one of"),
-        ("algorithms.loss.clip_epsilon", 1.0, "clip_epsilon=1.0 must be in"),
+        ("algorithms.loss.clip_epsilon", 1.5, "clip_epsilon=1.5 must be in"),
         ("algorithms.loss.kl_estimator", "full", "kl_estimator='full' must be one of"),
         ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),

@@ -209,6 +209,22 @@ def test_no_layout_changes_the_gradient(window, name, context):
         np.testing.assert_allclose(scalars["policy/grad_norm"], norm, rtol=1e-4)
 
 
+@pytest.mark.parametrize("surrogate", ["gspo", "opmd"])
+def test_packing_changes_no_loss_of_whole_responses(surrogate):
+    policy, params, batch, values, _, _ = expected(4, True)
+    options = {"surrogate": surrogate, "clip_epsilon": 1e-3, "aggregation": "response_mean"}
+    (rows, _, scalars), (packed, _, same) = (
+        update(policy, params, batch, values, plan_of(PLANS[name]), **options)
+        for name in ("three rows", "packed")
+    )
+    assert_near(packed, rows)
+    for name in ("policy/loss", "policy/grad_norm", "policy/clip_fraction"):
+        np.testing.assert_allclose(same[name], scalars[name], rtol=1e-4, atol=1e-6)
+    plain, _, _ = update(policy, params, batch, values, plan_of(PLANS["packed"]), "response_mean")
+    differences = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), packed, plain)
+    assert max(jax.tree.leaves(differences)) > 1e-4  # it is another loss
+
+
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(

@@ -1,0 +1,33 @@
+"""AsymRE: REINFORCE with the mean of the group, shifted, as the baseline; for stale samples.
+
+A = r - (mean + baseline_shift)
+
+A negative shift keeps the gradient of correct responses larger than that of wrong ones, which
+keeps training on old samples stable. The paper uses `surrogate="reinforce"`: no ratio, no bounds.
+
+Source: arXiv:2506.20520, Sec. 5.2, shift -0.1 for rewards 0 and 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """`baseline_shift` in the unit of the rewards."""
+
+    baseline_shift: float = -0.1
+
+
+def needs(options):
+    return options.needs()._replace(groups=True)
+
+
+def advantages(rewards, passes, response_mask, options):
+    return broadcast_to_tokens(centred(rewards) - options.baseline_shift, response_mask)

@@ -1,0 +1,35 @@
+"""MaxRL: the gradient of the log-likelihood of a correct response, to the order of the group size.
+
+A = (r - mean) / mean; 0.0 in a group whose mean reward is not above 0
+
+grad log p = sum over k of (1 / k) grad pass@k; a group of G rewards 0 or 1 gives its first G terms
+without bias. Hard problems weigh more: |A| is up to G - 1. Rewards must not be negative.
+
+Source: arXiv:2602.02710.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """Those of the objective."""
+
+
+def needs(options):
+    return options.needs()._replace(groups=True)
+
+
+def advantages(rewards, passes, response_mask, options):
+    mean = jnp.mean(rewards, axis=1, keepdims=True)
+    estimates = jnp.where(mean > 0, centred(rewards) / jnp.where(mean > 0, mean, 1.0), 0.0)
+    return broadcast_to_tokens(estimates, response_mask)

@@ -1,0 +1,99 @@
+"""The objective that the built-in algorithms share: a surrogate, a KL, an entropy bonus.
+
+An algorithm module takes `token_weights` and `loss` from here, and extends `Objective` by the
+options of its own advantages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms import losses
+from semrl_jax.algorithms.algorithm import Needs, check_options
+from semrl_jax.algorithms.surrogates import SURROGATES, Bounds
+from semrl_jax.choices import KL_ESTIMATORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective(Bounds):
+    """Settings of the objective; ValueError for a value out of range.
+
+    Attributes:
+      surrogate: one of SURROGATES, with the settings of `Bounds`.
+      kl_coefficient, entropy_coefficient, kl_estimator: see `losses.policy_loss`.
+      aggregation, constant_length: see `losses.token_weights`.
+    """
+
+    surrogate: str = "clip"
+    kl_coefficient: float = 0.001
+    entropy_coefficient: float = 0.001
+    kl_estimator: str = "low_var_kl"
+    aggregation: str = "token_mean"
+    constant_length: int = 0
+
+    def __post_init__(self):
+        high = self.clip_epsilon_high
+        length = self.constant_length
+        check_options(
+            self,
+            clip_epsilon=(0 < self.clip_epsilon <= 1, "be in (0, 1]"),
+            clip_epsilon_high=(
+                high == 0 or high >= self.clip_epsilon,
+                f"be at least clip_epsilon={self.clip_epsilon}, or 0 for the same value",
+            ),
+            dual_clip=(self.dual_clip == 0 or self.dual_clip > 1, "be above 1, or 0 for none"),
+            opmd_tau=(self.opmd_tau > 0, "be above 0"),
+            surrogate=(self.surrogate in SURROGATES, f"be one of {', '.join(SURROGATES)}"),
+            kl_coefficient=(self.kl_coefficient >= 0, "be at least 0"),
+            entropy_coefficient=(self.entropy_coefficient >= 0, "be at least 0"),
+            kl_estimator=(
+                self.kl_estimator in KL_ESTIMATORS,
+                f"be one of {', '.join(KL_ESTIMATORS)}",
+            ),
+            aggregation=(
+                self.aggregation in losses.AGGREGATIONS,
+                f"be one of {', '.join(losses.AGGREGATIONS)}",
+            ),
+            constant_length=(
+                length > 0 if self.aggregation == "constant_length" else length == 0,
+                "be the limit of a response in tokens with aggregation='constant_length', and 0 "
+                "with any other",
+            ),
+        )
+
+    def needs(self) -> Needs:
+        """What the loss needs: the reference only with a KL."""
+        chosen = SURROGATES[self.surrogate]
+        return Needs(
+            old_logprobs=chosen.old_logprobs,
+            reference=self.kl_coefficient != 0,
+            sequence_ids=chosen.sequence_ids,
+        )
+
+
+def token_weights(response_mask: Bool[Array, "B T"], options: Objective) -> Float[Array, "B T"]:
+    return losses.token_weights(
+        response_mask, aggregation=options.aggregation, constant_length=options.constant_length
+    )
+
+
+def loss(
+    logprobs: Float[Array, "*tokens"],
+    entropy: Float[Array, "*tokens"],
+    *,
+    options: Objective,
+    **arrays: Array | None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """`policy_loss` of a micro-batch, with its arrays."""
+    return losses.policy_loss(
+        logprobs,
+        entropy,
+        **arrays,
+        surrogate=options.surrogate,
+        bounds=options,
+        kl_coefficient=options.kl_coefficient,
+        entropy_coefficient=options.entropy_coefficient,
+        kl_estimator=options.kl_estimator,
+    )

@@ -1,0 +1,38 @@
+"""OPO: the baseline of a group weighs its rewards by the lengths of the responses.
+
+A_i = r_i - (sum_j L_j r_j) / (sum_j L_j), L the number of tokens of the policy
+
+It is the baseline of least variance if the squared norm of a response's gradient grows with its
+length.
+
+Source: arXiv:2505.23585.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """Those of the objective."""
+
+
+def needs(options):
+    return options.needs()._replace(groups=True)
+
+
+def advantages(rewards, passes, response_mask, options):
+    lengths = jnp.sum(response_mask, axis=1, dtype=jnp.float32).reshape(rewards.shape)
+    # Less some reward of the group first: the baseline of equal rewards is exact then.
+    first = rewards[:, :1]
+    total = jnp.maximum(jnp.sum(lengths, axis=1, keepdims=True), 1.0)
+    baseline = first + jnp.sum(lengths * (rewards - first), axis=1, keepdims=True) / total
+    return broadcast_to_tokens(centred(rewards, baseline), response_mask)

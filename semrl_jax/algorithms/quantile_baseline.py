@@ -1,0 +1,56 @@
+"""The baseline of a group is a quantile of its rewards, the median by default.
+
+A = (r - q) / (std + epsilon), q the smallest reward with a share of at least `quantile` at or
+below it; the deviation only with `normalise`
+
+With rewards 0 and 1 and a share p of correct responses, only the correct ones count where p <= 1 -
+quantile, and only the wrong ones elsewhere.
+
+Source: arXiv:2509.22611, Eqs. 3 and 4, quantile 0.4. Its code interpolates between rewards; the
+equations, and this module, do not. Without `normalise` and at 0.5: the median baseline of
+arXiv:2601.22582, which divides by the mean absolute deviation; that is often 0 for such rewards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from semrl_jax.algorithms.algorithm import check_options
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """`quantile` in (0, 1); `epsilon` in the unit of the rewards."""
+
+    quantile: float = 0.5
+    normalise: bool = True
+    epsilon: float = 1e-6
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_options(
+            self,
+            quantile=(0 < self.quantile < 1, "be in (0, 1)"),
+            epsilon=(self.epsilon > 0, "be above 0"),
+        )
+
+
+def needs(options):
+    return options.needs()._replace(groups=True)
+
+
+def advantages(rewards, passes, response_mask, options):
+    ordered = jnp.sort(rewards, axis=1)
+    index = max(math.ceil(options.quantile * rewards.shape[1]) - 1, 0)
+    differences = centred(rewards, ordered[:, index : index + 1])
+    if options.normalise:
+        std = jnp.std(centred(rewards), axis=1, keepdims=True, ddof=1)
+        differences = differences / (std + options.epsilon)
+    return broadcast_to_tokens(differences, response_mask)

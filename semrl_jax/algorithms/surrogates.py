@@ -1,0 +1,203 @@
+"""Surrogates of the policy gradient: what a token adds to the loss, by name.
+
+All take r = exp(logprobs - old_logprobs), the ratio of a token's probability now to that at the
+start of the update, and its advantage A. "sg" stops the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MAX_LOG_RATIO = 20.0
+MAX_DYNAMIC_RATIO = 10.0
+
+
+class Tokens(NamedTuple):
+    """Arrays of one micro-batch: float32, 0 where a token does not count.
+
+    Attributes:
+      logprobs: nats, with gradient.
+      old_logprobs: nats; None for a surrogate without a ratio.
+      advantages: without gradient.
+      sequence_ids: see `sum_over_sequences`; None for a surrogate of single tokens.
+    """
+
+    logprobs: Float[Array, "*tokens"]
+    old_logprobs: Float[Array, "*tokens"] | None
+    advantages: Float[Array, "*tokens"]
+    sequence_ids: Int[Array, "*tokens"] | None
+
+    def log_ratio(self) -> Float[Array, "*tokens"]:
+        return self.logprobs - jax.lax.stop_gradient(self.old_logprobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Settings of the surrogates; each reads those that its docstring names.
+
+    Attributes:
+      clip_epsilon: how far r may fall below 1, and rise above it unless `clip_epsilon_high` says
+        otherwise.
+      clip_epsilon_high: how far r may rise above 1; 0: as `clip_epsilon`.
+      dual_clip: the largest r of a token with a negative advantage; 0: no limit.
+      opmd_tau: the strength of OPMD's regulariser.
+    """
+
+    clip_epsilon: float = 0.2
+    clip_epsilon_high: float = 0.0
+    dual_clip: float = 0.0
+    opmd_tau: float = 1.0
+
+    @property
+    def high(self) -> float:
+        return self.clip_epsilon_high or self.clip_epsilon
+
+
+class Surrogate(NamedTuple):
+    """What one surrogate needs, and its function.
+
+    Attributes:
+      loss: (tokens, bounds) to the loss of each token and whether the bounds changed its gradient.
+      old_logprobs, sequence_ids: whether it reads these arrays of `Tokens`.
+    """
+
+    loss: Callable[[Tokens, Bounds], tuple[Float[Array, "*tokens"], Bool[Array, "*tokens"]]]
+    old_logprobs: bool = True
+    sequence_ids: bool = False
+
+
+def sum_over_sequences(
+    values: Float[Array, "R U"], sequence_ids: Int[Array, "R U"]
+) -> Float[Array, "R U"]:
+    """Gives every token the sum over its sequence, where rows hold one or more sequences.
+
+    A quantity of a sequence, such as a ratio of probabilities, is thus an array over tokens. The
+    weights of "response_mean" sum to 1 / number of sequences over each sequence, so the weighted
+    sum of such an array is its mean over sequences.
+
+    Args:
+      values: per token, summed in float32, with gradient.
+      sequence_ids: number of each token's sequence in its row, from 1 to at most U; 0 at padding,
+        where `values` may hold anything. For padded rows, the response mask as int32.
+
+    Returns:
+      Float32; 0.0 at padding. No sum crosses rows, so rows on several devices need no exchange.
+    """
+    mask = sequence_ids > 0
+    values = jnp.where(mask, values.astype(jnp.float32), 0.0)
+
+    def of_row(values, ids):
+        return jax.ops.segment_sum(values, ids, num_segments=values.shape[0] + 1)[ids]
+
+    return jnp.where(mask, jax.vmap(of_row)(values, sequence_ids), 0.0)
+
+
+def clip(tokens, bounds):
+    """max(-A r, -A clip(r, 1 - clip_epsilon, 1 + clip_epsilon_high)); for A < 0 at most -A c.
+
+    `clip_epsilon_high` above `clip_epsilon` is "clip-higher"; c is `dual_clip`.
+
+    Source: arXiv:1707.06347, Eq. 7; arXiv:2503.14476, Sec. 3.1 (clip-higher, 0.2 and 0.28);
+    arXiv:1912.09729, Eq. 5 (dual clip, c = 3).
+    """
+    return _clipped(tokens, tokens.log_ratio(), 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
+
+
+def gspo(tokens, bounds):
+    """`clip` with one ratio per response: s = exp(mean over its tokens of log r).
+
+    The gradient of s is spread evenly over the tokens of the response: token t has the ratio
+    sg(s) exp(logprobs_t - sg(logprobs_t)), so advantages may differ between tokens ("GSPO-token").
+    With equal advantages and `aggregation="response_mean"`, value and gradient are those of GSPO.
+
+    Source: arXiv:2507.18071; bounds there 3e-4 and 4e-4.
+    """
+    ids = tokens.sequence_ids
+    log_ratio = jax.lax.stop_gradient(tokens.log_ratio())
+    lengths = sum_over_sequences(jnp.ones_like(log_ratio), ids)
+    mean = sum_over_sequences(log_ratio, ids) / jnp.maximum(lengths, 1.0)
+    own = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs)
+    return _clipped(tokens, mean + own, 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
+
+
+def dcpo(tokens, bounds):
+    """`clip` with bounds that widen for tokens that were improbable, q = exp(old_logprobs).
+
+    low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2
+    high = 1/2 + sqrt(1 + 4 clip_epsilon_high / q) / 2, at most 10
+
+    Source: arXiv:2509.02333, Sec. 3: the bounds solve |r - 1| r q <= epsilon. Values there 0.16 and
+    0.2, and `dual_clip` 10.
+    """
+    q = jnp.exp(jax.lax.stop_gradient(tokens.old_logprobs))
+    q = jnp.maximum(q, jnp.finfo(jnp.float32).tiny)
+    low = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * bounds.clip_epsilon / q, 0.0))
+    high = jnp.minimum(0.5 + 0.5 * jnp.sqrt(1 + 4 * bounds.high / q), MAX_DYNAMIC_RATIO)
+    return _clipped(tokens, tokens.log_ratio(), low, high, bounds)
+
+
+def cispo(tokens, bounds):
+    """-sg(clip(r, 1 - clip_epsilon, 1 + clip_epsilon_high)) A logprobs: all tokens have a gradient.
+
+    Source: arXiv:2506.13585, Eqs. 4 and 5. No lower bound there: `clip_epsilon` close to 1.
+    """
+    ratio = _ratio(tokens.log_ratio())
+    clipped = jnp.clip(ratio, 1 - bounds.clip_epsilon, 1 + bounds.high)
+    return -jax.lax.stop_gradient(clipped) * tokens.advantages * tokens.logprobs, clipped != ratio
+
+
+def reinforce(tokens, bounds):
+    """-A logprobs: no ratio and no bounds, so `old_logprobs` is not computed for it.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms".
+    """
+    return -tokens.advantages * tokens.logprobs, jnp.zeros(tokens.logprobs.shape, bool)
+
+
+def opmd(tokens, bounds):
+    """(-A logprobs + opmd_tau / (2 length) (sum over the response of log r)^2) / max(1, opmd_tau).
+
+    The sum over the tokens of a response is its policy gradient and half the squared log-ratio of
+    the whole response: online mirror descent without a clip.
+
+    Source: arXiv:2501.12599; divided by max(1, tau) as Trinity-RFT does.
+    """
+    ids = tokens.sequence_ids
+    total = sum_over_sequences(tokens.log_ratio(), ids)
+    length = jnp.maximum(sum_over_sequences(jnp.ones_like(total), ids), 1.0)
+    penalty = 0.5 * bounds.opmd_tau * total**2 / length
+    loss = (-tokens.advantages * tokens.logprobs + penalty) / max(1.0, bounds.opmd_tau)
+    return loss, jnp.zeros(loss.shape, bool)
+
+
+SURROGATES = {
+    "clip": Surrogate(clip),
+    "gspo": Surrogate(gspo, sequence_ids=True),
+    "dcpo": Surrogate(dcpo),
+    "cispo": Surrogate(cispo),
+    "reinforce": Surrogate(reinforce, old_logprobs=False),
+    "opmd": Surrogate(opmd, sequence_ids=True),
+}
+
+
+def _ratio(log_ratio):
+    """Kept within e^+-20, so that it stays in the range of float32."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _clipped(tokens, log_ratio, low, high, bounds):
+    ratio = _ratio(log_ratio)
+    plain = -tokens.advantages * ratio
+    clipped = -tokens.advantages * jnp.clip(ratio, low, high)
+    loss, changed = jnp.maximum(plain, clipped), clipped > plain
+    if bounds.dual_clip:
+        limit = -tokens.advantages * bounds.dual_clip
+        above = (tokens.advantages < 0) & (loss > limit)
+        loss, changed = jnp.where(above, limit, loss), changed | above
+    return loss, changed

@@ -1,0 +1,48 @@
+"""Mathematics in `<think>...</think><answer>...</answer>`: answer and format are scored.
+
+Correct: 1 in this format, 0.5 otherwise. Wrong: -0.5 in this format, -1 otherwise. `rewards.mode`
+has no influence.
+
+Source: the scorer for this format in the reference implementation (hf618/VERL, 3de68f1).
+"""
+
+from __future__ import annotations
+
+from semrl_jax.rewards.extraction import extract_answer, normalize_answer
+from semrl_jax.rewards.verdict import Verdict, VerifierSettings
+from semrl_jax.rewards.verifiers.math import MAX_ANSWER_CHARS, answers_match, prepare
+
+__all__ = ["prepare", "tagged_answer", "verify"]
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
+    """Scores the answer between the tags, or what `extract_answer` finds without them."""
+    tagged = tagged_answer(response)
+    answer = extract_answer(response if tagged is None else tagged)
+    if tagged is not None and "boxed" not in tagged:
+        answer = normalize_answer(tagged)
+    correct, error = False, ""
+    if answer and max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
+        answer, error = None, "too_long"
+    elif answer:
+        correct = answers_match(answer, reference)
+    formatted = tagged is not None
+    score = (1.0 if formatted else 0.5) if correct else (-0.5 if formatted else -1.0)
+    return Verdict(score, correct, formatted, answer, error)
+
+
+def tagged_answer(response: str) -> str | None:
+    """The text of the answer if each tag stands once, in order; None otherwise.
+
+    A prompt often ends with `<think>`, so the first tag may be missing.
+    """
+    if not response.lstrip().startswith(TAGS[0]):
+        response = TAGS[0] + response
+    if any(response.count(tag) != 1 for tag in TAGS):
+        return None
+    places = [response.index(tag) for tag in TAGS]
+    if places != sorted(places):
+        return None
+    return response[places[2] + len(TAGS[2]) : places[3]].strip()

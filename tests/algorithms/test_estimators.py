@@ -1,0 +1,268 @@
+"""Advantages of every built-in algorithm: against float64, and what tells neighbours apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.default import get_config
+from semrl_jax.algorithms.algorithm import PARTS, Passes, load_algorithm
+from semrl_jax.errors import UserError
+from semrl_jax.modules import module_names
+from tests.oracles import algorithms as oracle
+
+seeds = st.integers(0, 2**31 - 1)
+NAMES = module_names("semrl_jax.algorithms", PARTS)
+MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
+MASK[0, 2] = False  # a hole
+LENGTHS = MASK.sum(axis=1).reshape(2, 4)
+
+
+@functools.cache
+def algorithm(name, **options):
+    section = get_config().algorithms.to_dict()
+    for section_of in (section["advantage"], section["loss"], section):
+        for key in set(options) & set(section_of):
+            section_of[key] = options.pop(key)
+    assert not options
+    return load_algorithm(section | {"name": name})
+
+
+@functools.cache
+def advantages_of(name, **options):
+    loaded = algorithm(name, **options)
+
+    def compute(rewards, mask=MASK, passes=None):
+        return loaded.advantages(rewards, passes or Passes(), jnp.asarray(mask))
+
+    return jax.jit(compute)
+
+
+def per_response(name, rewards, **options):
+    """One advantage per response; fails unless all its tokens share it."""
+    found = np.asarray(advantages_of(name, **options)(jnp.asarray(rewards, jnp.float32)))
+    assert found.dtype == np.float32 and not found[~MASK].any()
+    rows = [row[own] for row, own in zip(found, MASK)]
+    assert all(np.ptp(row) == 0 for row in rows)
+    return np.array([row[0] for row in rows]).reshape(2, 4)
+
+
+def dr_grpo(r, lengths):
+    return r - r.mean()
+
+
+def rloo(r, lengths):
+    return np.array([r[i] - np.mean(np.delete(r, i)) for i in range(len(r))])
+
+
+def opo(r, lengths):
+    return r - np.sum(lengths * r) / np.sum(lengths)
+
+
+def quantile_baseline(r, lengths, quantile=0.5):
+    baseline = min(x for x in r if np.mean(r <= x) >= quantile)
+    return (r - baseline) / (r.std(ddof=1) + 1e-6)
+
+
+def max_likelihood(r, lengths):
+    return (r - r.mean()) / r.mean() if r.mean() > 0 else 0 * r
+
+
+def sample_reinforcement(r, lengths):
+    return np.where(r > 0, 0.1, -1.0)
+
+
+def asymre(r, lengths):
+    return r - (r.mean() - 0.1)
+
+
+ORACLES = (dr_grpo, rloo, opo, quantile_baseline, max_likelihood, sample_reinforcement, asymre)
+
+
+@pytest.mark.parametrize("expected", ORACLES, ids=lambda function: function.__name__)
+@given(seed=seeds)
+def test_advantages_match_float64(expected, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([0.0, 0.5, 1.0], size=(2, 4))
+    wanted = [expected(r, lengths) for r, lengths in zip(rewards, LENGTHS)]
+    # 1e-6: sums of four float32 numbers near 1.
+    found = per_response(expected.__name__, rewards)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_every_algorithm_has_an_oracle():
+    assert {f.__name__ for f in ORACLES} | {"grpo", "reinforce_plus_plus"} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood"])
+@pytest.mark.parametrize("value", [0.1, 0.7, 1.0])
+def test_equal_rewards_have_no_advantage(name, value):
+    np.testing.assert_array_equal(per_response(name, np.full((2, 4), value)), 0.0)
+
+
+def test_rloo_is_the_centred_reward_scaled():
+    rewards = np.random.default_rng(0).normal(size=(2, 4))
+    np.testing.assert_allclose(
+        per_response("rloo", rewards), per_response("dr_grpo", rewards) * 4 / 3, rtol=1e-5
+    )
+
+
+def test_opo_is_the_mean_baseline_for_equal_lengths_and_no_other():
+    rewards = np.array([[1.0, 0, 0, 1], [0, 0, 1, 1]])
+    mask = np.ones((8, 5), bool)
+    for own, same in ((mask, True), (MASK, False)):
+        opo, plain = (
+            np.asarray(advantages_of(name)(jnp.asarray(rewards), own))
+            for name in ("opo", "dr_grpo")
+        )
+        assert np.allclose(opo, plain, atol=1e-6) is same
+
+
+@pytest.mark.parametrize(("quantile", "correct", "sign"), [(0.4, 2, 1), (0.4, 3, -1), (0.6, 1, 1)])
+def test_a_quantile_keeps_one_side_of_a_group(quantile, correct, sign):
+    """arXiv:2509.22611: the correct responses for p <= 1 - quantile, the wrong ones above it."""
+    rewards = np.tile(np.arange(4) < correct, (2, 1)).astype(float)
+    found = per_response("quantile_baseline", rewards, quantile=quantile)
+    assert (np.sign(found) == np.where(rewards == (sign > 0), sign, 0)).all()
+
+
+def test_the_median_baseline_without_deviation():
+    rewards = np.array([[0.0, 0.5, 1.0, 1.0]] * 2)
+    found = per_response("quantile_baseline", rewards, normalise=False)
+    np.testing.assert_array_equal(found, rewards - 0.5)
+
+
+def test_max_likelihood_weighs_hard_problems_more():
+    rewards = np.array([[1.0, 0, 0, 0], [1, 1, 1, 0]])
+    found = per_response("max_likelihood", rewards)
+    np.testing.assert_allclose(found, [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [((1.0, 0.0), [1, 0]), ((0.0, 1.0), [0, -1]), ((0.1, 1.0), [0.1, -1])]
+)
+def test_positive_and_negative_samples(weights, expected):
+    rewards = np.array([[1.0, -0.5, 1, -1], [1, -1, 1, 0]])
+    options = dict(zip(("positive_weight", "negative_weight"), weights))
+    found = per_response("sample_reinforcement", rewards, **options)
+    np.testing.assert_allclose(found, np.where(rewards > 0, *expected), rtol=1e-6)
+
+
+def test_a_negative_shift_favours_correct_responses():
+    rewards = np.array([[1.0, 0, 1, 0]] * 2)
+    found = per_response("asymre", rewards, baseline_shift=-0.2)
+    np.testing.assert_allclose(found, np.where(rewards > 0, 0.7, -0.3), rtol=1e-6)
+
+
+def reinforce_plus_plus(rewards, old, ref, *, coefficient, group_baseline):
+    rewards = np.asarray(rewards, np.float64)
+    if group_baseline:
+        rewards = rewards - rewards.mean(axis=1, keepdims=True)
+    returns = np.zeros(MASK.shape)
+    for i, (row, reward) in enumerate(zip(MASK, rewards.reshape(-1))):
+        later = reward
+        for t in reversed(np.flatnonzero(row)):
+            later -= coefficient * (float(old[i, t]) - float(ref[i, t]))
+            returns[i, t] = later
+    return oracle.whiten(returns, MASK)
+
+
+@pytest.mark.parametrize("group_baseline", [False, True])
+@given(seed=seeds)
+def test_reinforce_plus_plus_matches_loops(group_baseline, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([-1.0, 0.5, 1.0], size=(2, 4)).astype(np.float32)
+    old, ref = rng.normal(size=(2, *MASK.shape)).astype(np.float32)
+    options = {"group_baseline": group_baseline, "kl_reward_coefficient": 0.3}
+    dirty = [np.where(MASK, x, np.float32(np.nan)) for x in (old, ref)]
+    found = advantages_of("reinforce_plus_plus", kl_coefficient=0.0, **options)(
+        rewards, passes=Passes(*dirty)
+    )
+    expected = reinforce_plus_plus(
+        rewards, old, ref, coefficient=0.3, group_baseline=group_baseline
+    )
+    # 1e-5: the differences of float32 sums over five tokens, divided by a deviation near 1.
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reinforce_plus_plus_is_whitened_over_the_batch_and_not_over_groups():
+    rewards = np.array([[1.0, 1, 1, 1], [0, 0, 0, 0]])
+    found = per_response("reinforce_plus_plus", rewards)
+    assert (found[0] > 0).all() and (found[1] < 0).all()  # GRPO has none here
+    np.testing.assert_array_equal(per_response("grpo", rewards), 0)
+    np.testing.assert_allclose(np.mean(np.repeat(found.ravel(), LENGTHS.ravel())), 0, atol=1e-6)
+
+
+def test_needs_follow_the_options():
+    assert algorithm("grpo").needs == (True, True, True, False)
+    assert algorithm("rloo", surrogate="gspo", kl_coefficient=0.0).needs == (
+        True,
+        True,
+        False,
+        True,
+    )
+    free = algorithm("asymre", surrogate="reinforce", kl_coefficient=0.0)
+    assert free.needs == (True, False, False, False)
+    assert not algorithm("sample_reinforcement").needs.groups
+    assert not algorithm("reinforce_plus_plus").needs.groups
+    assert algorithm("reinforce_plus_plus", group_baseline=True).needs.groups
+    kl = algorithm(
+        "reinforce_plus_plus",
+        kl_reward_coefficient=0.1, kl_coefficient=0.0, surrogate="reinforce",
+    )  # fmt: skip
+    assert kl.needs == (False, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"clip_epsilon": 1.5}, r"loss.clip_epsilon=1.5 must be in \(0, 1\]"),
+        (
+            "grpo",
+            {"clip_epsilon_high": 0.1},
+            "loss.clip_epsilon_high=0.1 must be at least clip_eps",
+        ),
+        ("grpo", {"dual_clip": 0.5}, "loss.dual_clip=0.5 must be above 1, or 0"),
+        ("grpo", {"opmd_tau": 0.0}, "loss.opmd_tau=0.0 must be above 0"),
+        ("grpo", {"surrogate": "ppo"}, "loss.surrogate='ppo' must be one of clip, gspo"),
+        ("grpo", {"kl_coefficient": -1.0}, "loss.kl_coefficient=-1.0 must be at least 0"),
+        ("grpo", {"kl_estimator": "full"}, "loss.kl_estimator='full' must be one of kl, abs"),
+        ("dr_grpo", {"aggregation": "constant_length"}, "constant_length=0 must be the limit"),
+        ("dr_grpo", {"constant_length": 5}, "constant_length=5 must be the limit.* and 0 with any"),
+        ("quantile_baseline", {"quantile": 1.0}, r"advantage.quantile=1.0 must be in \(0, 1\)"),
+        (
+            "sample_reinforcement",
+            {"negative_weight": -1.0},
+            "advantage.negative_weight=-1.0 must be",
+        ),
+        (
+            "reinforce_plus_plus",
+            {"kl_reward_coefficient": 0.1},
+            "advantage.kl_reward.*the KL would count twice",
+        ),
+        (
+            "grpo",
+            {"quantile": 0.3},
+            "advantage.quantile=0.3 is no option of algorithms.name='grpo'",
+        ),
+        ("gae", {}, "name='gae' is unknown; choose one of asymre, dr_grpo, grpo"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(name, options, message):
+    with pytest.raises(UserError, match=f"algorithms.{message}") as error:
+        algorithm(name, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_the_defaults_of_the_config_are_those_of_the_options():
+    section = get_config().algorithms.to_dict()
+    fields = {**section["advantage"], **section["loss"]}
+    fields |= {key: section[key] for key in ("aggregation", "constant_length")}
+    known = {}
+    for name in NAMES:
+        known |= vars(algorithm(name).module.Options())
+    assert known == fields

@@ -1,0 +1,99 @@
+"""Every field of `config.algorithms` changes an update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.default import get_config
+from semrl_jax.algorithms import importance_weights
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+
+MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
+REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
+OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
+PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
+PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
+TOKEN = {"importance.level": "token"}
+# Field: the new value, and the settings with which it means something.
+CHANGES = {
+    "name": ("rloo", {}),
+    "aggregation": ("response_mean", {}),
+    "constant_length": (7, {"aggregation": "constant_length", "constant_length": 5}),
+    "advantage.epsilon": (1.0, {}),
+    "advantage.quantile": (0.9, QUANTILE),
+    "advantage.normalise": (False, QUANTILE),
+    "advantage.positive_weight": (0.5, PSR),
+    "advantage.negative_weight": (0.5, PSR),
+    "advantage.threshold": (0.7, PSR),
+    "advantage.baseline_shift": (0.3, {"name": "asymre"}),
+    "advantage.group_baseline": (True, PLUS),
+    "advantage.kl_reward_coefficient": (0.5, PLUS),
+    "loss.surrogate": ("cispo", {}),
+    "loss.clip_epsilon": (0.01, {}),
+    "loss.clip_epsilon_high": (0.9, {}),
+    "loss.dual_clip": (1.01, {}),
+    "loss.opmd_tau": (3.0, OPD),
+    "loss.kl_coefficient": (0.5, {}),
+    "loss.entropy_coefficient": (0.5, {}),
+    "loss.kl_estimator": ("abs", {}),
+    "importance.level": ("token", {}),
+    "importance.outside": ("mask", TOKEN),
+    "importance.floor": (0.95, TOKEN),
+    "importance.cap": (1.05, TOKEN),
+}
+
+
+def section_with(settings):
+    config = get_config().algorithms
+    config.update_from_flattened_dict(settings)
+    return config.to_dict()
+
+
+def update_of(settings):
+    """Loss and gradient of one step, from rewards on."""
+    section = section_with(settings)
+    algorithm, random = load_algorithm(section), np.random.default_rng(0)
+    old = -random.exponential(size=MASK.shape)
+    logprobs, ref, rollout, entropy = (
+        jnp.asarray(old + 0.6 * random.normal(size=MASK.shape), jnp.float32) for _ in range(4)
+    )
+    old, mask = jnp.asarray(old, jnp.float32), jnp.asarray(MASK)
+
+    @jax.jit
+    def compute(logprobs):
+        advantages = algorithm.advantages(jnp.asarray(REWARDS), Passes(old, ref), mask)
+        if section["importance"]["level"] != "none":
+            advantages *= importance_weights(old, rollout, mask, **section["importance"])[0]
+        ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
+        return jax.value_and_grad(
+            lambda x: algorithm.loss(
+                x,
+                entropy,
+                old_logprobs=old,
+                ref_logprobs=ref,
+                advantages=advantages,
+                weights=algorithm.token_weights(mask),
+                **ids,
+            )[0]
+        )(logprobs)
+
+    loss, gradient = compute(logprobs)
+    assert np.isfinite(loss) and np.isfinite(gradient).all()
+    return np.append(np.ravel(gradient), loss)
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_no_option_is_dead(field):
+    value, settings = CHANGES[field]
+    assert np.abs(update_of(settings) - update_of(settings | {field: value})).max() > 1e-6
+
+
+def test_every_option_is_tried():
+    section = get_config().algorithms.to_dict()
+    fields = {key for key, value in section.items() if not isinstance(value, dict)}
+    for name in ("advantage", "loss", "importance"):
+        fields |= {f"{name}.{key}" for key in section[name]}
+    assert fields == set(CHANGES)
+    # These act on the batch: tests/training/test_batch_rules.py.
+    assert set(section["batch_rules"]) == {"overlong_tokens", "mask_truncated"}
