@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.objective import group_needs as needs
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
@@ -25,9 +29,10 @@ class Options(Objective):
     baseline_shift: float = -0.1
 
 
-def needs(options):
-    return options.needs()._replace(groups=True)
-
-
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     return broadcast_to_tokens(centred(rewards) - options.baseline_shift, response_mask)

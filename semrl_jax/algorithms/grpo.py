@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from semrl_jax.algorithms.algorithm import check_options
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.objective import group_needs as needs
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
@@ -27,11 +30,12 @@ class Options(Objective):
         check_options(self, epsilon=(self.epsilon > 0, "be above 0"))
 
 
-def needs(options):
-    return options.needs()._replace(groups=True)
-
-
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     """See `group_relative_advantages`."""
     estimates = group_relative_advantages(rewards, epsilon=options.epsilon)
     return broadcast_to_tokens(estimates, response_mask)

@@ -1,7 +1,7 @@
 """The objective that the built-in algorithms share: a surrogate, a KL, an entropy bonus.
 
-An algorithm module takes `token_weights` and `loss` from here, and extends `Objective` by the
-options of its own advantages.
+An algorithm module takes `token_weights`, `loss` and mostly `needs` from here. Its `Options` are
+`Objective`, extended by those of its own advantages.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ class Objective(Bounds):
             reference=self.kl_coefficient != 0,
             sequence_ids=chosen.sequence_ids,
         )
+
+
+def group_needs(options: Objective) -> Needs:
+    """What the loss needs, and groups: `needs` of an algorithm that compares responses."""
+    return options.needs()._replace(groups=True)
 
 
 def token_weights(response_mask: Bool[Array, "B T"], options: Objective) -> Float[Array, "B T"]:

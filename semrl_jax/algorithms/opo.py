@@ -10,26 +10,24 @@ Source: arXiv:2505.23585.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
+from semrl_jax.algorithms.algorithm import Passes
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
-from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.objective import Objective as Options
+from semrl_jax.algorithms.objective import group_needs as needs
+from semrl_jax.algorithms.objective import loss, token_weights
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(Objective):
-    """Those of the objective."""
-
-
-def needs(options):
-    return options.needs()._replace(groups=True)
-
-
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     lengths = jnp.sum(response_mask, axis=1, dtype=jnp.float32).reshape(rewards.shape)
     # Less some reward of the group first: the baseline of equal rewards is exact then.
     first = rewards[:, :1]

@@ -17,10 +17,12 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import check_options
+from semrl_jax.algorithms.algorithm import Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
+from semrl_jax.algorithms.objective import group_needs as needs
 
 __all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
 
@@ -42,11 +44,12 @@ class Options(Objective):
         )
 
 
-def needs(options):
-    return options.needs()._replace(groups=True)
-
-
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     ordered = jnp.sort(rewards, axis=1)
     index = max(math.ceil(options.quantile * rewards.shape[1]) - 1, 0)
     differences = centred(rewards, ordered[:, index : index + 1])

@@ -17,8 +17,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
 from semrl_jax.algorithms.kl import penalised_rewards
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
@@ -46,14 +47,19 @@ class Options(Objective):
         )
 
 
-def needs(options):
+def needs(options: Options) -> Needs:
     own = options.needs()
     if options.kl_reward_coefficient:
         own = own._replace(reference=True, old_logprobs=True)
     return own._replace(groups=options.group_baseline)
 
 
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     if options.group_baseline:
         rewards = centred(rewards)
     returns = broadcast_to_tokens(rewards, response_mask)

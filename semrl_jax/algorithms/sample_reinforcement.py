@@ -5,8 +5,8 @@ A = positive_weight if r > threshold, else -negative_weight
 PSR: weights 1 and 0. NSR: 0 and 1. Weighted REINFORCE: 0.1 and 1, the defaults. No group, no
 baseline: one response per prompt is enough.
 
-Source: arXiv:2506.01347. Its code removes the samples of weight 0 before the mean
-over tokens; here they stay in the mean and add 0.
+Source: arXiv:2506.01347. Its code removes the samples of weight 0 before the mean over tokens; here
+they stay in the mean and add 0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms.algorithm import check_options
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.groups import broadcast_to_tokens
 from semrl_jax.algorithms.objective import Objective, loss, token_weights
 
@@ -42,11 +43,16 @@ class Options(Objective):
         )
 
 
-def needs(options):
+def needs(options: Options) -> Needs:
     return options.needs()
 
 
-def advantages(rewards, passes, response_mask, options):
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
     positive = rewards > options.threshold
     estimates = jnp.where(positive, options.positive_weight, -options.negative_weight)
     return broadcast_to_tokens(estimates, response_mask)

@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 MAX_LOG_RATIO = 20.0
 MAX_DYNAMIC_RATIO = 10.0
 
+# The loss of each token, and whether the bounds changed its gradient.
+Terms = tuple[Float[Array, "*tokens"], Bool[Array, "*tokens"]]
+
 
 class Tokens(NamedTuple):
     """Arrays of one micro-batch: float32, 0 where a token does not count.
@@ -60,14 +63,14 @@ class Bounds:
 
 
 class Surrogate(NamedTuple):
-    """What one surrogate needs, and its function.
+    """A surrogate and the arrays that it needs.
 
     Attributes:
-      loss: (tokens, bounds) to the loss of each token and whether the bounds changed its gradient.
+      loss: from (tokens, bounds) to terms.
       old_logprobs, sequence_ids: whether it reads these arrays of `Tokens`.
     """
 
-    loss: Callable[[Tokens, Bounds], tuple[Float[Array, "*tokens"], Bool[Array, "*tokens"]]]
+    loss: Callable[[Tokens, Bounds], Terms]
     old_logprobs: bool = True
     sequence_ids: bool = False
 
@@ -98,7 +101,7 @@ def sum_over_sequences(
     return jnp.where(mask, jax.vmap(of_row)(values, sequence_ids), 0.0)
 
 
-def clip(tokens, bounds):
+def clip(tokens: Tokens, bounds: Bounds) -> Terms:
     """max(-A r, -A clip(r, 1 - clip_epsilon, 1 + clip_epsilon_high)); for A < 0 at most -A c.
 
     `clip_epsilon_high` above `clip_epsilon` is "clip-higher"; c is `dual_clip`.
@@ -109,7 +112,7 @@ def clip(tokens, bounds):
     return _clipped(tokens, tokens.log_ratio(), 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
 
 
-def gspo(tokens, bounds):
+def gspo(tokens: Tokens, bounds: Bounds) -> Terms:
     """`clip` with one ratio per response: s = exp(mean over its tokens of log r).
 
     The gradient of s is spread evenly over the tokens of the response: token t has the ratio
@@ -126,7 +129,7 @@ def gspo(tokens, bounds):
     return _clipped(tokens, mean + own, 1 - bounds.clip_epsilon, 1 + bounds.high, bounds)
 
 
-def dcpo(tokens, bounds):
+def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
     """`clip` with bounds that widen for tokens that were improbable, q = exp(old_logprobs).
 
     low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2
@@ -142,7 +145,7 @@ def dcpo(tokens, bounds):
     return _clipped(tokens, tokens.log_ratio(), low, high, bounds)
 
 
-def cispo(tokens, bounds):
+def cispo(tokens: Tokens, bounds: Bounds) -> Terms:
     """-sg(clip(r, 1 - clip_epsilon, 1 + clip_epsilon_high)) A logprobs: all tokens have a gradient.
 
     Source: arXiv:2506.13585, Eqs. 4 and 5. No lower bound there: `clip_epsilon` close to 1.
@@ -152,7 +155,7 @@ def cispo(tokens, bounds):
     return -jax.lax.stop_gradient(clipped) * tokens.advantages * tokens.logprobs, clipped != ratio
 
 
-def reinforce(tokens, bounds):
+def reinforce(tokens: Tokens, bounds: Bounds) -> Terms:
     """-A logprobs: no ratio and no bounds, so `old_logprobs` is not computed for it.
 
     Source: Williams 1992, "Simple statistical gradient-following algorithms".
@@ -160,7 +163,7 @@ def reinforce(tokens, bounds):
     return -tokens.advantages * tokens.logprobs, jnp.zeros(tokens.logprobs.shape, bool)
 
 
-def opmd(tokens, bounds):
+def opmd(tokens: Tokens, bounds: Bounds) -> Terms:
     """(-A logprobs + opmd_tau / (2 length) (sum over the response of log r)^2) / max(1, opmd_tau).
 
     The sum over the tokens of a response is its policy gradient and half the squared log-ratio of

@@ -20,6 +20,7 @@ PERSON = re.compile(r"\b(\w+) is an? (knight|knave)\b", re.IGNORECASE)
 
 
 def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
+    """Scores the roles between the answer tags; `boxed` says whether the format is right."""
     answer = tagged_answer(response)
     expected, found = roles(reference), roles(answer or "")
     correct = bool(expected) and found == expected

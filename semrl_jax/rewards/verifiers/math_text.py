@@ -13,6 +13,7 @@ from semrl_jax.rewards.verdict import Verdict, VerifierSettings
 
 
 def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
+    """Scores the text in the last box; wrong without a complete box."""
     boxed = has_complete_box(response)
     answer = extract_answer(response) if boxed else None
     correct = bool(answer) and answer == normalize_answer(reference)
