@@ -20,6 +20,7 @@ from semrl_jax.sampling.prompt_sources import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
+from semrl_jax.settings.rollout import MIN_TEMPERATURE
 from semrl_jax.types import SampleRequest
 
 
@@ -140,8 +141,8 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError(f"num_samples={plan.num_samples} must be a whole number of at least 1")
     if not (isinstance(plan.top_k, int) and plan.top_k >= 0):
         raise ValueError(f"top_k={plan.top_k} must be a whole number of at least 0")
-    if plan.temperature != 0 and not 0.01 <= plan.temperature < 2**31:
-        raise ValueError(f"temperature={plan.temperature} must be 0 or at least 0.01")
+    if plan.temperature != 0 and not MIN_TEMPERATURE <= plan.temperature < 2**31:
+        raise ValueError(f"temperature={plan.temperature} must be 0 or at least {MIN_TEMPERATURE}")
     if not 0 < plan.top_p <= 1:
         raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
 

@@ -8,6 +8,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
 
 ENGINES = ("jax", "vllm")
+MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
 
 
 def check(rollout: Section) -> None:
@@ -64,8 +65,8 @@ def _check_sampling(rollout: Section) -> None:
             "rollout.temperature=0 samples the same response in every slot of a group, which "
             "leaves no advantage; set it above 0."
         )
-    if rollout["temperature"] < 0.01:
+    if rollout["temperature"] < MIN_TEMPERATURE:
         raise UserError(
-            f"rollout.temperature={rollout['temperature']} must be at least 0.01: below, the "
-            "logits divided by it exceed float32."
+            f"rollout.temperature={rollout['temperature']} must be at least {MIN_TEMPERATURE}: "
+            "below, the logits divided by it exceed float32."
         )
