@@ -212,7 +212,7 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
     ours.save_pretrained(tmp_path)
     check_same_tokens("critic.path", tmp_path, ours)
     theirs = character_tokenizer()
-    theirs.add_tokens("x")
+    theirs.add_tokens("y")
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"critic.path=.*token 'x' is 34 there and missing in"):
+    with pytest.raises(UserError, match=r"critic.path=.*token 'y' is 34 there and missing in"):
         check_same_tokens("critic.path", tmp_path, ours)
