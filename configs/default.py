@@ -141,7 +141,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.normalise = True  # quantile_baseline: by the standard deviation
     config.algorithms.advantage.positive_weight = 0.1  # sample_reinforcement
     config.algorithms.advantage.negative_weight = 1.0  # sample_reinforcement
-    config.algorithms.advantage.threshold = 0.0  # sample_reinforcement: rewards above are positive
+    config.algorithms.advantage.correction = "backward"  # noisy_rewards; or forward
+    # noisy_rewards: probability that a wrong response is accepted, and a correct one rejected
+    config.algorithms.advantage.false_positive_rate = 0.0
+    config.algorithms.advantage.false_negative_rate = 0.0
+    # sample_reinforcement, noisy_rewards: rewards above are positive
+    config.algorithms.advantage.threshold = 0.0
     config.algorithms.advantage.baseline_shift = -0.1  # asymre
     config.algorithms.advantage.group_baseline = False  # reinforce_plus_plus
     config.algorithms.advantage.kl_reward_coefficient = 0.0  # reinforce_plus_plus: KL in the reward

@@ -15,6 +15,7 @@ MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
+NOISY = {"name": "noisy_rewards"}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
 TOKEN = {"importance.level": "token"}
 # Field: the new value, and the settings with which it means something.
@@ -28,6 +29,9 @@ CHANGES = {
     "advantage.positive_weight": (0.5, PSR),
     "advantage.negative_weight": (0.5, PSR),
     "advantage.threshold": (0.7, PSR),
+    "advantage.correction": ("forward", NOISY),
+    "advantage.false_positive_rate": (0.2, NOISY),
+    "advantage.false_negative_rate": (0.2, NOISY),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),
