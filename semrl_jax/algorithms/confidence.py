@@ -22,7 +22,7 @@ def low_confidence(
       Float32 in [0, 1]: the geometric mean of the probabilities; 1.0 for a sequence without tokens.
     """
     size = logprobs.shape[1]
-    # In float64, and rounded: 0.1 * 30 is above 3 by a rounding error.
+    # In float64, and rounded: 0.28 * 25 is above 7 by a rounding error.
     counts = np.ceil(np.round(fraction * np.arange(size + 1), 6)).astype(np.int32)
     taken = jnp.asarray(counts)[jnp.sum(mask, axis=1)][:, None]  # [N, 1]
     ascending = jnp.sort(jnp.where(mask, logprobs.astype(jnp.float32), jnp.inf), axis=1)
