@@ -17,6 +17,7 @@ from semrl_jax.data.rows import BadRows, check_row_format, row_reader
 from semrl_jax.data.templates import is_chat
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
+    check_same_tokens,
     full_text,
     load_tokenizer,
     tokenizer_hash,
@@ -37,6 +38,7 @@ __all__ = [
     "character_tokenizer",
     "check_file",
     "check_row_format",
+    "check_same_tokens",
     "dataset_hash",
     "full_text",
     "is_chat",
