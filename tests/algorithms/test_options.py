@@ -10,6 +10,7 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.training.batch_rules import reweighted
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
@@ -43,6 +44,9 @@ CHANGES = {
     "loss.kl_coefficient": (0.5, {}),
     "loss.entropy_coefficient": (0.5, {}),
     "loss.kl_estimator": ("abs", {}),
+    "batch_rules.ace_alpha": (0.5, {}),
+    "batch_rules.arm_alpha": (0.5, {}),
+    "batch_rules.arm_low_fraction": (0.6, {"batch_rules.arm_alpha": 0.5}),
     "importance.level": ("token", {}),
     "importance.outside": ("mask", TOKEN),
     "importance.floor": (0.95, TOKEN),
@@ -69,7 +73,11 @@ def update_of(settings):
 
     @jax.jit
     def compute(logprobs):
-        advantages = algorithm.advantages(jnp.asarray(REWARDS), Passes(old, ref), mask)
+        rewards, passes = jnp.asarray(REWARDS), Passes(old, ref)
+        advantages = algorithm.advantages(rewards, passes, mask)
+        advantages, _ = reweighted(
+            advantages, rewards, passes, jnp.array([0.3, 0.6]), mask, section["batch_rules"]
+        )
         if section["importance"]["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **section["importance"])[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
@@ -101,8 +109,8 @@ def test_no_option_is_dead(field):
 def test_every_option_is_tried():
     section = get_config().algorithms.to_dict()
     fields = {key for key, value in section.items() if not isinstance(value, dict)}
-    for name in ("advantage", "loss", "importance"):
+    for name in ("advantage", "loss", "importance", "batch_rules"):
         fields |= {f"{name}.{key}" for key in section[name]}
-    assert fields == set(CHANGES)
     # These act on the batch: tests/training/test_batch_rules.py.
-    assert set(section["batch_rules"]) == {"overlong_tokens", "mask_truncated"}
+    of_batch = {"batch_rules.overlong_tokens", "batch_rules.mask_truncated"}
+    assert fields - of_batch == set(CHANGES)

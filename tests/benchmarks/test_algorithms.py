@@ -61,7 +61,7 @@ def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
     mean, low, high = report.interval(np.full((3, 4), 0.25))
     assert (mean, low, high) == (0.25, 0.25, 0.25)
     # The variance of the crossed bootstrap is that of both factors: here seeds only, then problems.
-    for values in (np.repeat(random.normal(size=(40, 1)), 50, 1), random.normal(size=(1, 400))):
+    for values in (np.repeat(random.normal(size=(40, 1)), 2, 1), random.normal(size=(1, 100))):
         mean, low, high = report.interval(values)
         deviation = values.std() / np.sqrt(np.unique(values).size)
         # 3 %: the noise of a quantile of 10,000 draws; below 40 values, 1.96 is not exact either.
