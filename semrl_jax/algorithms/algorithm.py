@@ -239,7 +239,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
         with running(field, module, "first_state"):
             state = algorithm.first_state()
         with running(field, module, "next_state"):
-            after = jax.eval_shape(algorithm.next_state, state, *batch)
+            after = jax.eval_shape(lambda *of: module.next_state(*of, options), state, *batch)
         first, then = (
             jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
             for tree in (state, after)
@@ -249,9 +249,11 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
                 f"{field}: next_state of {module.__name__} must keep the names, dtypes and shapes "
                 f"of first_state, {first}, but returns {then}."
             )
+    extra = {"state": state} if needs.state else {}
     for part in ("advantages", "returns")[: 1 + needs.values]:
+        function = getattr(module, part)
         with running(field, module, part):
-            found = jax.eval_shape(getattr(algorithm, part), *batch, state)
+            found = jax.eval_shape(lambda *of: function(*of, options, **extra), *batch)  # noqa: B023
         check(part, found, *size)
     with running(field, module, "token_weights"):
         found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)
@@ -267,8 +269,9 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
         found["value_loss"] = (values,), targets, "critic/loss"
     names: set[str] = set()
     for part, (positional, named, required) in found.items():
+        function = functools.partial(getattr(module, part), options=options)
         with running(field, module, part):
-            total, scalars = jax.eval_shape(getattr(algorithm, part), *positional, **named)
+            total, scalars = jax.eval_shape(function, *positional, **named)
         check(f"the {part}", total)
         if required not in scalars:
             raise UserError(

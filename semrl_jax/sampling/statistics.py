@@ -26,7 +26,8 @@ def batch_scalars(
     Returns:
       `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
       Statistics of correct (incorrect) responses are left out if there is none, and those of groups
-      if a group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is the share of valid ones.
+      if a group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is
+      the share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
