@@ -206,8 +206,9 @@ This page is made from finished runs by `python -m benchmarks.algorithms --outpu
 The task is that of `configs/quickstart.py`: 40 steps of 256 responses, one update per step. The
 runs of one seed start from the same warm start, which the first row describes. The number of
 responses, the learning rate and the coefficients of KL and entropy are the same in all runs, except
-where a config file of its own (`configs/quickstart_ppo.py`) says otherwise. "+ VERL" adds the
-shaping to the advantages.
+where a config file of its own (`configs/quickstart_ppo.py`) says otherwise. A step of PPO has 256
+prompts with one response each, a step of the others 32 prompts with 8. "+ VERL" adds the shaping to
+the advantages.
 
 ![Learning curves and final scores]({figure})
 

@@ -1,5 +1,6 @@
 """The comparison of algorithms: its runs, its statistics and its page."""
 
+import importlib
 import itertools
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from benchmarks import algorithm_report as report
 from benchmarks import algorithms
 from benchmarks.pass_at_k import pass_at_k
-from configs import quickstart
 from semrl_jax.errors import UserError
 from semrl_jax.files import write_json
 from semrl_jax.runs import validate
@@ -103,13 +103,12 @@ def test_the_page_has_a_row_per_variant_with_runs(tmp_path, monkeypatch):
     assert (tmp_path / "docs" / report.FIGURE).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, variant in algorithms.VARIANTS.items() if variant.config == "quickstart"],
-)
+@pytest.mark.parametrize("name", algorithms.VARIANTS)
 def test_the_settings_of_every_variant_are_valid(name):
-    config = quickstart.get_config()
-    config.update_from_flattened_dict(algorithms.COMMON | algorithms.VARIANTS[name].settings)
+    variant = algorithms.VARIANTS[name]
+    algorithms.check_config(variant)
+    config = importlib.import_module(f"configs.{variant.config}").get_config()
+    config.update_from_flattened_dict(algorithms.COMMON | variant.settings)
     validate(config)
     if name == "dr_grpo":
         assert config.algorithms.constant_length == config.rollout.max_response_tokens
@@ -132,4 +131,3 @@ def test_a_missing_config_is_a_users_mistake():
         algorithms.check_config(algorithms.Variant("X", {}, "none"))
     with pytest.raises(UserError, match=r"samples 384 responses per step; all .* sample 256"):
         algorithms.check_config(algorithms.Variant("X", {}, "default"))
-    algorithms.check_config(algorithms.VARIANTS["grpo"])
