@@ -27,9 +27,14 @@ BASE = "grpo"  # with which the others are compared
 RESULT = "result.json"  # in the directory of a run that is finished
 ACCURACY = "eval/arithmetic/greedy_accuracy"
 NUM_DRAWS = 10_000
+MIN_SEEDS = 3  # with fewer, an interval says nothing about the spread over seeds
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 FIGURE = "figures/algorithm_study.png"
-SCORES = {"greedy": "greedy accuracy", 1: "pass@1", NUM_SAMPLES: f"pass@{NUM_SAMPLES}"}
+SCORES = {
+    "steps": "accuracy over steps", "greedy": "greedy accuracy", 1: "pass@1",
+    NUM_SAMPLES: f"pass@{NUM_SAMPLES}",
+}  # fmt: skip
+COMPARED = ("steps", "greedy", NUM_SAMPLES)  # with GRPO
 
 
 class Results(NamedTuple):
@@ -38,7 +43,9 @@ class Results(NamedTuple):
     Attributes:
       title: for tables.
       seeds: of the runs, ascending.
-      scores: by the keys of SCORES, float64 [S, P]: per seed and problem, of the last weights.
+      scores: by the keys of SCORES, float64 [S, P]: per seed and problem. "steps" is the mean
+        greedy accuracy over the evaluations after the first step, the others are of the last
+        weights.
       curves: greedy accuracy by step, one dict per seed.
       machines: descriptions of the machines that ran them.
     """
@@ -57,7 +64,7 @@ def read_results(output: pathlib.Path, variant: str) -> Results | None:
         return None
     records = {run: read_json_object(run / RESULT) for run in runs}
     runs.sort(key=lambda run: records[run]["seed"])
-    found = [problem_scores(max((run / "rollouts").glob("eval_*.parquet"))) for run in runs]
+    found = [run_scores(run) for run in runs]
     return Results(
         title=records[runs[0]]["title"],
         seeds=tuple(records[run]["seed"] for run in runs),
@@ -67,19 +74,27 @@ def read_results(output: pathlib.Path, variant: str) -> Results | None:
     )
 
 
-def problem_scores(file: pathlib.Path) -> dict[str | int, Float[np.ndarray, " P"]]:
-    """The scores of each problem, from the responses of the greedy score and of pass@k."""
-    table = pq.read_table(file, columns=["group_id", "sample_index", "correct"])
-    problem, sample, correct = (column.to_numpy() for column in table.columns)
-    by_problem = np.zeros((problem.max() + 1, 1 + NUM_SAMPLES))  # [P, 1 + 8], greedy first
-    by_problem[problem, sample] = correct
-    num_correct = by_problem[:, 1:].sum(axis=1).astype(int)
+def run_scores(run: pathlib.Path) -> dict[str | int, Float[np.ndarray, " P"]]:
+    """The scores of each problem in one run."""
+    files = sorted((run / "rollouts").glob("eval_*.parquet"))
+    steps = np.mean([correct_responses(file)[:, 0] for file in files[1:] or files], axis=0)
+    last = correct_responses(files[-1])
+    num_correct = last[:, 1:].sum(axis=1).astype(int)
     passed = {
         k: np.array([pass_at_k(NUM_SAMPLES, c, k) for c in num_correct.tolist()])
         for k in SCORES
-        if k != "greedy"
+        if isinstance(k, int)
     }
-    return {"greedy": by_problem[:, 0], **passed}
+    return {"steps": steps, "greedy": last[:, 0], **passed}
+
+
+def correct_responses(file: pathlib.Path) -> Float[np.ndarray, "P samples"]:
+    """1 if a response is correct; the greedy one first, then those of pass@k, if there are any."""
+    table = pq.read_table(file, columns=["group_id", "sample_index", "correct"])
+    problem, sample, correct = (column.to_numpy() for column in table.columns)
+    found = np.zeros((problem.max() + 1, sample.max() + 1))
+    found[problem, sample] = correct
+    return found
 
 
 def curve(run: pathlib.Path) -> dict[int, float]:
@@ -110,17 +125,18 @@ def differences(own: Results, base: Results, score: str | int) -> Float[np.ndarr
 def table(results: dict[str, Results]) -> list[str]:
     """The rows of the Markdown table, in percent."""
     lines = [
-        "| | seeds | greedy accuracy | less GRPO's | pass@1 | pass@8 | less GRPO's |",
-        "|---|---|---|---|---|---|---|",
+        "| | seeds | accuracy over steps | less GRPO's | greedy accuracy | less GRPO's | pass@1 | "
+        "pass@8 | less GRPO's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, own in results.items():
         cells = [own.title, str(len(own.seeds))]
         for score in SCORES:
             cells.append(_percent(interval(own.scores[score])))
-            if score == 1:
+            if score not in COMPARED:
                 continue
-            base = results.get(BASE)
-            found = differences(own, base, score) if base and name != BASE else None
+            compared = name not in (START, BASE)
+            found = differences(own, results[BASE], score) if compared else None
             cells.append("" if found is None else _percent(interval(found), sign="+"))
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -132,23 +148,21 @@ def _percent(values: tuple[float, float, float], sign: str = "") -> str:
 
 
 def conclusion(results: dict[str, Results]) -> str:
-    """Which variants differ from GRPO by more than the intervals, in a sentence per score."""
+    """Which variants with enough seeds differ from GRPO, in a sentence per score."""
     sentences = []
-    for score in ("greedy", NUM_SAMPLES):
+    for score in COMPARED:
         sides: dict[str, list[str]] = {"above": [], "below": []}
         for name, own in results.items():
             found = None if name in (START, BASE) else differences(own, results[BASE], score)
-            if found is None:
+            if found is None or len(found) < MIN_SEEDS:
                 continue
             _, low, high = interval(found)
             if low > 0 or high < 0:
                 sides["above" if low > 0 else "below"].append(own.title)
         told = [f"{', '.join(names)} {side}" for side, names in sides.items() if names]
-        sentences.append(
-            f"In {SCORES[score]}, the interval of the difference from GRPO excludes 0 for: "
-            f"{'; '.join(told) or 'no variant'}."
-        )
-    return " ".join(sentences)
+        sentences.append(f"- {SCORES[score]}: {'; '.join(told) or 'no variant'}.")
+    head = f"Variants of at least {MIN_SEEDS} seeds whose interval of the difference excludes 0:"
+    return "\n".join([head, "", *sentences])
 
 
 def draw(results: dict[str, Results]) -> Figure:
@@ -167,14 +181,14 @@ def draw(results: dict[str, Results]) -> Figure:
     left.set_title("Held-out accuracy: mean and range over seeds", loc="left", fontsize=10)
     left.legend(fontsize=8, loc="lower right")
     for row, (colour, found) in enumerate(zip(COLOURS, trained.values())):
-        for offset, score, alpha in ((-0.2, "greedy", 1.0), (0.2, NUM_SAMPLES, 0.45)):
+        for offset, score, face in ((-0.15, "greedy", colour), (0.15, NUM_SAMPLES, "white")):
             mean, low, high = (100 * value for value in interval(found.scores[score]))
-            right.barh(row + offset, mean, 0.36, color=colour, alpha=alpha)
-            right.plot([low, high], [row + offset] * 2, color="black", lw=1.2)
+            right.plot([low, high], [row + offset] * 2, color=colour, lw=1.4)
+            right.plot(mean, row + offset, "o", color=colour, mfc=face)
     right.set_yticks(range(len(trained)), [found.title for found in trained.values()], fontsize=8)
     right.invert_yaxis()
-    right.set(xlabel="%", xlim=(0, 100))
-    right.set_title("After the last step: greedy, and pass@8 (pale)", loc="left", fontsize=10)
+    right.set(xlabel="%")
+    right.set_title("After the last step: greedy, and pass@8 (hollow)", loc="left", fontsize=10)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -212,16 +226,18 @@ the advantages.
 
 ![Learning curves and final scores]({figure})
 
-Percent of {num_problems} held-out problems after the last step, with 95 % bootstrap intervals over
-seeds and problems. `greedy accuracy` is of one response at temperature 0. pass@1 and pass@8 are
-estimated without bias from 8 responses at temperature 1. Differences from GRPO are paired: same
-seeds, same problems.
+Percent of {num_problems} held-out problems, with 95 % bootstrap intervals over seeds and problems.
+"accuracy over steps" is the mean of the greedy accuracies after steps 5, 10, ..., 40: the earlier a
+run learns, the higher. The other columns describe the weights after the last step. "greedy
+accuracy" is of one response at temperature 0. pass@1 and pass@8 are estimated without bias from 8
+responses at temperature 1. Differences from GRPO are paired: same seeds, same problems.
 
 {table}
 """
 LIMITS = """What this does not show:
 
-- One task and one small model. All answers are short, and every response ends far below its limit.
+- One task and one small model. All responses have about 52 tokens, so the ways to weight tokens and
+  responses hardly differ.
 - One learning rate, chosen for GRPO with VERL. Other variants may have a better one.
 - With one update per step, every ratio of probabilities is 1. No clip acts, and GSPO differs from
   GRPO only in how tokens are weighted.

@@ -36,7 +36,10 @@ def write_run(output, variant, seed, correct):
     columns = {"group_id": problem, "sample_index": sample, "correct": correct}
     table = pa.table({name: values.ravel()[order] for name, values in columns.items()})
     pq.write_table(table, run / "rollouts" / "eval_000040.parquet")
-    pq.write_table(table.slice(0, 1), run / "rollouts" / "eval_000005.parquet")  # an earlier one
+    # Earlier evaluations have only greedy responses; the first is before any step.
+    for step, value in ((0, True), (5, False)):
+        greedy = table.slice(0, len(correct)).set_column(2, "correct", [[value] * len(correct)])
+        pq.write_table(greedy, run / "rollouts" / f"eval_{step:06d}.parquet")
     rows = [f'{{"step": {step}, "{report.ACCURACY}": {step / 100}}}\n' for step in (0, 5, 40)]
     (run / "metrics.jsonl").write_text("".join(rows) + '{"step": 39, "policy/loss": 1.0}\n')
     record = {"title": variant.upper(), "seed": seed, "machine": "a machine"}
@@ -51,6 +54,7 @@ def test_scores_of_a_run_are_read_by_problem(tmp_path):
     found = report.read_results(tmp_path, "grpo")
     assert found.seeds == (3,) and found.curves == [{0: 0.0, 5: 0.05, 40: 0.4}]
     np.testing.assert_array_equal(found.scores["greedy"], [[1, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(found.scores["steps"], [[0.5, 0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(found.scores[1], [[0, 1 / 8, 1, 0, 0, 0]])
     np.testing.assert_array_equal(found.scores[8], [[0, 1, 1, 0, 0, 0]])
     assert report.read_results(tmp_path, "ppo") is None
@@ -72,7 +76,7 @@ def test_the_interval_has_the_spread_of_a_mean_over_seeds_and_problems():
 
 def test_differences_are_paired_by_seed_and_problem(tmp_path):
     random = np.random.default_rng(0)
-    for seed in (0, 1, 2):
+    for seed in range(4):
         base = random.random((PROBLEMS, 9)) < 0.5
         base[:, 0] = np.arange(PROBLEMS) == seed
         write_run(tmp_path, "grpo", seed, base)
@@ -83,10 +87,9 @@ def test_differences_are_paired_by_seed_and_problem(tmp_path):
     np.testing.assert_array_equal(found, 1 - results["grpo"].scores["greedy"][1:])
     assert not report.differences(results["rloo"], results["grpo"], 8).any()
     text = report.conclusion(results)
-    assert (
-        "greedy accuracy, the interval of the difference from GRPO excludes 0 for: RLOO ab" in text
-    )
-    assert "pass@8, the interval of the difference from GRPO excludes 0 for: no variant" in text
+    assert "- greedy accuracy: RLOO above." in text and "- pass@8: no variant." in text
+    two = {name: one._replace(seeds=one.seeds[:2]) for name, one in results.items()}
+    assert "RLOO" not in report.conclusion(two)  # they share the seed 1 alone
 
 
 def test_the_page_has_a_row_per_variant_with_runs(tmp_path, monkeypatch):
@@ -98,7 +101,8 @@ def test_the_page_has_a_row_per_variant_with_runs(tmp_path, monkeypatch):
         write_run(tmp_path, variant, 0, np.ones((PROBLEMS, 9), bool))
     report.write(tmp_path, ["grpo", "rloo"])
     page = (tmp_path / "docs" / "algorithm_study.md").read_text()
-    assert "| GRPO | 1 | 100.0 (100.0 to 100.0) |" in page and "| START | 1 |" in page
+    assert "| GRPO | 1 | 50.0 (50.0 to 50.0) |  | 100.0 (100.0 to 100.0) |" in page
+    assert "| START | 1 |" in page
     assert "RLOO" not in page and "- a machine" in page
     assert (tmp_path / "docs" / report.FIGURE).read_bytes().startswith(b"\x89PNG")
 
