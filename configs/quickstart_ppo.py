@@ -15,5 +15,5 @@ def get_config():
     config.data.prompts_per_step = 256
     config.rollout.group_size = 1
     config.training.prompts_per_minibatch = 256
-    config.critic.learning_rate = 3e-4
+    config.critic.learning_rate = 1e-3
     return config
