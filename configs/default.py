@@ -141,7 +141,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.normalise = True  # quantile_baseline: by the standard deviation
     config.algorithms.advantage.positive_weight = 0.1  # sample_reinforcement
     config.algorithms.advantage.negative_weight = 1.0  # sample_reinforcement
-    config.algorithms.advantage.threshold = 0.0  # sample_reinforcement: rewards above are positive
+    config.algorithms.advantage.correction = "backward"  # noisy_rewards; or forward
+    # noisy_rewards: probability that a wrong response is accepted, and a correct one rejected
+    config.algorithms.advantage.false_positive_rate = 0.0
+    config.algorithms.advantage.false_negative_rate = 0.0
+    # sample_reinforcement, noisy_rewards: rewards above are positive
+    config.algorithms.advantage.threshold = 0.0
     config.algorithms.advantage.baseline_shift = -0.1  # asymre
     config.algorithms.advantage.baseline_rate = 0.1  # reinforce
     config.algorithms.advantage.group_baseline = False  # reinforce_plus_plus
@@ -173,6 +178,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.overlong_tokens = 0
     # True: a response cut off at its limit is not trained on, but counts in its group.
     config.algorithms.batch_rules.mask_truncated = False
+    # The following change advantages before the shaping; docs/algorithms.md. 0: off.
+    config.algorithms.batch_rules.ace_alpha = 0.0  # penalty of confident errors; loads a reference
+    config.algorithms.batch_rules.arm_alpha = 0.0  # bonus for responses that are less sure
+    config.algorithms.batch_rules.arm_low_fraction = 0.2  # share of tokens that say how sure
     config.algorithms.aggregation = "token_mean"  # response_mean or constant_length
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 

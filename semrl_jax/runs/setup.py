@@ -38,6 +38,7 @@ from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.prompt_sources import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.state import TrainState, make_optimizer
 
@@ -198,7 +199,7 @@ def open_run(
 
         def load() -> tuple[pathlib.Path, models.Params | None]:
             start = find_start()
-            if not inputs.algorithm.needs.reference:
+            if not all_needs(inputs.algorithm, config.algorithms).reference:
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, None
             return start, starting_params(start, policy, mesh, config.model.reference_dtype)

@@ -19,6 +19,7 @@ from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.shaping import ShapingState, reward_bonus, shape_advantages, update_shaping_state
 from semrl_jax.shaping.indicators import has_indicators
+from semrl_jax.training.batch_rules import reweighted
 from semrl_jax.types import RolloutBatch
 
 SHUFFLE = 0x5AFF  # last in its seed: (s,) and (s, 0) are one stream to NumPy
@@ -52,8 +53,12 @@ def shaped_advantages(
     state: ShapingState,
     config: ml_collections.ConfigDict,
     algorithm_state: State | None = None,
+    prompt_confidence: Float[Array, " P"] | None = None,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:
-    """The algorithm's advantages with the bonus, and the report of the shaping."""
+    """The algorithm's advantages, after the batch rules, with the bonus; and the report.
+
+    `prompt_confidence` is only for `batch_rules.arm_alpha`.
+    """
     shaped, report = _shaped_advantages(
         rewards,
         passes,
@@ -61,8 +66,10 @@ def shaped_advantages(
         response_mask,
         state,
         algorithm_state,
+        prompt_confidence,
         algorithm=algorithm,
         shaping=tuple(config.shaping.items()),
+        rules=tuple(config.algorithms.batch_rules.items()),
     )
     return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
 
@@ -133,7 +140,7 @@ def next_baselines(
     return _next_baselines(state, metrics, rewards, options=tuple(config.shaping.items()))
 
 
-@functools.partial(jax.jit, static_argnames=("algorithm", "shaping"))
+@functools.partial(jax.jit, static_argnames=("algorithm", "shaping", "rules"))
 def _shaped_advantages(
     rewards,
     passes,
@@ -141,19 +148,24 @@ def _shaped_advantages(
     response_mask,
     state,
     algorithm_state,
+    prompt_confidence,
     *,
     algorithm: Algorithm,
     shaping: Options,
+    rules: Options,
 ):
-    scalars = {}
+    scalars, scores = {}, rewards
     if metrics and dict(shaping)["target"] in ("reward", "both"):
         rewards = rewards + reward_bonus(metrics, state, **dict(shaping)).reshape(rewards.shape)
         scalars |= _extent("reward/shaped", rewards, jnp.ones_like(rewards, bool))
     plain = algorithm.advantages(rewards, passes, response_mask, algorithm_state)
+    plain, of_rules = reweighted(
+        plain, scores, passes, prompt_confidence, response_mask, dict(rules)
+    )
     shaped, report = shape_advantages(plain, metrics, response_mask, state, **dict(shaping))
     scalars |= _extent("advantage", plain, response_mask)
     scalars |= _extent("advantage/shaped", shaped, response_mask)
-    return shaped, scalars | report
+    return shaped, scalars | of_rules | report
 
 
 @functools.partial(jax.jit, static_argnames="algorithm")

@@ -16,13 +16,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from semrl_jax import models
+from semrl_jax.algorithms import low_confidence
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state
+from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.rollout_batch import pad_batch
+from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
     Trained,
     TrainState,
@@ -37,6 +39,8 @@ from semrl_jax.training.state import (
 )
 from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
+
+_low_confidence = jax.jit(low_confidence, static_argnames="fraction")
 
 
 class NonFiniteUpdates(RuntimeError):
@@ -57,6 +61,7 @@ class ForwardPasses(NamedTuple):
     old: TokenPass | None
     ref_logprobs: Float[Array, "B T"] | None
     values: Float[Array, "B T"] | None = None
+    prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
 
     def arrays(self) -> Passes:
         """What an algorithm may take for its advantages."""
@@ -111,10 +116,9 @@ class Learner:
           batch: from `batch`.
           with_states, with_entropies: what the policy's own pass keeps, which makes it needed.
         """
-        needs = self.algorithm.needs
-        needs_old = needs.old_logprobs or self.config.algorithms.importance.level != "none"
-        old = reference = values = None
-        if needs_old or with_states or with_entropies:
+        needs = all_needs(self.algorithm, self.config.algorithms)
+        old = reference = values = confidence = None
+        if needs.old_logprobs or with_states or with_entropies:
             with clock("old_logprobs"):
                 old = self.logprobs(
                     state.params, batch, with_states=with_states, with_entropies=with_entropies
@@ -125,7 +129,10 @@ class Learner:
         if needs.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
-        return ForwardPasses(old, reference, values)
+        if self.config.algorithms.batch_rules.arm_alpha:
+            with clock("prompt_logprobs"):
+                confidence = self.prompt_confidence(state.params, batch)
+        return ForwardPasses(old, reference, values, confidence)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -141,6 +148,15 @@ class Learner:
                     **with_also,
                 )
             )
+
+    def prompt_confidence(self, params: models.Params, batch: RolloutBatch) -> Float[Array, " P"]:
+        """`low_confidence` of the prompts, for `batch_rules.arm_alpha`."""
+        prompts = prompts_alone(batch, self.config.rollout.group_size)
+        return _low_confidence(
+            self.logprobs(params, prompts).logprobs,
+            prompts.response_mask,
+            fraction=self.config.algorithms.batch_rules.arm_low_fraction,
+        )
 
     def values(self, params: models.Params, batch: RolloutBatch) -> Float[Array, "B T"]:
         """The critic's values before the tokens of the responses."""
@@ -179,7 +195,10 @@ class Learner:
             rates["critic/learning_rate"] = _learning_rate(critic, config.critic)
         skipped = int(state.skipped_in_row)
         history = []
-        arrays = (batch, passes.arrays(), advantages, returns)
+        given = passes.arrays()
+        if not self.algorithm.needs.reference:  # a batch rule may have needed it
+            given = given._replace(ref_logprobs=None)
+        arrays = (batch, given, advantages, returns)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
             rows, (old_logprobs, ref_logprobs, values), own_advantages, own_returns = minibatch

@@ -96,6 +96,7 @@ def run_steps(
                 state.shaping,
                 config,
                 state.algorithm,
+                passes.prompt_confidence,
             )
             kept = (passes.arrays(), batch.response_mask, state.algorithm)
             returns, values = value_targets(learner.algorithm, rewards, *kept)

@@ -1,6 +1,7 @@
 """Advantages of every built-in algorithm: against float64, and what tells neighbours apart."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,14 @@ def asymre(r, lengths):
     return r - (r.mean() - 0.1)
 
 
-ORACLES = (dr_grpo, rloo, opo, quantile_baseline, max_likelihood, sample_reinforcement, asymre)
+def noisy_rewards(r, lengths, fp=0.0, fn=0.0):
+    return rloo(((r > 0) - fp) / (1 - fp - fn), lengths)
+
+
+ORACLES = (
+    dr_grpo, rloo, opo, quantile_baseline, max_likelihood, sample_reinforcement, asymre,
+    noisy_rewards,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("expected", ORACLES, ids=lambda function: function.__name__)
@@ -105,7 +113,9 @@ def test_every_algorithm_has_an_oracle():
     assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood"])
+@pytest.mark.parametrize(
+    "name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood", "noisy_rewards"]
+)
 @pytest.mark.parametrize("value", [0.1, 0.7, 1.0])
 def test_equal_rewards_have_no_advantage(name, value):
     np.testing.assert_array_equal(per_response(name, np.full((2, 4), value)), 0.0)
@@ -163,6 +173,38 @@ def test_a_negative_shift_favours_correct_responses():
     rewards = np.array([[1.0, 0, 1, 0]] * 2)
     found = per_response("asymre", rewards, baseline_shift=-0.2)
     np.testing.assert_allclose(found, np.where(rewards > 0, 0.7, -0.3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.0, 0.4), (0.3, 0.0)])
+def test_noisy_rewards_have_the_mean_of_the_true_ones(rates):
+    """Exact: all 16 verdicts on a group, each with its probability given the true rewards."""
+    fp, fn = rates
+    truth = np.array([1, 0, 0, 1])
+    accepts = np.where(truth == 1, 1 - fn, fp)
+    options = {"false_positive_rate": fp, "false_negative_rate": fn}
+    means = {"backward": np.zeros(4), "forward": np.zeros(4)}
+    for verdicts in itertools.product((0.0, 1.0), repeat=4):
+        probability = np.where(np.array(verdicts) == 1, accepts, 1 - accepts).prod()
+        rows = np.array([verdicts] * 2)
+        backward = per_response("noisy_rewards", rows, **options)
+        means["backward"] += probability * backward[0]
+        wanted = noisy_rewards(rows[0], None, fp, fn)
+        # 1e-6: sums of four float32 numbers near 1.
+        np.testing.assert_allclose(backward[1], wanted, rtol=1e-5, atol=1e-6)
+        forward = per_response("noisy_rewards", rows, correction="forward", false_negative_rate=fn)
+        means["forward"] += probability * forward[0]
+    np.testing.assert_allclose(means["backward"], rloo(truth, None), atol=1e-6)
+    np.testing.assert_allclose(means["forward"], (1 - fp - fn) * (truth - 1), atol=1e-6)
+
+
+def test_a_reward_is_accepted_above_the_threshold():
+    rewards = np.array([[1.0, 0.5, 0, -1]] * 2)
+    for threshold, accepted in ((0.0, [1, 1, 0, 0]), (0.5, [1, 0, 0, 0]), (-1.0, [1, 1, 1, 0])):
+        found = per_response(
+            "noisy_rewards", rewards, threshold=threshold, correction="forward",
+            false_negative_rate=0.25,
+        )  # fmt: skip
+        np.testing.assert_array_equal(found, np.array([accepted] * 2) - 0.75)
 
 
 def reinforce_plus_plus(rewards, old, ref, *, coefficient, group_baseline):
@@ -295,6 +337,8 @@ def test_needs_follow_the_options():
     assert free.needs == Needs(groups=True)
     assert not algorithm("sample_reinforcement").needs.groups
     assert not algorithm("reinforce_plus_plus").needs.groups
+    assert algorithm("noisy_rewards").needs.groups
+    assert not algorithm("noisy_rewards", correction="forward").needs.groups
     assert algorithm("reinforce_plus_plus", group_baseline=True).needs.groups
     kl = algorithm(
         "reinforce_plus_plus",
@@ -327,6 +371,17 @@ def test_needs_follow_the_options():
             "sample_reinforcement",
             {"negative_weight": -1.0},
             "advantage.negative_weight=-1.0 must be",
+        ),
+        ("noisy_rewards", {"correction": "none"}, "advantage.correction='none' must be one of ba"),
+        (
+            "noisy_rewards",
+            {"correction": "forward", "false_positive_rate": 0.1},
+            r"advantage.false_positive_rate=0.1 must be in \[0, 1\), and 0 with correction='forw",
+        ),
+        (
+            "noisy_rewards",
+            {"false_positive_rate": 0.4, "false_negative_rate": 0.6},
+            "advantage.false_negative_rate=0.6 must be at least 0 and below 1 - .*=0.6: a verifier",
         ),
         (
             "reinforce_plus_plus",

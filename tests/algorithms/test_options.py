@@ -10,11 +10,13 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.training.batch_rules import reweighted
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
+NOISY = {"name": "noisy_rewards"}
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
 PPO = {"name": "ppo", "loss.kl_coefficient": 0.0, "advantage.kl_reward_coefficient": 0.1}
 ADAPTIVE = PPO | {"advantage.kl_target": 0.1}
@@ -30,6 +32,9 @@ CHANGES = {
     "advantage.positive_weight": (0.5, PSR),
     "advantage.negative_weight": (0.5, PSR),
     "advantage.threshold": (0.7, PSR),
+    "advantage.correction": ("forward", NOISY),
+    "advantage.false_positive_rate": (0.2, NOISY),
+    "advantage.false_negative_rate": (0.2, NOISY),
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),
@@ -48,6 +53,9 @@ CHANGES = {
     "loss.kl_coefficient": (0.5, {}),
     "loss.entropy_coefficient": (0.5, {}),
     "loss.kl_estimator": ("abs", {}),
+    "batch_rules.ace_alpha": (0.5, {}),
+    "batch_rules.arm_alpha": (0.5, {}),
+    "batch_rules.arm_low_fraction": (0.6, {"batch_rules.arm_alpha": 0.5}),
     "importance.level": ("token", {}),
     "importance.outside": ("mask", TOKEN),
     "importance.floor": (0.95, TOKEN),
@@ -80,6 +88,8 @@ def update_of(settings):
         for factor in (1.0, 2.0) if algorithm.needs.state else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
         advantages = algorithm.advantages(*batch, state)
+        rules, confidence = section["batch_rules"], jnp.array([0.3, 0.6])
+        advantages, _ = reweighted(advantages, batch[0], passes, confidence, mask, rules)
         if section["importance"]["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **section["importance"])[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
@@ -119,8 +129,8 @@ def test_no_option_is_dead(field):
 def test_every_option_is_tried():
     section = get_config().algorithms.to_dict()
     fields = {key for key, value in section.items() if not isinstance(value, dict)}
-    for name in ("advantage", "loss", "importance"):
+    for name in ("advantage", "loss", "importance", "batch_rules"):
         fields |= {f"{name}.{key}" for key in section[name]}
-    assert fields == set(CHANGES)
     # These act on the batch: tests/training/test_batch_rules.py.
-    assert set(section["batch_rules"]) == {"overlong_tokens", "mask_truncated"}
+    of_batch = {"batch_rules.overlong_tokens", "batch_rules.mask_truncated"}
+    assert fields - of_batch == set(CHANGES)

@@ -1,14 +1,23 @@
-"""Rules for whole batches: the penalty of long responses, and those that are cut off."""
+"""Rules for whole batches: long and truncated responses, and re-weighted advantages."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from semrl_jax.algorithms import confidence_reweighting, error_penalty
+from semrl_jax.algorithms.algorithm import Needs, Passes, load_algorithm
+from semrl_jax.errors import UserError
 from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
-from semrl_jax.training.advantages import group_rewards
-from semrl_jax.training.rollout_batch import without_truncated
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
+from semrl_jax.training.batch_rules import all_needs
+from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.rollout_batch import prompts_alone, without_truncated
 from tests.fixtures import make_scored
-from tests.training.test_packing import batch_of
+from tests.training.test_advantages import make_metrics
+from tests.training.test_packing import batch_of, mesh_of
 
 
 def test_the_penalty_grows_over_the_buffer():
@@ -41,3 +50,103 @@ def test_a_response_that_was_cut_off_is_not_trained_on():
     found = without_truncated(batch, rollouts)
     np.testing.assert_array_equal(found.response_mask[[0, 2]], batch.response_mask[[0, 2]])
     assert batch.response_mask[1].any() and not found.response_mask[1].any()
+
+
+def rules_of(config, **changed):
+    config.algorithms.batch_rules.update(changed)
+    return config.algorithms.batch_rules
+
+
+def test_rules_act_between_estimator_and_shaping(config):
+    """Three groups: mixed, solved by all, solved by none."""
+    random = np.random.default_rng(0)
+    rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
+    mask = jnp.asarray(np.arange(5) < random.integers(1, 6, 12)[:, None])
+    passes = Passes(*(-random.exponential(size=(2, *mask.shape)).astype(np.float32)))
+    confidence = jnp.array([0.2, 0.6, 0.7])
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    state = next_baselines(init_shaping_state(), make_metrics(0, 12), rewards, config)
+
+    def found(target, **rules):
+        config.shaping.target = target
+        rules_of(config, **rules)
+        metrics = make_metrics(1, 12)
+        shaped, report = shaped_advantages(
+            algorithm, rewards, passes, metrics, mask, state, config, None, confidence
+        )
+        return np.asarray(shaped), report
+
+    @jax.jit
+    def expected(old, ref):
+        plain = algorithm.advantages(jnp.asarray(rewards), passes, mask)
+        one, factor = error_penalty(plain, old, ref, mask, alpha=0.5)
+        two, bonus = confidence_reweighting(
+            one, jnp.asarray(rewards), old, confidence, mask, alpha=0.3, low_fraction=0.4
+        )
+        return two, factor, bonus
+
+    without, report = found("reward")
+    assert not {"advantage/ace_factor/mean", "advantage/arm_bonus/mean"} & report.keys()
+    # The rule sees the verifier's rewards: a bonus on the rewards solves no problem.
+    with_bonus, _ = found("reward", arm_alpha=0.3)
+    np.testing.assert_allclose(with_bonus[8:], without[8:], atol=1e-6)
+    assert np.abs(with_bonus - without)[4:8].max() > 0.01
+    wanted, factor, bonus = expected(*passes[:2])
+    plain, report = found("none", ace_alpha=0.5, arm_low_fraction=0.4)
+    # 1e-6: two programs, which may round differently.
+    np.testing.assert_allclose(plain, wanted, rtol=1e-6, atol=1e-6)
+    assert report["advantage/ace_factor/mean"] == pytest.approx(float(factor))
+    assert report["advantage/arm_bonus/mean"] == pytest.approx(float(bonus), abs=1e-6)
+    # Equal rewards have an advantage by the rule alone; the shaping sees it.
+    shaped, _ = found("advantage")
+    assert (shaped - plain)[4:8].max() > 0.01 and not shaped[8:].any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "old", "reference"),
+    [
+        ({}, False, False),
+        ({"batch_rules.ace_alpha": 0.1}, True, True),
+        ({"batch_rules.arm_alpha": 0.1}, True, False),
+        ({"importance.level": "token"}, True, False),
+        ({"loss.surrogate": "clip"}, True, False),
+        ({"loss.kl_coefficient": 0.1}, False, True),
+    ],
+)
+def test_needs_of_rules(config, changed, old, reference):
+    section = config.algorithms
+    section.update_from_flattened_dict({"loss.surrogate": "reinforce", "loss.kl_coefficient": 0.0})
+    section.update_from_flattened_dict(changed)
+    found = all_needs(load_algorithm(section.to_dict()), section)
+    assert found == Needs(groups=True, old_logprobs=old, reference=reference)
+
+
+def test_prompts_alone_are_rows_whose_response_is_all_but_their_first_token():
+    """Prompts of 4, 1 and 3 tokens with two responses each."""
+    batch = batch_of([(4, 2), (4, 1), (1, 3), (1, 1), (3, 2), (3, 4)])
+    prompts = prompts_alone(batch, group_size=2)
+    assert prompts.response_mask.sum(axis=1).tolist() == [3, 0, 2]
+    plan = RowPlan(mesh_of(1), micro_batch_size=3, balance_lengths=False)
+    rows = jax.tree.map(lambda leaf: leaf[0], lay_out(prompts, plan).rows)
+    first = [batch.token_ids[i][batch.segment_ids[i] == 1] for i in (0, 2, 4)]
+    for row, (ids, length) in enumerate(zip(first, (4, 1, 3))):
+        ids = ids[:length]
+        np.testing.assert_array_equal(rows.token_ids[row], np.pad(ids, (0, 4 - length)))
+        np.testing.assert_array_equal(rows.response_ids[row, : length - 1], ids[1:])
+        np.testing.assert_array_equal(rows.sources[row, : length - 1], np.arange(length - 1))
+        assert not rows.sequence_ids[row, length - 1 :].any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("ace_alpha", -0.1, "must be at least 0"),
+        ("arm_alpha", -0.1, "must be at least 0"),
+        ("arm_low_fraction", 0.0, r"must be in \(0, 1\]"),
+        ("arm_low_fraction", 1.5, r"must be in \(0, 1\]"),
+    ],
+)
+def test_wrong_rules_are_refused(config, field, value, rule):
+    rules_of(config, **{field: value})
+    with pytest.raises(UserError, match=f"algorithms.batch_rules.{field}={value} {rule}"):
+        validate(config)

@@ -1,0 +1,77 @@
+"""Noisy rewards: corrects a verifier that errs at known rates.
+
+A_i = R_i - mean of R_j over j != i, R = (a - false_positive_rate) / (1 - false_positive_rate -
+false_negative_rate), with `correction="backward"`
+
+A = a - 1 + false_negative_rate, with `correction="forward"`
+
+a is 1 if r > threshold (accepted), else 0. The rates are probabilities: that a wrong response is
+accepted, that a correct one is rejected. "backward": R has the mean of the true reward, so the
+gradient is unbiased. With rewards of one verifier only, the correction is a constant factor.
+"forward": A has the mean 0 if the response is correct, -(1 - false_positive_rate -
+false_negative_rate) if it is wrong: unbiased up to this factor, without groups and without the
+false-positive rate.
+
+Source: arXiv:2510.00915, Eq. 3 and App. B, with scales s_BC = s_FC = 1; rates there 0.1 and 0.2. A
+division by the deviation of the group would undo the correction (B.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.groups import broadcast_to_tokens, centred
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = ["Options", "advantages", "loss", "needs", "token_weights"]
+CORRECTIONS = ("backward", "forward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """Rates are probabilities; `threshold` in the unit of the rewards."""
+
+    correction: str = "backward"
+    false_positive_rate: float = 0.0
+    false_negative_rate: float = 0.0
+    threshold: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        fp, fn = self.false_positive_rate, self.false_negative_rate
+        check_options(
+            self,
+            correction=(self.correction in CORRECTIONS, f"be one of {', '.join(CORRECTIONS)}"),
+            false_positive_rate=(
+                0 <= fp < 1 and (fp == 0 or self.correction == "backward"),
+                "be in [0, 1), and 0 with correction='forward', which does not use it",
+            ),
+            false_negative_rate=(
+                0 <= fn < 1 - fp,
+                f"be at least 0 and below 1 - false_positive_rate={1 - fp:g}: a verifier with "
+                "more errors tells nothing about the response",
+            ),
+        )
+
+
+def needs(options: Options) -> Needs:
+    return options.needs()._replace(groups=options.correction == "backward")
+
+
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> Float[Array, "B T"]:
+    accepted = (rewards > options.threshold).astype(jnp.float32)
+    fp, fn = options.false_positive_rate, options.false_negative_rate
+    if options.correction == "forward":
+        return broadcast_to_tokens(accepted - 1 + fn, response_mask)
+    corrected = (accepted - fp) / (1 - fp - fn)
+    size = rewards.shape[1]
+    return broadcast_to_tokens(centred(corrected) * (size / (size - 1)), response_mask)

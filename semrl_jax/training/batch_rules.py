@@ -1,0 +1,60 @@
+"""Rules of `config.algorithms.batch_rules` that re-weight advantages before the shaping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms import confidence_reweighting, error_penalty
+from semrl_jax.algorithms.algorithm import Algorithm, Needs, Passes
+
+
+def all_needs(algorithm: Algorithm, section: ml_collections.ConfigDict) -> Needs:
+    """What the algorithm needs, and what the importance weights and the rules add.
+
+    `section` is `config.algorithms`.
+    """
+    needs, rules = algorithm.needs, section["batch_rules"]
+    corrects = section["importance"]["level"] != "none"
+    return needs._replace(
+        old_logprobs=bool(
+            needs.old_logprobs or corrects or rules["ace_alpha"] or rules["arm_alpha"]
+        ),
+        reference=bool(needs.reference or rules["ace_alpha"]),
+    )
+
+
+def reweighted(
+    advantages: Float[Array, "B T"],
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    prompt_confidence: Float[Array, " P"] | None,
+    response_mask: Bool[Array, "B T"],
+    rules: Mapping[str, Any],
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """The advantages after `error_penalty` and then `confidence_reweighting`, and scalars of both.
+
+    A rule whose alpha is 0 does nothing and logs nothing. Only `arm_alpha` above 0 reads
+    `prompt_confidence`.
+    """
+    scalars = {}
+    if alpha := rules["ace_alpha"]:
+        advantages, mean = error_penalty(
+            advantages, passes.old_logprobs, passes.ref_logprobs, response_mask, alpha=alpha
+        )
+        scalars["advantage/ace_factor/mean"] = mean
+    if alpha := rules["arm_alpha"]:
+        advantages, mean = confidence_reweighting(
+            advantages,
+            rewards,
+            passes.old_logprobs,
+            prompt_confidence,
+            response_mask,
+            alpha=alpha,
+            low_fraction=rules["arm_low_fraction"],
+        )
+        scalars["advantage/arm_bonus/mean"] = mean
+    return advantages, scalars
