@@ -165,6 +165,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.overlong_tokens = 0
     # True: a response cut off at its limit is not trained on, but counts in its group.
     config.algorithms.batch_rules.mask_truncated = False
+    # Dynamic sampling: a step samples rounds of prompts_per_step prompts until so many groups have
+    # unequal rewards, and trains on these; it ends the run after this many rounds. 0: off.
+    config.algorithms.batch_rules.max_sampling_rounds = 0
+    config.algorithms.batch_rules.keep_groups_by = "reward"  # or correctness, as in the paper
     config.algorithms.aggregation = "token_mean"  # response_mean or constant_length
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 

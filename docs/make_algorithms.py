@@ -42,6 +42,17 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
 counts in the statistics of its group.
 
+`algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO). A group of equal rewards
+has advantages of 0. Such groups are dropped, and the step samples further rounds of
+`data.prompts_per_step` prompts until it has that many groups with unequal rewards. The reward that
+decides is the one trained on: the verifier's score with the penalty of `overlong_tokens`, before
+`rewards.shuffle` and without the bonus of the shaping. `keep_groups_by=correctness` keeps the
+groups with 0 < correct responses < G, the paper's rule. It differs if incorrect responses can have
+different scores. Surplus groups of the last round are not trained on, and their prompts come again
+in the next step. If N rounds are not enough, the run saves the last finished step and ends with
+exit code 2; the same command with more rounds, or with 0, continues. `reward/mean_sampled` and
+`reward/correct_sampled` of the log are over all sampled groups ([keys](log_keys.md)).
+
 ## Aggregation
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,

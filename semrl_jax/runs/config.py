@@ -84,6 +84,13 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rollout.group_size={config.rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
         )
+    rounds = config.algorithms.batch_rules.max_sampling_rounds
+    if rounds and config.rollout.group_size < 2:
+        raise UserError(
+            f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups with unequal "
+            f"rewards, but rollout.group_size={config.rollout.group_size}; raise it to 2 or more, "
+            "or set max_sampling_rounds=0."
+        )
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:

@@ -101,4 +101,6 @@ def test_every_option_is_tried():
         fields |= {f"{name}.{key}" for key in section[name]}
     assert fields == set(CHANGES)
     # These act on the batch: tests/training/test_batch_rules.py.
-    assert set(section["batch_rules"]) == {"overlong_tokens", "mask_truncated"}
+    of_rewards = {"overlong_tokens", "mask_truncated"}
+    of_groups = {"max_sampling_rounds", "keep_groups_by"}  # tests/sampling/test_dynamic.py
+    assert set(section["batch_rules"]) == of_rewards | of_groups
