@@ -64,6 +64,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.top_p = 1.0
     config.rollout.top_k = 0  # 0: all tokens
+    # Multiplies the temperature of token t by 1 for t < warmup_tokens, then by
+    # max(1 + maximum - exp(t / d), minimum), d = min(decay_tokens + decay_growth * step, max_...).
+    # docs/algorithms.md; JAX engine only
+    config.rollout.annealing = ml_collections.ConfigDict()
+    config.rollout.annealing.enabled = False
+    config.rollout.annealing.maximum = 1.2
+    config.rollout.annealing.minimum = 0.1
+    config.rollout.annealing.warmup_tokens = 10
+    config.rollout.annealing.decay_tokens = 500.0
+    config.rollout.annealing.decay_growth = 100.0
+    config.rollout.annealing.max_decay_tokens = 800_000.0
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
     config.rollout.stop_token_ids = ()  # in addition to the end-of-sequence token

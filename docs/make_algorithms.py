@@ -53,6 +53,19 @@ in the next step. If N rounds are not enough, the run saves the last finished st
 exit code 2; the same command with more rounds, or with 0, continues. `reward/mean_sampled` and
 `reward/correct_sampled` of the log are over all sampled groups ([keys](log_keys.md)).
 
+## Annealed temperature
+
+`rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):
+it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
+max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
+`max_decay_tokens`). The policy is trained, and its old log-probabilities are computed, at
+`rollout.temperature`. The responses are therefore from another distribution, and
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The weights use
+the engine's log-probabilities, which are those of the annealed distribution. The launcher of the
+published code has no such correction. It divides t by 20 d with d = 25 + 5 * step, and the paper
+by d; the defaults here give the temperatures of the code. Evaluations are not annealed. Only the
+JAX engine can anneal: vLLM has one temperature per response.
+
 ## Aggregation
 
 `--config.algorithms.aggregation=...`: `token_mean` weighs all tokens of the mini-batch equally,

@@ -224,6 +224,12 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
 
 def _check_importance(config: ml_collections.ConfigDict) -> None:
     level, rollout = config.algorithms.importance.level, config.rollout
+    if rollout.annealing.enabled and level == "none":
+        raise UserError(
+            "rollout.annealing.enabled=True samples from another distribution than the policy that "
+            "is trained, but algorithms.importance.level='none' does not correct for it; set the "
+            "level to 'token'."
+        )
     # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
     for field, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
         if level != "none" and truncates:

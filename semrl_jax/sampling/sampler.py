@@ -28,6 +28,7 @@ from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.annealing import annealing_at
 from semrl_jax.sampling.dynamic import Rewards, sample_until_kept
 from semrl_jax.sampling.exchange import pack_scored, share_of, unpack_scored
 from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
@@ -203,7 +204,7 @@ class Sampler:
         return self.sample(
             requests,
             {first + draw: example.answer for draw, example in draws.items()},
-            **self._distribution(),
+            **self._distribution(step),
             measured=self.config.hidden_states.source == "rollout",
             keep_states=self.compares(step),
             clock=clock,
@@ -260,7 +261,7 @@ class Sampler:
             for which it has the hidden states of both.
         """
         rollouts = [item.rollout for item in scored]
-        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution())
+        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution(step))
         if self.compares(step):
             own = state_differences(scored, states)
             scalars |= state_mismatch(self.peers.gather("mismatch", own))
@@ -329,8 +330,10 @@ class Sampler:
         every = self.config.hidden_states.compare_every
         return bool(every) and step % every == 0
 
-    def _distribution(self) -> dict[str, float]:
-        return {name: self.config.rollout[name] for name in ("temperature", "top_p", "top_k")}
+    def _distribution(self, step: int) -> dict[str, Any]:
+        rollout = self.config.rollout
+        settings = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
+        return settings | {"annealing": annealing_at(step, **rollout.annealing)}
 
     def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
         """A function that raises RuntimeError if an attempt failed and the time is over."""
@@ -366,7 +369,7 @@ class Sampler:
         keep_states: bool = False,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
-        **distribution: Any,  # temperature, top_p, top_k
+        **distribution: Any,  # temperature, top_p, top_k, annealing
     ) -> list[ScoredRollout]:
         params, version, step = self.weights
 

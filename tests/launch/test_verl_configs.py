@@ -235,6 +235,7 @@ OURS_ALONE = {
     "metrics.window_growth": "an approximation, off", "metrics.placement": "where, not what",
     "metrics.num_threads": "speed", "metrics.device_batch": "speed",
     "algorithms.importance.": "not in the release, off",
+    "rollout.annealing.": "not in the release, off",
     "algorithms.batch_rules.": "not in the release, off",
     **dict.fromkeys(
         ("algorithms.advantage.quantile", "algorithms.advantage.normalise",
