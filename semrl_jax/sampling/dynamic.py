@@ -110,9 +110,9 @@ def _too_few(
     right, wrong = _equal_groups(differ, correct)
     hint = "an easier" if wrong > right else "a harder"
     return (
-        f"algorithms.batch_rules.max_sampling_rounds={rounds}: after {rounds} rounds the step has "
-        f"{differ.sum()} of data.prompts_per_step={needed} groups with unequal rewards; of the "
-        f"{len(differ)} groups sampled, {right} were all correct and {wrong} all wrong. Raise "
+        f"algorithms.batch_rules.max_sampling_rounds={rounds} gave {differ.sum()} of the "
+        f"data.prompts_per_step={needed} groups that a step must keep; of the {len(differ)} groups "
+        f"sampled, {right} were all correct and {wrong} all wrong. Raise "
         "max_sampling_rounds to continue, or set it to 0 to train on all groups; or begin a run "
         f"with {hint} set of prompts, or a larger rollout.group_size."
     )

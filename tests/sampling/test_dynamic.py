@@ -128,8 +128,8 @@ def test_responses_that_are_not_kept_are_released_before_the_next_round():
 def test_too_few_groups_end_the_run_with_counts():
     sample_round, calls = rounds_of([[[1] * 4, [0] * 4, [0] * 4], [[0] * 4, [0, 1, 0, 1], [1] * 4]])
     message = (
-        "max_sampling_rounds=2: after 2 rounds the step has 1 of data.prompts_per_step=3 groups "
-        "with unequal rewards; of the 6 groups sampled, 2 were all correct and 3 all wrong. Raise "
+        "max_sampling_rounds=2 gave 1 of the data.prompts_per_step=3 groups that a step must "
+        "keep; of the 6 groups sampled, 2 were all correct and 3 all wrong. Raise "
         "max_sampling_rounds to continue, or set it to 0 to train on all groups; or begin a run "
         "with an easier set of prompts"
     )
