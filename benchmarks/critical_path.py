@@ -21,6 +21,7 @@ import launch  # noqa: F401 - first: one BLAS thread, as for every command
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import sys
@@ -43,6 +44,7 @@ from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.training import loop
+from semrl_jax.training.advantages import unshuffled_rewards
 from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
@@ -161,7 +163,8 @@ def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, flo
     sampler.config.hidden_states.compare_every = 1  # keeps the states
     step = int(state.step)
     sampler.sync_weights(state.params, step)
-    scored, _ = sampler.next(step, state.position, Clock(bar.status))
+    rewards_of = functools.partial(unshuffled_rewards, config=sampler.config)
+    scored = sampler.next(step, state.position, Clock(bar.status), rewards_of).scored
     seconds, cpu_s = [], []
     for _ in range(ALONE_REPEATS):
         started, cpu_started = time.monotonic(), time.process_time()

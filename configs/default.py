@@ -64,6 +64,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.top_p = 1.0
     config.rollout.top_k = 0  # 0: all tokens
+    # Multiplies the temperature of token t by 1 for t < warmup_tokens, then by
+    # max(1 + maximum - exp(t / d), minimum), d = min(decay_tokens + decay_growth * step, max_...).
+    # docs/algorithms.md; JAX engine only
+    config.rollout.annealing = ml_collections.ConfigDict()
+    config.rollout.annealing.enabled = False
+    config.rollout.annealing.maximum = 1.2
+    config.rollout.annealing.minimum = 0.1
+    config.rollout.annealing.warmup_tokens = 10
+    config.rollout.annealing.decay_tokens = 500.0
+    config.rollout.annealing.decay_growth = 100.0
+    config.rollout.annealing.max_decay_tokens = 800_000.0
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
     config.rollout.stop_token_ids = ()  # in addition to the end-of-sequence token
@@ -182,6 +193,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.ace_alpha = 0.0  # penalty of confident errors; loads a reference
     config.algorithms.batch_rules.arm_alpha = 0.0  # bonus for responses that are less sure
     config.algorithms.batch_rules.arm_low_fraction = 0.2  # share of tokens that say how sure
+    # Dynamic sampling: a step samples rounds of prompts_per_step prompts until so many groups have
+    # unequal rewards, and trains on these; it ends the run after this many rounds. 0: off.
+    config.algorithms.batch_rules.max_sampling_rounds = 0
+    config.algorithms.batch_rules.keep_groups_by = "reward"  # or correctness, as in the paper
     config.algorithms.aggregation = "token_mean"  # response_mean or constant_length
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 

@@ -59,6 +59,17 @@ the checkpoints and logged as `algorithm/kl_coefficient`.
 `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
 counts in the statistics of its group.
 
+`algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO). A group of equal rewards
+has advantages of 0. Such groups are dropped, and the step samples further rounds of
+`data.prompts_per_step` prompts until it has that many groups with unequal rewards. The reward that
+decides is the one trained on: the verifier's score with the penalty of `overlong_tokens`, before
+`rewards.shuffle` and without the bonus of the shaping. `keep_groups_by=correctness` keeps the
+groups with 0 < correct responses < G, the paper's rule. It differs if incorrect responses can have
+different scores. Surplus groups of the last round are not trained on, and their prompts come again
+in the next step. If N rounds are not enough, the run saves the last finished step and ends with
+exit code 2; the same command with more rounds, or with 0, continues. `reward/mean_sampled` and
+`reward/correct_sampled` of the log are over all sampled groups ([keys](log_keys.md)).
+
 Two rules change the advantages of any algorithm, before the shaping. alpha is not published for
 either; 0 switches a rule off.
 
@@ -72,6 +83,19 @@ either; 0 switches a rule off.
   arXiv:2602.05281). Row `advantage/arm_bonus/mean`. It costs a forward pass over the prompts.
 
 `semrl_jax/algorithms/error_penalty.py` and `confidence.py` say what the papers leave open.
+
+## Annealed temperature
+
+`rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):
+it is `rollout.temperature` for the first `warmup_tokens` tokens t, then times
+max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_growth` * step,
+`max_decay_tokens`). The policy is trained, and its old log-probabilities are computed, at
+`rollout.temperature`. The responses are therefore from another distribution, and
+`algorithms.importance.level` must correct for it; `token` is the paper's choice. The weights use
+the engine's log-probabilities, which are those of the annealed distribution. The launcher of the
+published code has no such correction. It divides t by 20 d with d = 25 + 5 * step, and the paper
+by d; the defaults here give the temperatures of the code. Evaluations are not annealed. Only the
+JAX engine can anneal: vLLM has one temperature per response.
 
 ## Aggregation
 

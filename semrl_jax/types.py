@@ -74,6 +74,22 @@ class VersionSpan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Annealing:
+    """A temperature that falls along each response, so that its beginning explores most.
+
+    The temperature of token t, counted from 0, is that of the call: unchanged where
+    t < `warmup_tokens`, then times max(1 + maximum - exp(t / decay_tokens), minimum).
+
+    Source: arXiv:2510.05251 (EAD), with the formula and the names of its `negexp` mode.
+    """
+
+    maximum: float
+    minimum: float
+    warmup_tokens: int
+    decay_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one call samples; the same for all of its requests.
 
@@ -84,6 +100,7 @@ class SamplingParams:
       max_tokens: response limit in tokens, the end token included.
       eos_token_ids, stop_token_ids: end a response with finish reason "eos" or "stop"; the token
         stays in the response.
+      annealing: None keeps one temperature; without effect on greedy sampling.
     """
 
     max_tokens: int
@@ -92,6 +109,7 @@ class SamplingParams:
     top_k: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    annealing: Annealing | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +286,7 @@ class ReplicaDescription:
       max_prompts: sequences per call; max_prompt_tokens and max_response_tokens are per sequence.
       version: the weights it serves, None before the first update.
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
+      sampling_kinds: "annealed" if the engine can change the temperature along a response.
     """
 
     protocol_major: int = 0
@@ -287,6 +306,7 @@ class ReplicaDescription:
     max_response_tokens: int
     version: WeightVersion | None = None
     layers_reason: str = ""
+    sampling_kinds: tuple[str, ...] = ()
 
 
 def config_hash(description: Mapping[str, Any]) -> str:

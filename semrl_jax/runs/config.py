@@ -89,6 +89,13 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rollout.group_size={config.rollout.group_size} must be at least {least} with "
             f"algorithms.name={config.algorithms.name!r}, which compares the responses of a group."
         )
+    rounds = config.algorithms.batch_rules.max_sampling_rounds
+    if rounds and config.rollout.group_size < 2:
+        raise UserError(
+            f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups with unequal "
+            f"rewards, but rollout.group_size={config.rollout.group_size}; raise it to 2 or more, "
+            "or set max_sampling_rounds=0."
+        )
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:
@@ -222,6 +229,12 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
 
 def _check_importance(config: ml_collections.ConfigDict) -> None:
     level, rollout = config.algorithms.importance.level, config.rollout
+    if rollout.annealing.enabled and level == "none":
+        raise UserError(
+            "rollout.annealing.enabled=True samples from another distribution than the policy that "
+            "is trained, but algorithms.importance.level='none' does not correct for it; set the "
+            "level to 'token'."
+        )
     # Log-probabilities of a truncated distribution are renormalised, so they are not comparable.
     for field, truncates in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)):
         if level != "none" and truncates:

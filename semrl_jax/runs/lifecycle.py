@@ -24,6 +24,7 @@ from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
+from semrl_jax.sampling.dynamic import TooFewGroups
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.state import TrainState
@@ -181,6 +182,11 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
                     run.keep(state)
     except Preempted as preempted:
         return _end_early(run, state, preempted)
+    except TooFewGroups:
+        if int(state.step) > first_step:
+            _save_before_end(run, state)
+        run.draw_report()
+        raise
     except NonFiniteUpdates as error:
         file = run.keep_minibatch(error.minibatch)
         run.draw_report()
@@ -200,6 +206,13 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
         return EXIT_NOT_SAVED
     reporter.line(f"done: {num_steps} steps; see {directory.path / 'report.html'}")
     return 0
+
+
+def _save_before_end(run: Run, state: TrainState) -> None:
+    """Saves the state of the last finished step, so that other settings can continue from it."""
+    run.checkpoints.save(state)
+    found = run.checkpoints.failure() or f"saved a checkpoint of step {int(state.step)}"
+    run.reporter.line(f"too few groups: {found}; more rounds continue from it")
 
 
 def _end_early(run: Run, state: TrainState, preempted: Preempted) -> int:

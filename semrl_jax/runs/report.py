@@ -31,8 +31,24 @@ def _by_correctness(key: str) -> dict[str, str]:
 # Title, unit, and the keys to draw: key -> label. A key with * stands for all matching keys; the
 # text that matches * is added to the label.
 PANELS = (
-    ("Accuracy", "share", {"eval/*/greedy_accuracy": "greedy", "reward/correct": "training"}),
-    ("Reward", "score", {"reward/mean": "mean", "reward/group_std": "spread within groups"}),
+    (
+        "Accuracy",
+        "share",
+        {
+            "eval/*/greedy_accuracy": "greedy",
+            "reward/correct": "training",
+            "reward/correct_sampled": "all sampled groups",
+        },
+    ),
+    (
+        "Reward",
+        "score",
+        {
+            "reward/mean": "mean",
+            "reward/mean_sampled": "mean of all sampled groups",
+            "reward/group_std": "spread within groups",
+        },
+    ),
     ("Effective rank (ER)", "rank", _by_correctness("metrics/effective_rank")),
     ("Velocity (ERV)", "rank", _by_correctness("metrics/effective_rank_velocity")),
     (

@@ -108,10 +108,11 @@ class Run:
 
 def _rates(result: StepResult) -> dict[str, float]:
     num_tokens = sum(item.rollout.num_policy_tokens for item in result.scored)
+    num_sampled = result.scalars.get("rollout/num_sampled_tokens", num_tokens)
     seconds = result.clock.seconds
     trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
     return {
-        "rollout/tokens_per_s": num_tokens / seconds("sample"),
+        "rollout/tokens_per_s": num_sampled / seconds("sample"),
         "rollout/staleness": 0.0,
         "policy/tokens_per_s": num_tokens / trained_s,
         "response/num_tokens": float(num_tokens),

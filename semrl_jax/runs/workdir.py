@@ -32,6 +32,8 @@ MAY_DIFFER = (
     "rollout.connect_timeout_s",
     "rollout.call_timeout_s",
     "rollout.stall_timeout_s",
+    # A run that ended with too few groups may continue with more rounds, or without the rule.
+    "algorithms.batch_rules.max_sampling_rounds",
     "data.files",  # paths may change: `check_inputs` compares the contents
     "evaluation.",
     "checkpoints.",

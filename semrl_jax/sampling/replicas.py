@@ -142,6 +142,12 @@ def _check_limits(
                 f"replica {replica.replica_id} sends hidden states of layers "
                 f"{list(replica.layers)}{reason}, but metrics.layers has {layer}; leave it out."
             )
+    if config.rollout.annealing.enabled and "annealed" not in replica.sampling_kinds:
+        raise UserError(
+            f"replica {replica.replica_id} ({replica.engine} engine) has no annealed temperature, "
+            "but rollout.annealing.enabled=True; start a replica with the JAX engine of this "
+            "release, or set it to False."
+        )
     for name in config.metrics.names if config.metrics.placement == "rollout" else ():
         if name not in replica.metric_kinds:
             raise UserError(

@@ -28,10 +28,13 @@ from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.annealing import annealing_at
+from semrl_jax.sampling.dynamic import Rewards, sample_until_kept
 from semrl_jax.sampling.exchange import pack_scored, share_of, unpack_scored
 from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
 from semrl_jax.sampling.statistics import logprob_mismatch, state_differences, state_mismatch
 from semrl_jax.sampling.weight_sync import send_together
+from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -58,10 +61,12 @@ class Sample(NamedTuple):
     Attributes:
       scored: B = P * G, in (group, sample) order.
       position: (epoch, prompts taken of it) after this step.
+      scalars: of the dynamic sampling; empty without it.
     """
 
     scored: list[ScoredRollout]
     position: tuple[int, int]
+    scalars: dict[str, float]
 
 
 @dataclasses.dataclass
@@ -131,12 +136,60 @@ class Sampler:
         self.weights = Weights(params, version, step)
         return version
 
-    def next(self, step: int, position: tuple[int, int], clock: Clock) -> Sample:
-        """G responses to each of the next P prompts; scored and measured as they arrive."""
-        examples, position = data.next_prompts(
-            self.prompts, self.config.seed, position, self.config.data.prompts_per_step
-        )
-        first = step * len(examples)  # group of the first prompt
+    def next(
+        self, step: int, position: tuple[int, int], clock: Clock, rewards_of: Rewards
+    ) -> Sample:
+        """G responses to each of the next P prompts; scored and measured as they arrive.
+
+        With `batch_rules.max_sampling_rounds`, these are the next P prompts whose groups are kept.
+        The position is then after the last of them: prompts whose groups were sampled but not
+        needed come again in the next step.
+
+        Args:
+          rewards_of: rewards that decide which groups are kept.
+
+        Raises:
+          TooFewGroups: if the rounds do not give P groups.
+        """
+        count, rules = self.config.data.prompts_per_step, self.config.algorithms.batch_rules
+        num_responses = count * self.config.rollout.group_size
+
+        def prompts(start: tuple[int, int], count: int) -> tuple[list[data.PromptExample], Any]:
+            return data.next_prompts(self.prompts, self.config.seed, start, count)
+
+        def sample_round(number: int, num_kept: int) -> list[ScoredRollout]:
+            _, start = prompts(position, number * count)
+            what = f"sample round {number + 1}, {num_kept}/{count} groups kept,"
+            shown = counter(clock, what, num_responses, already=number)
+            return self._sample_prompts(step, number, prompts(start, count)[0], clock, shown)
+
+        with clock("sample"):
+            if not rules.max_sampling_rounds:
+                examples, position = prompts(position, count)
+                shown = counter(clock, "sample", num_responses)
+                return Sample(self._sample_prompts(step, 0, examples, clock, shown), position, {})
+            kept = sample_until_kept(
+                sample_round,
+                rewards_of,
+                num_groups=count,
+                max_rounds=rules.max_sampling_rounds,
+                keep_by=rules.keep_groups_by,
+            )
+        return Sample(kept.scored, prompts(position, kept.num_prompts)[1], kept.scalars)
+
+    def _sample_prompts(
+        self,
+        step: int,
+        number: int,
+        examples: Sequence[data.PromptExample],
+        clock: Clock,
+        arrived: Callable[[Rollout], None],
+    ) -> list[ScoredRollout]:
+        """The responses to the prompts of a round of this number."""
+        # Groups of a run have different ids, whatever limit of rounds each of its starts has.
+        num_rounds = MAX_ROUNDS if self.config.algorithms.batch_rules.max_sampling_rounds else 1
+        first = step * num_rounds * len(examples)  # group of the first prompt of the step
+        draws = dict(enumerate(examples, number * len(examples)))
         requests = [
             SampleRequest(
                 sample_id=f"train/{step}/{draw}/{sample}",
@@ -145,20 +198,18 @@ class Sampler:
                 prompt_ids=example.prompt_ids,
                 seed=stream_seed(self.config.seed, TRAINING, step, draw, sample),
             )
-            for draw, example in enumerate(examples)
+            for draw, example in draws.items()
             for sample in range(self.config.rollout.group_size)
         ]
-        with clock("sample"):
-            scored = self.sample(
-                requests,
-                {first + draw: example.answer for draw, example in enumerate(examples)},
-                **self._distribution(),
-                measured=self.config.hidden_states.source == "rollout",
-                keep_states=self.compares(step),
-                clock=clock,
-                arrived=counter(clock, "sample", len(requests)),
-            )
-        return Sample(scored, position)
+        return self.sample(
+            requests,
+            {first + draw: example.answer for draw, example in draws.items()},
+            **self._distribution(step),
+            measured=self.config.hidden_states.source == "rollout",
+            keep_states=self.compares(step),
+            clock=clock,
+            arrived=arrived,
+        )
 
     def sample(
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
@@ -210,7 +261,7 @@ class Sampler:
             for which it has the hidden states of both.
         """
         rollouts = [item.rollout for item in scored]
-        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution())
+        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution(step))
         if self.compares(step):
             own = state_differences(scored, states)
             scalars |= state_mismatch(self.peers.gather("mismatch", own))
@@ -279,8 +330,10 @@ class Sampler:
         every = self.config.hidden_states.compare_every
         return bool(every) and step % every == 0
 
-    def _distribution(self) -> dict[str, float]:
-        return {name: self.config.rollout[name] for name in ("temperature", "top_p", "top_k")}
+    def _distribution(self, step: int) -> dict[str, Any]:
+        rollout = self.config.rollout
+        settings = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
+        return settings | {"annealing": annealing_at(step, **rollout.annealing)}
 
     def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
         """A function that raises RuntimeError if an attempt failed and the time is over."""
@@ -316,7 +369,7 @@ class Sampler:
         keep_states: bool = False,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
-        **distribution: Any,  # temperature, top_p, top_k
+        **distribution: Any,  # temperature, top_p, top_k, annealing
     ) -> list[ScoredRollout]:
         params, version, step = self.weights
 
@@ -360,10 +413,10 @@ class Sampler:
             )
 
 
-def counter(clock: Clock, what: str, total: int) -> Callable[[Rollout], None]:
-    """A function that shows the number of responses that have arrived."""
-    count = itertools.count(1)
-    return lambda _rollout: clock.say(f"{what} {next(count)}/{total}")
+def counter(clock: Clock, what: str, total: int, already: int = 0) -> Callable[[Rollout], None]:
+    """A function that shows the number of responses that have arrived, after `already` totals."""
+    count, end = itertools.count(already * total + 1), (already + 1) * total
+    return lambda _rollout: clock.say(f"{what} {next(count)}/{end}")
 
 
 def stream_seed(*path: int) -> int:

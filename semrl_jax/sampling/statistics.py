@@ -11,7 +11,7 @@ from semrl_jax.algorithms import zero_variance_group_fraction
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.types import FINISH_REASONS, Rollout
+from semrl_jax.types import FINISH_REASONS, Annealing, Rollout
 
 
 def batch_scalars(
@@ -85,23 +85,25 @@ def logprob_mismatch(
     temperature: float,
     top_p: float,
     top_k: int,
+    annealing: Annealing | None = None,
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
     Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k,
-    the engine samples from a part of the vocabulary. Then its raw log-probabilities are compared,
-    which are over the whole vocabulary at temperature 1. Returns {} if the temperatures differ or
+    the engine samples from a part of the vocabulary, and with an annealed temperature at others.
+    Then its raw log-probabilities are compared, which are over the whole vocabulary at
+    temperature 1. Returns {} if the temperatures differ or
     an engine sends no raw log-probabilities.
 
     Args:
       rollouts: B responses.
       old_logprobs: of the training model; padding and context may hold anything.
-      temperature, top_p, top_k: of the sampling.
+      temperature, top_p, top_k, annealing: of the sampling.
     """
-    is_truncated = top_p < 1 or top_k > 0
-    if is_truncated and temperature != 1:
+    differs = top_p < 1 or top_k > 0 or annealing is not None
+    if differs and temperature != 1:
         return {}
-    theirs = [r.rollout_raw_logprobs if is_truncated else r.rollout_logprobs for r in rollouts]
+    theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]
     if any(logprobs is None for logprobs in theirs):
         return {}
     masks = [rollout.response_mask for rollout in rollouts]

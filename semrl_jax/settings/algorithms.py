@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import IMPORTANCE_LEVELS
+from semrl_jax.choices import IMPORTANCE_LEVELS, KEEP_GROUPS_BY
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import Section, at_least_zero, one_of
+from semrl_jax.settings.rules import Section, at_least_zero, at_most, one_of
+
+MAX_ROUNDS = 1000  # of dynamic sampling; a step needs an end
 
 
 def check(algorithms: Section) -> None:
     levels = ("none", *IMPORTANCE_LEVELS)
     one_of("algorithms.importance.level", algorithms["importance"]["level"], levels)
     name, rules = "algorithms.batch_rules", algorithms["batch_rules"]
-    at_least_zero(name, rules, "overlong_tokens", "ace_alpha", "arm_alpha")
+    at_least_zero(name, rules, "overlong_tokens", "max_sampling_rounds", "ace_alpha", "arm_alpha")
+    at_most(f"{name}.max_sampling_rounds", rules["max_sampling_rounds"], MAX_ROUNDS)
+    one_of(f"{name}.keep_groups_by", rules["keep_groups_by"], KEEP_GROUPS_BY)
     if not 0 < rules["arm_low_fraction"] <= 1:
         raise UserError(
             f"{name}.arm_low_fraction={rules['arm_low_fraction']} must be in (0, 1]: it is a share "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, items_are, one_of
 
 ENGINES = ("jax", "vllm")
 MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
@@ -34,6 +34,7 @@ def check(rollout: Section) -> None:
                 "127.0.0.1:50051."
             )
     _check_sampling(rollout)
+    _check_annealing(rollout)
     for field in ("jax_tensor_parallelism", "jax_data_parallelism"):
         if rollout[field] != -1 and rollout[field] < 1:
             raise UserError(
@@ -54,6 +55,27 @@ def check(rollout: Section) -> None:
         raise UserError(
             f"rollout.max_staleness={rollout['max_staleness']} is not built yet: "
             "sampling ahead of the update is refused rather than ignored; set it to 0."
+        )
+
+
+def _check_annealing(rollout: Section) -> None:
+    name, options = "rollout.annealing", rollout["annealing"]
+    above_zero(name, options, "maximum", "minimum", "decay_tokens", "max_decay_tokens")
+    at_least_zero(name, options, "warmup_tokens", "decay_growth")
+    at_most(f"{name}.minimum", options["minimum"], options["maximum"])
+    if not options["enabled"]:
+        return
+    least = rollout["temperature"] * options["minimum"]
+    if least < MIN_TEMPERATURE:
+        raise UserError(
+            f"{name}.minimum={options['minimum']} times rollout.temperature="
+            f"{rollout['temperature']} must be at least {MIN_TEMPERATURE}: below, the logits "
+            "divided by it exceed float32."
+        )
+    if rollout["engine"] == "vllm" and not rollout["addresses"]:
+        raise UserError(
+            f"{name}.enabled=True needs rollout.engine='jax': vLLM has one temperature per "
+            "response."
         )
 
 

@@ -24,7 +24,7 @@ def at_least_zero(name: str, section: Section, *fields: str) -> None:
             raise UserError(f"{name}.{field}={section[field]} must be at least 0.")
 
 
-def at_most(field: str, value: float | int, limit: int) -> None:
+def at_most(field: str, value: float | int, limit: float | int) -> None:
     """The value is at most the limit."""
     if value > limit:
         raise UserError(f"{field}={value} must be at most {limit}.")

@@ -30,17 +30,23 @@ Options = tuple[tuple[str, Any], ...]
 def group_rewards(
     scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict, step: int
 ) -> Float[np.ndarray, "P G"]:
-    """Float32 scores, one row per group, with the penalty of `batch_rules.overlong_tokens`.
+    """`unshuffled_rewards`, permuted over the batch under `rewards.shuffle`."""
+    rewards = unshuffled_rewards(scored, config)
+    if config.rewards.shuffle:
+        random = np.random.default_rng((config.seed, step, SHUFFLE))
+        rewards = random.permutation(rewards.reshape(-1)).reshape(rewards.shape)
+    return rewards
 
-    They are permuted over the batch under `rewards.shuffle`.
-    """
+
+def unshuffled_rewards(
+    scored: Sequence[ScoredRollout], config: ml_collections.ConfigDict
+) -> Float[np.ndarray, "P G"]:
+    """Float32 scores, one row per group, with the penalty of `batch_rules.overlong_tokens`."""
     scores = np.array([item.verdict.score for item in scored], np.float32)
     if buffer := config.algorithms.batch_rules.overlong_tokens:
         lengths = np.array([len(item.rollout.response_ids) for item in scored])
         limit = config.rollout.max_response_tokens
         scores += overlong_penalty(lengths, limit=limit, buffer=buffer)
-    if config.rewards.shuffle:
-        scores = np.random.default_rng((config.seed, step, SHUFFLE)).permutation(scores)
     return scores.reshape(-1, config.rollout.group_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from semrl_jax.training.advantages import (
     next_algorithm_state,
     next_baselines,
     shaped_advantages,
+    unshuffled_rewards,
     value_targets,
 )
 from semrl_jax.training.learner import Learner
@@ -67,7 +69,9 @@ def run_steps(
         with clock("sync_weights"):
             sampler.sync_weights(state.params, step)
         evaluation = evaluator.evaluate(step, clock)
-        scored, position = sampler.next(step, state.position, clock)
+        scored, position, scalars = sampler.next(
+            step, state.position, clock, functools.partial(unshuffled_rewards, config=config)
+        )
         rewards = group_rewards(scored, config, step)
         batch = learner.batch([item.rollout for item in scored])
         passes = learner.passes(
@@ -77,7 +81,6 @@ def run_steps(
             with_states=sampler.needs_policy_states(step),
             with_entropies=bool(indicators),
         )
-        scalars = {}
         if passes.old is not None:
             logprobs, _, states = passes.old
             scalars |= sampler.mismatch(scored, np.asarray(logprobs), states, step)

@@ -132,5 +132,6 @@ def test_every_option_is_tried():
     for name in ("advantage", "loss", "importance", "batch_rules"):
         fields |= {f"{name}.{key}" for key in section[name]}
     # These act on the batch: tests/training/test_batch_rules.py.
-    of_batch = {"batch_rules.overlong_tokens", "batch_rules.mask_truncated"}
-    assert fields - of_batch == set(CHANGES)
+    of_batch = {"overlong_tokens", "mask_truncated"}
+    of_batch |= {"max_sampling_rounds", "keep_groups_by"}  # tests/sampling/test_dynamic.py
+    assert fields - {f"batch_rules.{name}" for name in of_batch} == set(CHANGES)

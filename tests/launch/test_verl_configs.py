@@ -251,6 +251,7 @@ OURS_ALONE = {
     "metrics.window_growth": "an approximation, off", "metrics.placement": "where, not what",
     "metrics.num_threads": "speed", "metrics.device_batch": "speed",
     "algorithms.importance.": "not in the release, off",
+    "rollout.annealing.": "not in the release, off",
     "algorithms.batch_rules.": "not in the release, off",
     **dict.fromkeys(
         ("algorithms.advantage.quantile", "algorithms.advantage.normalise",
@@ -258,6 +259,8 @@ OURS_ALONE = {
          "algorithms.advantage.threshold", "algorithms.advantage.baseline_shift",
          "algorithms.advantage.group_baseline", "algorithms.advantage.kl_reward_coefficient",
          "algorithms.advantage.baseline_rate", "algorithms.advantage.kl_target",
+         "algorithms.advantage.correction", "algorithms.advantage.false_positive_rate",
+         "algorithms.advantage.false_negative_rate",
          "algorithms.advantage.kl_horizon"),
         "of other algorithms"),
     "algorithms.loss.surrogate": "clip, the only one there",

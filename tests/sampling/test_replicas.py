@@ -39,6 +39,14 @@ def test_a_replica_that_cannot_measure_is_refused_before_training(config):
     assert "\n" not in str(caught.value)
 
 
+def test_a_replica_without_annealing_is_refused_before_training(config):
+    config.rollout.annealing.enabled = True
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    with pytest.raises(UserError, match=r"\(fake engine\) has no annealed temperature, but roll"):
+        replicas._check_limits(replica, config)
+    replicas._check_limits(dataclasses.replace(replica, sampling_kinds=("annealed",)), config)
+
+
 def test_a_replica_without_a_layer_is_refused_before_training(config):
     config.metrics.layers = (-1, 1)
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()

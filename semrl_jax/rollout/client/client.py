@@ -200,6 +200,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
+        self._check_annealing(sampling)
         call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
         return dispatch(call, self._replicas, self._counters, self._waits, resync)
 
@@ -216,6 +217,16 @@ class RolloutClient(contextlib.AbstractContextManager):
                         f"hidden_states.kinds has {kind!r}; leave it out, or start the replica "
                         "from this release."
                     )
+
+    def _check_annealing(self, sampling: SamplingParams) -> None:
+        """Refuses an annealed temperature, which a replica of an earlier release would ignore."""
+        for replica in self._replicas if sampling.annealing else ():
+            if replica.description and "annealed" not in replica.description.sampling_kinds:
+                raise UserError(
+                    f"{replica.name} has no annealed temperature ({replica.description.engine} "
+                    "engine); leave sampling.annealing out, or start a replica with the JAX "
+                    "engine of this release."
+                )
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:
         last_report = started = time.monotonic()

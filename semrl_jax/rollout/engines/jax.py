@@ -72,6 +72,7 @@ class JaxEngine(Engine):
             layers=(*range(policy.config.num_layers + 1), -1),
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
+            sampling_kinds=("annealed",),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,

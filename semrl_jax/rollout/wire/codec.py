@@ -19,6 +19,7 @@ from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
     TOKEN_ARRAYS,
+    Annealing,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -32,7 +33,8 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 3  # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks
+# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing
+PROTOCOL_MINOR = 4
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -93,7 +95,7 @@ def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
 
 
 def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
-    for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds"):
+    for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds", "sampling_kinds"):
         if (count := len(getattr(message, name))) > MAX_ENTRIES:
             raise ValueError(f"{name} has {count} entries; at most {MAX_ENTRIES} are taken.")
     version = decode_version(message.version) if message.HasField("version") else None
@@ -493,7 +495,20 @@ def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> 
             raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
         ids = np.array(getattr(message, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
-    return _record(SamplingParams, message)
+    annealing = None
+    if message.HasField("annealing"):
+        annealing = _decode_annealing(message.annealing, limits)
+    return _record(SamplingParams, message, annealing=annealing)
+
+
+def _decode_annealing(message: pb.Annealing, limits: ReplicaDescription) -> Annealing:
+    _check_choice("sampling.annealing", ["annealed"], limits.sampling_kinds)
+    check = _checker("sampling.annealing", message)
+    for field in ("maximum", "minimum", "decay_tokens"):
+        value = getattr(message, field)
+        check(field, math.isfinite(value) and value > 0, "finite and above 0")
+    check("warmup_tokens", message.warmup_tokens >= 0, "at least 0")
+    return _record(Annealing, message)
 
 
 def _decode_hidden_state_params(

@@ -22,7 +22,7 @@ from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
-from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
+from semrl_jax.types import Annealing, HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
     FAKE,
     TOKEN,
@@ -49,7 +49,7 @@ def test_connect_returns_descriptions(world):
     client = world.client(*replicas, connect=False)
     first, second = client.connect(**FAKE)
     assert first.engine == second.engine == "fake"
-    assert (first.protocol_major, first.protocol_minor) == (codec.PROTOCOL_MAJOR, 3)
+    assert (first.protocol_major, first.protocol_minor) == (codec.PROTOCOL_MAJOR, 4)
     assert first.replica_id != second.replica_id
     assert first.version is None
     assert client.lines == []
@@ -67,6 +67,14 @@ def test_kinds_of_states_that_a_replica_of_an_earlier_release_does_not_know(worl
     states = HiddenStateParams((-1,), "float32")
     rollouts = list(client.generate(requests, sampling, states, version=version))
     assert_complete(rollouts, requests, sampling, states, version=version)
+
+
+def test_a_replica_that_would_ignore_the_annealing_is_not_asked(world):
+    """One of an earlier release skips the field, and would sample at one temperature."""
+    client = world.client(world.replica())
+    annealed = SamplingParams(16, annealing=Annealing(1.2, 0.1, 10, 25.0))
+    with pytest.raises(UserError, match=r"has no annealed temperature \(fake engine\); leave"):
+        client.generate(make_requests(), annealed, version=sync(client))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
+    Annealing,
     HiddenStateParams,
     MetricParams,
     Rollout,
@@ -418,6 +419,51 @@ def test_bad_request_is_refused(change, error, match):
         change_request(change)
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
+
+
+ANNEALING = Annealing(1.2, 0.1, 10, 25.0)
+
+
+def change_annealing(change, annealing=ANNEALING, kinds=("annealed",)):
+    call = make_call()
+    sampling = dataclasses.replace(call.sampling, annealing=annealing)
+    message = codec.encode_request(call._replace(sampling=sampling))
+    change(message.sampling.annealing)
+    limits = dataclasses.replace(LIMITS, sampling_kinds=kinds)
+    return codec.decode_request(wire(message), limits).sampling.annealing
+
+
+@given(
+    annealing=st.builds(
+        Annealing,
+        *[st.floats(2**-10, 2**20, width=32)] * 2,
+        st.integers(0, 2**31 - 1),
+        st.floats(2**-10, 2**20, width=32),
+    )
+)
+def test_annealing_round_trips(annealing):
+    assert change_annealing(lambda m: None, annealing) == annealing
+    assert change_request(lambda m: None).sampling.annealing is None
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: setattr(m, "maximum", 0), "annealing.maximum=0.0 must be finite and above 0"),
+        (lambda m: setattr(m, "minimum", -1), "annealing.minimum=-1.0 must be finite and above"),
+        (lambda m: setattr(m, "decay_tokens", np.inf), "decay_tokens=inf must be finite and"),
+        (lambda m: setattr(m, "decay_tokens", np.nan), "decay_tokens=nan must be finite and"),
+        (lambda m: setattr(m, "warmup_tokens", -1), "warmup_tokens=-1 must be at least 0"),
+    ],
+)
+def test_bad_annealing_is_refused(change, match):
+    with pytest.raises(ValueError, match=match):
+        change_annealing(change)
+
+
+def test_an_engine_without_annealing_refuses_it():
+    with pytest.raises(ValueError, match=r"annealing has 'annealed'; the replica has \[\]"):
+        change_annealing(lambda m: None, kinds=())
 
 
 METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", 1.5, "float32", 3)

@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.3 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 1.4 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -18,6 +18,7 @@ from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
+    Annealing,
     HiddenStateParams,
     MetricParams,
     ReplicaDescription,
@@ -120,6 +121,8 @@ FINAL_ONLY = dataclasses.replace(
     state_kinds=("decode", "prefill"),
     layers_reason="the others stay inside",
 )
+ANNEALED = dataclasses.replace(SAMPLING, annealing=Annealing(1.25, 0.125, 10, 525.0))  # 1.4
+ANNEALS = dataclasses.replace(DESCRIPTION, protocol_minor=4, sampling_kinds=("annealed",))
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -186,6 +189,16 @@ def messages_of_1_3():
     """Messages that version 1.2 did not have."""
     (with_context,) = codec.encode_rollout(WITH_CONTEXT)
     return {"generate_response_with_context": without_validity(with_context)}
+
+
+def messages_of_1_4():
+    """Messages that version 1.3 did not have."""
+    return {
+        "describe_response_annealed": codec.encode_description(ANNEALS),
+        "generate_request_annealed": codec.encode_request(
+            GenerateCall(REQUESTS, ANNEALED, STATES, VERSION)
+        ),
+    }
 
 
 def recorded(name, kind, version="1.0"):
@@ -259,6 +272,13 @@ def test_responses_with_context():
     assert_same(decoder.feed(reply), WITH_CONTEXT)
 
 
+def test_request_with_an_annealed_temperature():
+    description = recorded("describe_response_annealed", pb.DescribeResponse, "1.4")
+    assert codec.decode_description(description) == ANNEALS
+    request = recorded("generate_request_annealed", pb.GenerateRequest, "1.4")
+    assert codec.decode_request(request, ANNEALS).sampling == ANNEALED
+
+
 def test_weight_update():
     begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
@@ -291,6 +311,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
         "1.1": messages_of_1_1(),
         "1.2": messages_of_1_2(),
         "1.3": messages_of_1_3(),
+        "1.4": messages_of_1_4(),
     }
     for version, known in written.items():
         for name, message in known.items():
@@ -300,7 +321,6 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    for name, message in (
-        messages() | messages_of_1_1() | messages_of_1_2() | messages_of_1_3()
-    ).items():
+    parts = (messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4())
+    for name, message in {name: part[name] for part in parts for name in part}.items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

@@ -33,7 +33,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason")
+    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason", "sampling_kinds")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class DescribeResponse(_message.Message):
     MAX_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_REASON_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_KINDS_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     replica_id: str
@@ -68,23 +69,38 @@ class DescribeResponse(_message.Message):
     max_response_tokens: int
     version: WeightVersion
     layers_reason: str
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ...) -> None: ...
+    sampling_kinds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ..., sampling_kinds: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Annealing(_message.Message):
+    __slots__ = ("maximum", "minimum", "warmup_tokens", "decay_tokens")
+    MAXIMUM_FIELD_NUMBER: _ClassVar[int]
+    MINIMUM_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECAY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    maximum: float
+    minimum: float
+    warmup_tokens: int
+    decay_tokens: float
+    def __init__(self, maximum: _Optional[float] = ..., minimum: _Optional[float] = ..., warmup_tokens: _Optional[int] = ..., decay_tokens: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "eos_token_ids", "stop_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "eos_token_ids", "stop_token_ids", "annealing")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ANNEALING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    annealing: Annealing
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., annealing: _Optional[_Union[Annealing, _Mapping]] = ...) -> None: ...
 
 class HiddenStateParams(_message.Message):
     __slots__ = ("layers", "dtype", "kinds")

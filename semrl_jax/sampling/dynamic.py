@@ -1,0 +1,118 @@
+"""Dynamic sampling: rounds of prompts until enough groups have unequal rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from semrl_jax.errors import UserError
+from semrl_jax.sampling.scoring import ScoredRollout
+
+Rewards = Callable[[Sequence[ScoredRollout]], Float[np.ndarray, "P G"]]
+
+
+class TooFewGroups(UserError):
+    """The allowed rounds gave fewer groups with unequal rewards than a step needs."""
+
+    agreed = True  # every process counts the same responses, so every process raises it
+
+
+class Kept(NamedTuple):
+    """The groups that a step trains on.
+
+    Attributes:
+      scored: their responses, in (prompt, sample) order.
+      num_prompts: prompts up to that of the last kept group; the rest of its round is unused.
+      scalars: `rollout/...` counts, and `reward/..._sampled` over all groups of all rounds.
+    """
+
+    scored: list[ScoredRollout]
+    num_prompts: int
+    scalars: dict[str, float]
+
+
+def sample_until_kept(
+    sample_round: Callable[[int, int], list[ScoredRollout]],
+    rewards_of: Rewards,
+    *,
+    num_groups: int,
+    max_rounds: int,
+    keep_by: str,
+) -> Kept:
+    """Samples rounds of prompts, and keeps the first `num_groups` groups with unequal rewards.
+
+    A group of equal rewards has no advantage, so it takes part in a step without a gradient.
+
+    Args:
+      sample_round: the scored groups of a round, in the order of their prompts. It gets the number
+        of the round, from 0, and that of the groups kept so far.
+      rewards_of: float32 rewards, one row per group.
+      num_groups: of a step.
+      max_rounds: above 0.
+      keep_by: "reward" keeps groups with unequal rewards, "correctness" those with correct and
+        incorrect responses.
+
+    Raises:
+      TooFewGroups: if the rounds are used up.
+
+    Source: arXiv:2503.14476 (DAPO), Sec. 3.2, where a group is kept by 0 < correct responses < G.
+    """
+    kept: list[list[ScoredRollout]] = []
+    rewards, correct, differs = [], [], []  # a part per round
+    num_tokens = 0
+    while len(kept) < num_groups:
+        if len(rewards) == max_rounds:
+            raise TooFewGroups(
+                _too_few(np.concatenate(differs), np.concatenate(correct), num_groups, max_rounds)
+            )
+        scored = sample_round(len(rewards), len(kept))
+        rewards.append(rewards_of(scored))
+        shape = rewards[-1].shape
+        correct.append(np.array([item.verdict.correct for item in scored]).reshape(shape))
+        deciding = rewards[-1] if keep_by == "reward" else correct[-1]
+        differs.append((deciding != deciding[:, :1]).any(axis=1))
+        num_tokens += sum(item.rollout.num_policy_tokens for item in scored)
+        for group in np.flatnonzero(differs[-1])[: num_groups - len(kept)]:
+            kept.append(scored[group * shape[1] : (group + 1) * shape[1]])
+        del scored  # may hold hidden states: only kept responses stay while others are sampled
+    differ, all_correct = np.concatenate(differs), np.concatenate(correct)
+    num_prompts = int(np.flatnonzero(differ)[num_groups - 1]) + 1
+    dropped = _equal_groups(differ[:num_prompts], all_correct[:num_prompts])
+    scalars = {
+        "rollout/sampling_rounds": len(rewards),
+        "rollout/groups_sampled": len(differ),
+        "rollout/groups_dropped": num_prompts - num_groups,
+        "rollout/groups_dropped/all_correct": dropped[0],
+        "rollout/groups_dropped/all_incorrect": dropped[1],
+        "rollout/groups_unused": len(differ) - num_prompts,
+        "rollout/num_sampled_tokens": num_tokens,
+        "reward/mean_sampled": np.concatenate(rewards).mean(),
+        "reward/correct_sampled": all_correct.mean(),
+    }
+    return Kept(
+        [item for group in kept for item in group],
+        num_prompts,
+        {name: float(value) for name, value in scalars.items()},
+    )
+
+
+def _equal_groups(differ: Bool[np.ndarray, " P"], correct: Bool[np.ndarray, "P G"]) -> list[int]:
+    """How many of the groups that are not kept are all correct, and all incorrect."""
+    return [int((~differ & same).sum()) for same in (correct.all(axis=1), ~correct.any(axis=1))]
+
+
+def _too_few(
+    differ: Bool[np.ndarray, " P"], correct: Bool[np.ndarray, "P G"], needed: int, rounds: int
+) -> str:
+    right, wrong = _equal_groups(differ, correct)
+    hint = "an easier" if wrong > right else "a harder"
+    return (
+        f"algorithms.batch_rules.max_sampling_rounds={rounds} gave {differ.sum()} of the "
+        f"data.prompts_per_step={needed} groups that a step must keep; of the {len(differ)} groups "
+        f"sampled, {right} were all correct and {wrong} all wrong. Raise "
+        "max_sampling_rounds to continue, or set it to 0 to train on all groups; or begin a run "
+        f"with {hint} set of prompts, or a larger rollout.group_size."
+    )
