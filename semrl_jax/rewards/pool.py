@@ -48,6 +48,7 @@ KEPT_PREFIX = "VERIFIER_"  # variables that a verifier itself needs
 class _Job(NamedTuple):
     response: str
     reference: str
+    columns: str
     future: concurrent.futures.Future[Verdict]
 
 
@@ -76,7 +77,8 @@ class VerifierPool:
         self._workers: set[_Worker] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._failure: Exception | None = None  # why no job can be done any more
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # Whether the verifier takes the row of the prompt, as the first worker found.
+        self._started: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._threads = [
             threading.Thread(target=self._serve, name=f"verifier-{i}", daemon=True)
             for i in range(num_workers)
@@ -96,8 +98,14 @@ class VerifierPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def submit(self, response: str, reference: str) -> concurrent.futures.Future[Verdict]:
+    def submit(
+        self, response: str, reference: str, columns: str = ""
+    ) -> concurrent.futures.Future[Verdict]:
         """Queues one response text, without the prompt, and its reference answer.
+
+        Args:
+          columns: the row of the prompt, a JSON object as text, for a verifier that takes it; ""
+            is an empty row.
 
         Returns:
           A future with a verdict for every text. It has an exception only if the pool cannot work:
@@ -105,14 +113,14 @@ class VerifierPool:
           function cannot be imported.
         """
         future: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
-        if max(len(response), len(reference)) > MAX_RESPONSE_CHARS:
+        if max(len(response), len(reference), len(columns)) > MAX_RESPONSE_CHARS:
             verdict = failed_verdict(self._settings, "", "too_long")
             self._count(verdict)
             future.set_result(verdict)
             return future
         with self._lock:  # so that no job is queued after the end marks of `close`
             if self._failure is None:
-                self._jobs.put(_Job(response, reference, future))
+                self._jobs.put(_Job(response, reference, columns, future))
             else:
                 future.set_exception(self._failure)
         return future
@@ -121,13 +129,21 @@ class VerifierPool:
         """Waits until a worker has started; raises the errors of the future of `submit`."""
         self._started.result(timeout=(START_TIMEOUT_S + 5) * MAX_START_ATTEMPTS)
 
-    def validate(self, response: str, reference: str) -> Verdict:
+    @property
+    def takes_row(self) -> bool:
+        """Whether the verifier is a user's function that takes the row of the prompt."""
+        if not self._settings.is_users:
+            return False
+        self.wait_ready()
+        return self._started.result()
+
+    def validate(self, response: str, reference: str, columns: str = "") -> Verdict:
         """Runs one example, so that a run with a broken verifier stops before it starts.
 
         Raises:
           UserError: if the verifier raises, returns no verdict, crashes or takes too long.
         """
-        verdict = self.submit(response, reference).result()
+        verdict = self.submit(response, reference, columns).result()
         if verdict.error:
             name = "the built-in verifier"
             if self._settings.is_users:
@@ -190,7 +206,7 @@ class VerifierPool:
 
     def _ask(self, worker: _Worker, job: _Job) -> Verdict:
         try:
-            return worker.ask(job.response, job.reference, self._timeout_s)
+            return worker.ask(job, self._timeout_s)
         except TimeoutError:
             return failed_verdict(self._settings, job.response, "timeout")
         except (OSError, ValueError):  # it has ended, or sent an unexpected reply
@@ -217,7 +233,7 @@ class VerifierPool:
                 if not problem:
                     with self._lock:
                         if not self._started.done():
-                            self._started.set_result(None)
+                            self._started.set_result(worker.takes_row)
                     return worker
                 self._fail(UserError(problem))
             self._retire(worker)
@@ -278,17 +294,20 @@ class _Worker:
         os.set_blocking(self._stdout, False)
         self._received = bytearray()
         self._settings = settings
+        self.takes_row = False
         self.num_jobs = 0
 
     def wait_ready(self, timeout_s: float) -> str:
         """Waits for the worker's first reply: "" or a problem that the user must solve."""
         reply = self._exchange({"settings": vars(self._settings)}, timeout_s)
+        self.takes_row = reply.get("takes_row") is True
         return str(reply.get("problem", ""))
 
-    def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
+    def ask(self, job: _Job, timeout_s: float) -> Verdict:
         """Gets a verdict; raises TimeoutError, OSError or ValueError if the worker sends none."""
         self.num_jobs += 1
-        reply = self._exchange({"response": response, "reference": reference}, timeout_s)
+        names = ("response", "reference", "columns")
+        reply = self._exchange({name: getattr(job, name) for name in names}, timeout_s)
         error = str(reply.pop("error", ""))
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 

@@ -39,8 +39,9 @@ class VerifierSettings:
     Attributes:
       mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier, called as name(response, reference), see
-        `function.as_verdict`; or the name of a module of `verifiers`; "" is "math".
+      function: "package.module:name" of a user's verifier, called as name(response, reference) or
+        name(response, reference, row), see `function`; or the name of a module of `verifiers`; ""
+        is "math".
       failure_score: score of a response for which a user's verifier raised, hung, crashed or
         returned no verdict. If a built-in verifier fails, the response is wrong and `mode` gives
         the score.

@@ -61,7 +61,10 @@ class Inputs(NamedTuple):
 
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
+        columns = data.columns_hash(self.prompts)
         return {
+            # Only if a verifier takes the rows: columns that nothing reads may change.
+            **({"columns of the data": columns} if columns else {}),
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
@@ -149,11 +152,12 @@ def open_run(
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)
-            prompts = training_prompts(config, tokenizer, reporter.line)
-            problems = load_problems(config, tokenizer, reporter.line)
+            keep = {"keep_columns": verifier.takes_row}
+            prompts = training_prompts(config, tokenizer, reporter.line, **keep)
+            problems = load_problems(config, tokenizer, reporter.line, **keep)
             if config.rewards.function:
-                answer = prompts.examples[0].answer
-                verifier.validate(f"\\boxed{{{answer}}}", answer)
+                first = prompts.examples[0]
+                verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
             return Inputs(algorithm, policy, tokenizer, end_tokens, prompts, problems, scores)
 
         inputs = agreed("check_inputs", check_inputs)
@@ -257,7 +261,7 @@ def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_
     def compare() -> None:
         for process, others in enumerate(found):
             for name, value in own.items():
-                if others[name] != value:
+                if others.get(name) != value:
                     raise UserError(
                         f"process {process} reads other {name} than process {peers.index}; give "
                         "all processes the same files."

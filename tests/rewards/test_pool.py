@@ -1,6 +1,7 @@
 """The pool with hostile text and hostile verifiers: every job ends, and the next one is scored."""
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -346,3 +347,17 @@ def test_importing_rewards_does_not_import_math_verify():
         "import sys, semrl_jax.rewards\nassert not {'sympy', 'math_verify'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_verifier_may_take_the_row_of_the_prompt(obey):
+    row = json.dumps({"limit": 2.5, "tests": [None, {"é": [1, True]}]})
+    with VerifierPool(num_workers=1, function="hostile:with_row") as pool:
+        assert pool.takes_row and not obey.takes_row
+        for _ in range(2):
+            verdict = pool.submit("", "", row).result(timeout=10)
+            assert verdict.score == 2.5
+            assert json.loads(verdict.extracted) == {"tests": [None, {"é": [1, True]}]}
+        assert pool.submit("", "").result(timeout=10) == Verdict(-1.0, False, False, "{}")
+        too_long = json.dumps({"text": "x" * pool_module.MAX_RESPONSE_CHARS})
+        assert pool.submit("", "", too_long).result(timeout=10).error == "too_long"
+    assert obey.submit("7", "7", row).result(timeout=10) == RIGHT  # it takes no row
