@@ -18,6 +18,7 @@ from semrl_jax.data.rows import BadRows, check_row_format, row_reader
 from semrl_jax.data.templates import is_chat
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
+    check_same_tokens,
     full_text,
     load_tokenizer,
     tokenizer_hash,
@@ -39,6 +40,7 @@ __all__ = [
     "check_file",
     "check_row_format",
     "columns_hash",
+    "check_same_tokens",
     "dataset_hash",
     "full_text",
     "is_chat",

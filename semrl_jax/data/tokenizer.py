@@ -176,6 +176,27 @@ def verifier_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[in
     return response_text(tokenizer.decode(ids[:end], skip_special_tokens=True))
 
 
+def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
+    """Checks that a model's directory gives every token the id that the policy's tokenizer does.
+
+    Args:
+      field: of the config that names the directory, for the error message.
+      path: Hugging Face directory of a model that reads the policy's token ids.
+      tokenizer: the policy's.
+
+    Raises:
+      UserError: naming a token whose ids differ, or as `load_tokenizer`.
+    """
+    theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    for token in sorted(theirs.keys() | ours.keys(), key=lambda t: (ours.get(t, len(ours)), t)):
+        if theirs.get(token) != ours.get(token):
+            raise UserError(
+                f"{field}={str(path)!r} has another tokenizer than the policy: the token "
+                f"{token!r:.50} is {theirs.get(token, 'missing')} there and "
+                f"{ours.get(token, 'missing')} in model.path; name a model of the same tokenizer."
+            )
+
+
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Hashes what decides the meaning of token ids.
 

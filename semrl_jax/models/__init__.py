@@ -25,6 +25,7 @@ from semrl_jax.models.sharding import (
     parameter_shardings,
     replicated,
 )
+from semrl_jax.models.value_model import ValueModel, load_value_params, read_head, with_head
 from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Piece",
     "Policy",
     "RopeScaling",
+    "ValueModel",
     "check_mesh",
     "check_params",
     "config_from_hf",
@@ -49,13 +51,16 @@ __all__ = [
     "iterate_hf_tensors",
     "load_config",
     "load_params",
+    "load_value_params",
     "make_mesh",
     "parameter_shardings",
     "params_from_hf",
+    "read_head",
     "replicated",
     "save_directory",
     "tensor_specs",
     "to_host",
     "weights_hash",
     "weights_sample",
+    "with_head",
 ]

@@ -42,6 +42,7 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "*.j
 IGNORED_TENSORS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 MAX_END_TOKENS = 1000
 PIECE_BYTES = 2 * 2**20  # of float32 that are read at once; a few copies are held
+NO_OTHERS: Mapping[str, tuple[int, ...]] = {}
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` reads
 
 
@@ -134,7 +135,10 @@ def eos_token_ids(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def load_params(
-    path: str | os.PathLike[str], config: DecoderConfig, shardings: Any = None
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    shardings: Any = None,
+    others: Mapping[str, tuple[int, ...]] = NO_OTHERS,
 ) -> Params:
     """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
 
@@ -145,19 +149,29 @@ def load_params(
       config: its architecture.
       shardings: the tree from `parameter_shardings`, for jax.Arrays, which are put on their
         devices piece by piece; None for NumPy arrays.
+      others: see `check_params`.
 
     Raises:
       UserError: naming the file and each missing, extra or misshapen tensor.
     """
-    files = check_params(path, config)
+    files = check_params(path, config, others)
     pieces = _read_pieces(files, tensor_specs(config, "float32"))
     return params_from_hf(pieces, config, shardings)
 
 
-def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[str, pathlib.Path]:
+def check_params(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    others: Mapping[str, tuple[int, ...]] = NO_OTHERS,
+) -> dict[str, pathlib.Path]:
     """The file of each tensor that `load_params` reads; raises as it does.
 
     Compares names, shapes and dtypes in the headers of the files with the architecture.
+
+    Args:
+      path: the directory.
+      config: its architecture.
+      others: shapes of tensors that the files may have in addition.
     """
     path = pathlib.Path(path)
     expected = {spec.name: spec.shape for spec in tensor_specs(config, "float32")}
@@ -170,8 +184,8 @@ def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[st
             for name, tensor in found.items():
                 if IGNORED_TENSORS.fullmatch(name):
                     continue
-                is_tied = name == HEAD and config.tie_embeddings
-                wanted = expected.get(EMBEDDING if is_tied else name)
+                is_tied = name == HEAD and config.tie_embeddings and name not in others
+                wanted = expected.get(EMBEDDING if is_tied else name, others.get(name))
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if wanted is None:
                     problems.append(f"{file.name}: {name:.100} is not part of the model")
@@ -194,6 +208,21 @@ def check_params(path: str | os.PathLike[str], config: DecoderConfig) -> dict[st
     for file in heads:
         _check_tied(file, files[EMBEDDING], expected[EMBEDDING])
     return files
+
+
+def read_tensors(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    others: Mapping[str, tuple[int, ...]],
+    names: Sequence[str],
+) -> dict[str, np.ndarray]:
+    """Those of the named tensors that a directory has, as float32; raises as `check_params`."""
+    found = {}
+    for file in sorted(set(check_params(path, config, others).values())):
+        with _open(file) as weights:
+            for name in set(names).intersection(weights.keys()):
+                found[name] = weights.get_tensor(name).astype(np.float32)
+    return found
 
 
 def save_directory(

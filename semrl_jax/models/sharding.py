@@ -39,6 +39,8 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "layers/down/kernel": PartitionSpec(None, "tensor", "fsdp"),
     "final_norm/scale": PartitionSpec(None),
     "head/kernel": PartitionSpec("fsdp", "tensor"),
+    "value_head/kernel": PartitionSpec(None),
+    "value_head/bias": PartitionSpec(),
 }
 
 # Rows over the data axes, tokens over `sequence`, heads, features and the vocabulary over `tensor`.

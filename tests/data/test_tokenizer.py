@@ -10,7 +10,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.data import character_tokenizer, load_tokenizer, tokenizer_hash
+from semrl_jax.data import (
+    character_tokenizer,
+    check_same_tokens,
+    load_tokenizer,
+    tokenizer_hash,
+)
 from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.errors import UserError
 
@@ -200,3 +205,14 @@ def test_importing_data_loads_neither_transformers_nor_jax():
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_model_of_other_tokens_is_refused(tmp_path):
+    ours = character_tokenizer()
+    ours.save_pretrained(tmp_path)
+    check_same_tokens("critic.path", tmp_path, ours)
+    theirs = character_tokenizer()
+    theirs.add_tokens("y")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"critic.path=.*token 'y' is 34 there and missing in"):
+        check_same_tokens("critic.path", tmp_path, ours)

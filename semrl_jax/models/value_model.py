@@ -1,0 +1,119 @@
+"""A decoder with a scalar head in place of the output matrix: a critic or a reward model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.directory import load_params, read_tensors
+from semrl_jax.models.policy import Params, Policy
+from semrl_jax.models.weights import HEAD
+
+VALUE_HEAD = "value_head"
+KERNEL, BIAS = "score.weight", "score.bias"  # of the classifiers of transformers
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueModel:
+    """One float32 value per state. Hashable and static under jit, as `Policy` is.
+
+    Parameters are the decoder's, with `value_head: {kernel [D], bias []}` beside them.
+
+    Attributes:
+      decoder: with tied embeddings, so that it has no output matrix; see `of`.
+    """
+
+    decoder: Policy
+
+    @classmethod
+    def of(cls, policy: Policy) -> ValueModel:
+        """With the architecture, dtype, remat and mesh of a policy."""
+        config = dataclasses.replace(policy.config, tie_embeddings=True)
+        return cls(dataclasses.replace(policy, config=config))
+
+    def init(self, key: Array) -> Params:
+        """Random decoder parameters and a head of zeros."""
+        return with_head(self.decoder.init(key))
+
+    def shapes(self) -> Params:
+        """The same tree as `init` with jax.ShapeDtypeStruct leaves; computes nothing."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def final_states(self, params: Params, *inputs: Any) -> Float[Array, "B S D"]:
+        """See `Policy.final_states`."""
+        return self.decoder.final_states(_without_head(params), *inputs)
+
+    def states_at(
+        self, states: Float[Array, "B S D"], columns: Int[Array, "B U"]
+    ) -> Float[Array, "B U D"]:
+        """See `Policy.states_at`."""
+        return self.decoder.states_at(states, columns)
+
+    def values(self, params: Params, states: Float[Array, "*axes D"]) -> Float[Array, "*axes"]:
+        """kernel . state + bias, in float32 whatever the compute dtype."""
+        head = params[VALUE_HEAD]
+        # "highest": an accelerator would round the inputs to bfloat16.
+        product = jnp.matmul(states.astype(jnp.float32), head["kernel"], precision="highest")
+        return product + head["bias"]
+
+
+def with_head(decoder: Params, kernel: Any = None, bias: Any = 0.0) -> Params:
+    """Parameters of a value model from a decoder's; a head of zeros without a kernel.
+
+    An output matrix is left out.
+    """
+    if kernel is None:
+        kernel = np.zeros(decoder["final_norm"]["scale"].shape, np.float32)
+    head = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+    return {name: part for name, part in decoder.items() if name != "head"} | {VALUE_HEAD: head}
+
+
+def load_value_params(
+    path: str | os.PathLike[str], model: ValueModel, shardings: Any = None
+) -> Params:
+    """Float32 parameters from a Hugging Face directory, as `load_params` reads them.
+
+    Args:
+      path: of a causal language model, whose head becomes zeros; or of a sequence or token
+        classifier with one label, whose head is kept.
+      model: its architecture.
+      shardings: the tree from `parameter_shardings`; None for NumPy arrays.
+
+    Raises:
+      UserError: as `load_params`.
+    """
+    config = model.decoder.config
+    decoder_shardings = None if shardings is None else _without_head(shardings)
+    decoder = load_params(path, config, decoder_shardings, others=_others(config))
+    head = read_head(path, model)
+    params = with_head(decoder, head.get(KERNEL, [None])[0], head.get(BIAS, [0.0])[0])
+    if shardings is not None:
+        params[VALUE_HEAD] = jax.device_put(params[VALUE_HEAD], shardings[VALUE_HEAD])
+    return params
+
+
+def read_head(path: str | os.PathLike[str], model: ValueModel) -> dict[str, np.ndarray]:
+    """The tensors of a classifier's head by their names; {} if the directory has none.
+
+    Raises:
+      UserError: if the directory does not fit the model; see `check_params`.
+    """
+    config = model.decoder.config
+    return read_tensors(path, config, _others(config), (KERNEL, BIAS))
+
+
+def _others(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """What a directory may have beside the decoder. The output matrix is not read."""
+    width = config.hidden_size
+    return {KERNEL: (1, width), BIAS: (1,), HEAD: (config.vocab_size, width)}
+
+
+def _without_head(params: Params) -> Params:
+    return {name: part for name, part in params.items() if name != VALUE_HEAD}
