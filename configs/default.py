@@ -169,8 +169,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 
     config.rewards = ml_collections.ConfigDict()
-    config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md
-    config.rewards.failure_score = 0.0  # if that function raises, hangs or returns no verdict
+    # A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md
+    config.rewards.function = ""
+    # Several of them instead, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat the flag.
+    config.rewards.functions = ()
+    config.rewards.failure_score = 0.0  # if your function raises, hangs or returns no verdict
     config.rewards.memory_limit_gib = 2.0  # of one worker; 0: no limit
     config.rewards.mode = "independent"  # independent or mix
     config.rewards.unboxed_penalty = -1.0  # for wrong and unboxed responses, in independent mode

@@ -35,11 +35,15 @@ class UserFunction(NamedTuple):
         return self.function(response, reference, **named)
 
 
-def load_function(path: str) -> UserFunction:
+def load_function(path: str, field: str = "rewards.function") -> UserFunction:
     """Imports "package.module:name".
 
     The function takes the row if it has a parameter `row`, or a third one without a default. Any
     other third parameter keeps its default.
+
+    Args:
+      path: as above.
+      field: of the config that has it, for error messages.
 
     Raises:
       UserError: if the import fails, or the name is not a function of (response, reference) or of
@@ -51,14 +55,14 @@ def load_function(path: str) -> UserFunction:
     except BaseException as e:
         reason = " ".join(error_text(e).split())
         raise UserError(
-            f"rewards.function={path!r} cannot be imported ({reason}); the module must be on "
+            f"{field}={path!r} cannot be imported ({reason}); the module must be on "
             "PYTHONPATH or in the directory the command was started in."
         ) from e
     try:
         row = _how_it_takes_the_row(function)
     except TypeError as e:
         raise UserError(
-            f"rewards.function={path!r} must be callable as {name}(response, reference) or "
+            f"{field}={path!r} must be callable as {name}(response, reference) or "
             f"{name}(response, reference, row): {e}."
         ) from e
     return UserFunction(function, row)

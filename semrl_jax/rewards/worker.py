@@ -1,11 +1,12 @@
 """A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker PARENT_PID`.
 
 It reads and writes one JSON object per line on its standard input and output. Every request has an
-`id` that cannot be guessed, and its reply has the same `id`. The first request has the settings,
-and its reply is {"ready": true, "takes_row": bool} or {"problem": text}. Every later request has
+`id` that cannot be guessed, and its reply has the same `id`. The first request has the "settings"
+of each verifier and the "field" of the config that names them, and its reply is {"ready": true,
+"takes_row": [bool, ...]} or {"problem": text}. Every later request has "verifier" (an index),
 "response", "reference" and "columns" (the row of the prompt, a JSON object as text, or ""), and its
-reply has the fields of a `Verdict`. For verifier code, standard input is empty, and prints go to
-standard error.
+reply has the fields of a `Verdict` without `parts`. For verifier code, standard input is empty, and
+prints go to standard error.
 
 The process is started, not forked: it has no lock, device or thread of the trainer.
 """
@@ -54,28 +55,35 @@ def main() -> int:
         replies.flush()
 
     start = json.loads(requests.readline())
-    settings = VerifierSettings(**start["settings"])
-    _limit_memory(settings.memory_limit_gib)
+    settings = [VerifierSettings(**fields) for fields in start["settings"]]
+    _limit_memory(settings[0].memory_limit_gib)
     try:
-        verifier, takes_row = build_verifier(settings)
+        built = [build_verifier(each, start["field"]) for each in settings]
     except UserError as e:
         reply(start, {"problem": str(e)})
         return 1
-    reply(start, {"ready": True, "takes_row": takes_row})
+    reply(start, {"ready": True, "takes_row": [takes_row for _, takes_row in built]})
     for line in requests:
         request = json.loads(line)
         columns = json.loads(request["columns"] or "{}")  # a new dict, which it may change
+        verifier, _ = built[request["verifier"]]
         verdict = verifier(request["response"], request["reference"], columns)
         if os.getpid() != worker_pid:
             os._exit(0)  # the verifier forked, and this is the child
-        reply(request, dataclasses.asdict(verdict))
+        fields = dataclasses.asdict(verdict)
+        del fields["parts"]
+        reply(request, fields)
     return 0
 
 
 def build_verifier(
-    settings: VerifierSettings,
+    settings: VerifierSettings, field: str = "rewards.function"
 ) -> tuple[Callable[[str, str, dict[str, Any]], Verdict], bool]:
     """Makes the function of (response, reference, row) that answers a request.
+
+    Args:
+      settings: of one verifier.
+      field: of the config that names it, for error messages.
 
     Returns:
       The function, which returns a verdict for every text, and whether it uses the row.
@@ -85,14 +93,14 @@ def build_verifier(
     """
     takes_row = False
     if settings.is_users:
-        function = load_function(settings.function)
+        function = load_function(settings.function, field)
         takes_row = bool(function.row)
 
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
             return as_verdict(function(response, reference, columns), response)
     else:
         name = settings.function or "math"
-        module = load_module("rewards.function", name, VERIFIERS, ("prepare", "verify"))
+        module = load_module(field, name, VERIFIERS, ("prepare", "verify"))
         module.prepare()
 
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:

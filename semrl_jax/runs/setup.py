@@ -155,7 +155,7 @@ def open_run(
             keep = {"keep_columns": verifier.takes_row}
             prompts = training_prompts(config, tokenizer, reporter.line, **keep)
             problems = load_problems(config, tokenizer, reporter.line, **keep)
-            if config.rewards.function:
+            if config.rewards.function or config.rewards.functions:
                 first = prompts.examples[0]
                 verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
             return Inputs(algorithm, policy, tokenizer, end_tokens, prompts, problems, scores)

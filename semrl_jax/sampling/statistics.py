@@ -42,6 +42,8 @@ def batch_scalars(
         "reward/zero_variance_group_fraction": zero_variance_group_fraction(rewards),
         "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
     }
+    for name in scored[0].verdict.parts:
+        scalars[f"reward/{name}/mean"] = np.mean([item.verdict.parts[name] for item in scored])
     prompts = [len(item.rollout.prompt_ids) for item in scored]
     for kind, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
         scalars[f"prompt/length/{kind}"] = of(prompts)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
+from semrl_jax.settings.rules import (
+    Section,
+    above_zero,
+    at_least_zero,
+    at_most,
+    items_are,
+    one_of,
+)
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
 MAX_SCORE = 3.4e38  # rewards are float32
+FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
+TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
+
+
+class RewardFunction(NamedTuple):
+    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`.
+
+    Attributes:
+      entry: as in the config.
+      function: as `rewards.function`.
+      weight: of its score in the reward.
+      name: in the log.
+    """
+
+    entry: str
+    function: str
+    weight: float
+    name: str
 
 
 def check(rewards: Section) -> None:
@@ -21,11 +50,72 @@ def check(rewards: Section) -> None:
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(f"rewards.{field}={rewards[field]} must be a finite float32 number.")
-    function = rewards["function"]
+    if rewards["function"]:
+        _check_function("rewards.function", rewards["function"])
+    items_are(str, "rewards", rewards, "functions")
+    functions = reward_functions(rewards["functions"])
+    if functions and rewards["function"]:
+        raise UserError(
+            f"rewards.function={rewards['function']!r} and rewards.functions="
+            f"{tuple(rewards['functions'])} are both set; name all of them in rewards.functions."
+        )
+
+
+def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
+    """Splits entries of `rewards.functions` into function, weight and name.
+
+    Raises:
+      UserError: for an unknown function or setting, a weight out of range, or a name that two
+        entries have.
+    """
+    functions: list[RewardFunction] = []
+    for entry in entries:
+        field = f"rewards.functions={entry!r}"
+        function, *parts = re.split(r":(?=\w+=)", entry)
+        settings: dict[str, str] = {}
+        for name, _, value in (part.partition("=") for part in parts):
+            if name not in FUNCTION_SETTINGS:
+                raise UserError(
+                    f"{field}: {name!r} is not a setting of a reward; choose from "
+                    f"{', '.join(FUNCTION_SETTINGS)}."
+                )
+            if name in settings:
+                raise UserError(f"{field}: {name} is set twice; keep one.")
+            settings[name] = value
+        _check_function("rewards.functions", function)
+        name = settings.get("name", function.rpartition(":")[2])
+        if not re.fullmatch(r"[\w.-]+", name) or name in TAKEN_NAMES:
+            raise UserError(
+                f"{field}: name={name!r} must be letters, digits, '_', '.' and '-', because it "
+                f"names reward/NAME/mean in the log, and not one of {TAKEN_NAMES}."
+            )
+        if name in (other.name for other in functions):
+            raise UserError(
+                f"{field}: another entry is named {name!r} too; add :name=NAME to one of them."
+            )
+        weight = _weight(field, settings.get("weight", "1"))
+        functions.append(RewardFunction(entry, function, weight, name))
+    return functions
+
+
+def _weight(field: str, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < abs(weight) <= MAX_SCORE:  # NaN is not
+        raise UserError(
+            f"{field}: weight={text!r} must be a finite number other than 0; leave the entry out "
+            "if it must not count."
+        )
+    return weight
+
+
+def _check_function(field: str, function: str) -> None:
     module, _, name = function.partition(":")
     is_users = module.strip() and name.strip()
-    if not is_users and function not in ("", *module_names(VERIFIERS)):
+    if not is_users and function not in module_names(VERIFIERS):
         raise UserError(
-            f"rewards.function={function!r} must be 'package.module:name', with the module's name "
-            f"as Python imports it, or a built-in verifier: {', '.join(module_names(VERIFIERS))}."
+            f"{field}={function!r} must be 'package.module:name', with the module's name as "
+            f"Python imports it, or a built-in verifier: {', '.join(module_names(VERIFIERS))}."
         )

@@ -296,11 +296,14 @@ def test_a_verifier_gets_the_rows_in_training_evaluation_and_a_resumed_run(
         return (str(path),)
 
     config.data.files = config.evaluation.files = write_rows()
-    config.rewards.function = "tests.verifiers:by_row"
+    # The difference of the two is the row's bonus, exactly.
+    config.rewards.function = ""
+    config.rewards.functions = ("tests.verifiers:by_row", "tests.verifiers:by_length:weight=-1")
     config.training.num_steps = 1
     assert train(config, str(tmp_path / "run")) == 0
     first = read_rows(tmp_path / "run")[0]
-    assert 100 <= first["reward/min"] <= first["reward/max"] <= 106
+    assert first["reward/min"] == first["reward/max"] == 100
+    assert first["reward/by_row/mean"] == first["reward/by_length/mean"] + 100 > 100
     assert first["eval/apples/greedy_accuracy"] == 2 / 4
     config.training.num_steps = 2
     write_rows(bonus=200.0)
@@ -308,8 +311,9 @@ def test_a_verifier_gets_the_rows_in_training_evaluation_and_a_resumed_run(
         train(config, str(tmp_path / "run"))
     write_rows()
     assert train(config, str(tmp_path / "run")) == 0
-    assert read_rows(tmp_path / "run")[1]["reward/min"] >= 100
+    assert read_rows(tmp_path / "run")[1]["reward/min"] == 100
     # Columns that no verifier takes may change.
+    config.rewards.functions = ()
     config.rewards.function = "tests.verifiers:by_length"
     for num_steps, bonus in ((0, 1.0), (1, 2.0)):
         config.training.num_steps = num_steps
