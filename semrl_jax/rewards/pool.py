@@ -35,8 +35,7 @@ from semrl_jax.rewards.verdict import (
     failed_verdict,
     weighted_verdict,
 )
-from semrl_jax.settings.rewards import check as check_settings
-from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.settings.rewards import check_verifiers, reward_functions
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
@@ -72,7 +71,8 @@ class VerifierPool:
     Args:
       num_workers: processes.
       timeout_s: seconds a worker may spend on one job; then the response is wrong, error "timeout".
-      functions: entries of `rewards.functions`; () uses the `function` of the settings.
+      functions: entries of `rewards.functions` without the reward model; () uses the `function`
+        of the settings.
       settings: the fields of `VerifierSettings`.
 
     Raises:
@@ -89,7 +89,7 @@ class VerifierPool:
     ):
         common = VerifierSettings(**settings)
         sizes = {"num_workers": num_workers, "timeout_s": timeout_s}
-        check_settings({**vars(common), **sizes, "functions": functions})
+        check_verifiers({**vars(common), **sizes, "functions": functions})
         self._functions = reward_functions(functions)
         self._settings = [
             dataclasses.replace(common, function=function.function) for function in self._functions

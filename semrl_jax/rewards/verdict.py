@@ -95,10 +95,32 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
             errors.append(": ".join(filter(None, (kind, function.name, rest))))
     return dataclasses.replace(
         verdicts[0],
-        score=min(max(total, -MAX_SCORE), MAX_SCORE),
+        score=_bounded(total),
         error="; ".join(errors),
         parts={f.name: verdict.score for f, verdict in zip(functions, verdicts, strict=True)},
     )
+
+
+def with_model_score(
+    verdict: Verdict, function: RewardFunction, score: float, *, joins: bool
+) -> Verdict:
+    """Adds the score of a reward model to a verdict.
+
+    Args:
+      verdict: of the verifiers, which also judge correctness, the box and the answer.
+      function: the entry of the model.
+      score: of the model, without its weight.
+      joins: whether the verifiers' score counts too.
+    """
+    total = function.weight * score + (verdict.score if joins else 0.0)
+    return dataclasses.replace(
+        verdict, score=_bounded(total), parts={**verdict.parts, function.name: score}
+    )
+
+
+def _bounded(score: float) -> float:
+    """Within float32, which holds the rewards."""
+    return min(max(score, -MAX_SCORE), MAX_SCORE)
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:

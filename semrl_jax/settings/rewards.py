@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from semrl_jax.choices import DTYPES
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
 from semrl_jax.settings.rules import (
@@ -21,6 +22,7 @@ VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
 MAX_SCORE = 3.4e38  # rewards are float32
 FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
+MODEL = "model"  # the entry of rewards.functions that stands for rewards.model
 TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
 
 
@@ -29,7 +31,7 @@ class RewardFunction(NamedTuple):
 
     Attributes:
       entry: as in the config.
-      function: as `rewards.function`.
+      function: as `rewards.function`, or "model" for the reward model.
       weight: of its score in the reward.
       name: in the log.
     """
@@ -41,6 +43,24 @@ class RewardFunction(NamedTuple):
 
 
 def check(rewards: Section) -> None:
+    check_verifiers(rewards)
+    model = rewards["model"]
+    one_of("rewards.model.dtype", model["dtype"], DTYPES)
+    _, function = split_functions(reward_functions(rewards["functions"]))
+    if function and not model["path"]:
+        raise UserError(
+            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name the "
+            "directory of a reward model."
+        )
+    if model["path"] and not function:
+        raise UserError(
+            f"rewards.model.path={model['path']!r} has no effect without an entry {MODEL!r} in "
+            "rewards.functions, alone or with verifiers; add it."
+        )
+
+
+def check_verifiers(rewards: Section) -> None:
+    """Everything but the reward model."""
     above_zero("rewards", rewards, "timeout_s", "num_workers")
     at_most("rewards.timeout_s", rewards["timeout_s"], 2**31)
     at_most("rewards.num_workers", rewards["num_workers"], 1024)
@@ -53,20 +73,28 @@ def check(rewards: Section) -> None:
     if rewards["function"]:
         _check_function("rewards.function", rewards["function"])
     items_are(str, "rewards", rewards, "functions")
-    functions = reward_functions(rewards["functions"])
-    if functions and rewards["function"]:
+    verifiers, _ = split_functions(reward_functions(rewards["functions"]))
+    if verifiers and rewards["function"]:
         raise UserError(
             f"rewards.function={rewards['function']!r} and rewards.functions="
             f"{tuple(rewards['functions'])} are both set; name all of them in rewards.functions."
         )
 
 
+def split_functions(
+    functions: Sequence[RewardFunction],
+) -> tuple[list[RewardFunction], RewardFunction | None]:
+    """The verifiers, and the reward model if it is among the functions."""
+    verifiers = [function for function in functions if function.function != MODEL]
+    return verifiers, next((f for f in functions if f.function == MODEL), None)
+
+
 def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
     """Splits entries of `rewards.functions` into function, weight and name.
 
     Raises:
-      UserError: for an unknown function or setting, a weight out of range, or a name that two
-        entries have.
+      UserError: for an unknown function or setting, a weight out of range, a name that two
+        entries have, or two entries "model".
     """
     functions: list[RewardFunction] = []
     for entry in entries:
@@ -82,7 +110,10 @@ def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
             if name in settings:
                 raise UserError(f"{field}: {name} is set twice; keep one.")
             settings[name] = value
-        _check_function("rewards.functions", function)
+        if function != MODEL:
+            _check_function("rewards.functions", function)
+        elif split_functions(functions)[1]:
+            raise UserError(f"{field}: another entry is {MODEL!r} too; there is one reward model.")
         name = settings.get("name", function.rpartition(":")[2])
         if not re.fullmatch(r"[\w.-]+", name) or name in TAKEN_NAMES:
             raise UserError(

@@ -21,6 +21,7 @@ from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import (
     TrainState,
@@ -69,6 +70,7 @@ class Learner:
     pad_token_id: int
     peers: Peers
     device_lock: threading.Lock  # shared with an embedded replica
+    reward_model: RewardModel | None = None
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""

@@ -66,8 +66,11 @@ def run_steps(
             sampler.sync_weights(state.params, step)
         evaluation = evaluator.evaluate(step, clock)
         scored, position = sampler.next(step, state.position, clock)
-        rewards = group_rewards(scored, config, step)
         batch = learner.batch([item.rollout for item in scored])
+        if learner.reward_model is not None:
+            with clock("reward_model"):
+                scored = learner.reward_model.judged(scored, batch)
+        rewards = group_rewards(scored, config, step)
         passes = learner.passes(
             state.params,
             batch,

@@ -374,7 +374,7 @@ def several():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         with VerifierPool(
-            num_workers=1, timeout_s=0.5, functions=SEVERAL, failure_score=-1.0
+            num_workers=1, timeout_s=0.5, functions=SEVERAL, failure_score=-3.0
         ) as pool:
             yield pool
 
@@ -404,8 +404,8 @@ def test_a_function_that_fails_loses_only_its_part(several, command, error, coun
     before = several.counters
     row = json.dumps({"limit": 3.0})
     verdict = several.submit(command, "7", row).result(timeout=10)
-    assert verdict.parts == {"obey": -1.0, "math_text": 0.0, "limit": 3.0}
-    assert (verdict.score, verdict.correct, verdict.error) == (1.0, False, error)
+    assert verdict.parts == {"obey": -3.0, "math_text": 0.0, "limit": 3.0}
+    assert (verdict.score, verdict.correct, verdict.error) == (2 * -3.0 + 3.0, False, error)
     after = several.counters
     assert after == before | {counter: before[counter] + 1, "num_verdicts": after["num_verdicts"]}
     assert after["num_verdicts"] == before["num_verdicts"] + 3

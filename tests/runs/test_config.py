@@ -92,6 +92,10 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rewards.functions", ("math:name=a/b",), "name='a/b' must be letters, digits"),
         ("rewards.functions", ("math:name=shaped",), "name='shaped' must be .* not one of"),
         ("rewards.functions", ("math", "a.b:math"), "a.b:math': another entry is named 'math' too"),
+        ("rewards.functions", ("model",), "has 'model', but rewards.model.path is empty"),
+        ("rewards.functions", ("model", "model:name=b"), "another entry is 'model' too; there is"),
+        ("rewards.model.path", "judge", "path='judge' has no effect without an entry 'model' in"),
+        ("rewards.model.dtype", "float16", "rewards.model.dtype='float16' must be one of"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
         ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
         ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
@@ -126,6 +130,10 @@ def test_rewards_are_named_in_one_field():
         ("a.b:math:name=other:weight=-0.5", "a.b:math", -0.5, "other"),
     ]
     config.rewards.function = "math_text"
+    config.rewards.model.path = "judge"
+    config.rewards.functions = ("model:weight=2",)  # the function only judges correctness
+    validate(config)
+    config.rewards.functions = ("model", "math")
     with pytest.raises(UserError, match=r"'math_text' and rewards.functions=.* are both set"):
         validate(config)
 
