@@ -143,8 +143,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.negative_weight = 1.0  # sample_reinforcement
     config.algorithms.advantage.threshold = 0.0  # sample_reinforcement: rewards above are positive
     config.algorithms.advantage.baseline_shift = -0.1  # asymre
+    config.algorithms.advantage.baseline_rate = 0.1  # reinforce
     config.algorithms.advantage.group_baseline = False  # reinforce_plus_plus
-    config.algorithms.advantage.kl_reward_coefficient = 0.0  # reinforce_plus_plus: KL in the reward
+    config.algorithms.advantage.gamma = 1.0  # ppo: discount per token
+    config.algorithms.advantage.gae_lambda = 1.0  # ppo
+    # ppo, reinforce_plus_plus: KL in the reward; needs loss.kl_coefficient=0
+    config.algorithms.advantage.kl_reward_coefficient = 0.0
+    config.algorithms.advantage.kl_reward_estimator = "kl"  # as loss.kl_estimator
+    config.algorithms.advantage.kl_target = 0.0  # nats per token; 0: the coefficient is fixed
+    config.algorithms.advantage.kl_horizon = 10_000  # responses over which it changes by a fifth
     config.algorithms.loss = ml_collections.ConfigDict()
     config.algorithms.loss.surrogate = "clip"  # clip, gspo, dcpo, cispo, reinforce or opmd
     config.algorithms.loss.clip_epsilon = 0.2  # how far a ratio may fall below 1
@@ -154,6 +161,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is loaded or computed
     config.algorithms.loss.entropy_coefficient = 0.001
     config.algorithms.loss.kl_estimator = "low_var_kl"  # kl, abs, mse, low_var_kl or low_var_kl+
+    config.algorithms.loss.value_clip = 0.5  # ppo: largest change of a value, as rewards
     # Correction for the difference between rollout engine and policy; docs/verl.md
     config.algorithms.importance = ml_collections.ConfigDict()
     config.algorithms.importance.level = "none"  # token, sequence, geometric or total_variation
@@ -185,6 +193,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.rewards.timeout_s = 10.0
     config.rewards.num_workers = 2
     config.rewards.shuffle = False  # True: permuted over the batch, a control that must not learn
+
+    config.critic = ml_collections.ConfigDict()  # only with an algorithm that has one, such as ppo
+    config.critic.path = ""  # Hugging Face directory; empty: the policy's weights and a new head
+    # Steps at the beginning that train only the critic.
+    config.critic.warmup_steps = 0
+    config.critic.learning_rate = 1e-5
+    config.critic.learning_rate_warmup_steps = 0  # optimiser steps
+    config.critic.adam_b1 = 0.9
+    config.critic.adam_b2 = 0.999
+    config.critic.weight_decay = 0.01
+    config.critic.max_grad_norm = 1.0
 
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # 0: none

@@ -65,3 +65,12 @@ def starting_params(
     shardings = models.parameter_shardings(policy.shapes(), mesh)
     params = models.load_params(directory, policy.config, shardings)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def value_params(
+    directory: pathlib.Path, model: models.ValueModel, mesh: Mesh, dtype: str = "float32"
+) -> models.Params:
+    """The parameters of a critic or reward model on the mesh; raises as `starting_params`."""
+    shardings = models.parameter_shardings(model.shapes(), mesh)
+    params = models.load_value_params(directory, model, shardings)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

@@ -1,5 +1,6 @@
 """Pure advantage estimators, policy losses and KL estimators."""
 
+from semrl_jax.algorithms.gae import generalized_advantages, whiten
 from semrl_jax.algorithms.groups import (
     broadcast_to_tokens,
     group_relative_advantages,
@@ -14,13 +15,8 @@ from semrl_jax.algorithms.losses import (
     token_weights,
     weighted_sum,
 )
-from semrl_jax.algorithms.ppo import (
-    explained_variance,
-    generalized_advantages,
-    value_loss,
-    whiten,
-)
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, sum_over_sequences
+from semrl_jax.algorithms.values import explained_variance, value_loss
 from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [

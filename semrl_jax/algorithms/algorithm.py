@@ -13,13 +13,27 @@ An algorithm is a module with these names:
   one of the scalars. Arrays that the algorithm does not need are None. With
   `Needs.sequence_ids` there is one more argument, `sequence_ids`; see `sum_over_sequences`.
 
+With `Needs.values`, which trains a critic, two more:
+
+- `returns(rewards, passes, response_mask, options)`: float32 [B, T], what the critic learns.
+- `value_loss(values, *, old_values, returns, weights, options)`: as `loss`, for the critic;
+  `critic/loss` is one of the scalars.
+
+With `Needs.state`, which is kept from step to step and in checkpoints, two more:
+
+- `first_state(options)`: a dict of numbers or arrays, before the first step.
+- `next_state(state, rewards, passes, response_mask, options)`: after a step, of the same shapes.
+  `advantages` and `returns` get the state before the step as one more argument, `state`. Scalars in
+  it are logged as `algorithm/<name>`.
+
 The functions are pure and run under `jax.jit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -32,8 +46,16 @@ from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
+PARTS_FOR = {"values": ("returns", "value_loss"), "state": ("first_state", "next_state")}
 # Scalars of the update itself.
-RESERVED = {"policy/grad_norm", "policy/update_skipped", "policy/learning_rate"}
+RESERVED = {
+    f"{model}/{name}"
+    for model in ("policy", "critic")
+    for name in ("grad_norm", "update_skipped", "learning_rate")
+}
+
+
+State = dict[str, Any]  # a pytree of arrays
 
 
 class Needs(NamedTuple):
@@ -44,19 +66,29 @@ class Needs(NamedTuple):
       old_logprobs: log-probabilities of the policy at the start of the update.
       reference: log-probabilities of the frozen reference.
       sequence_ids: which sequence of its row each token belongs to, for the loss.
+      values: of a critic, which is trained beside the policy.
+      state: something that is kept from step to step.
     """
 
     groups: bool = False
     old_logprobs: bool = False
     reference: bool = False
     sequence_ids: bool = False
+    values: bool = False
+    state: bool = False
 
 
 class Passes(NamedTuple):
-    """Results of forward passes over the batch, float32 nats; None if not needed."""
+    """Results of forward passes over the batch, float32; None if not needed.
+
+    Attributes:
+      old_logprobs, ref_logprobs: nats.
+      values: of the critic before each token, in the unit of the rewards.
+    """
 
     old_logprobs: Float[Array, "B T"] | None = None
     ref_logprobs: Float[Array, "B T"] | None = None
+    values: Float[Array, "B T"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +103,26 @@ class Algorithm:
         return self.module.needs(self.options)
 
     def advantages(
-        self, rewards: Float[Array, "P G"], passes: Passes, response_mask: Bool[Array, "B T"]
+        self,
+        rewards: Float[Array, "P G"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+        state: State | None = None,
     ) -> Float[Array, "B T"]:
-        return self.module.advantages(rewards, passes, response_mask, self.options)
+        """`state` is used if the algorithm needs one."""
+        of = self._with_state(self.module.advantages, state)
+        return of(rewards, passes, response_mask, self.options)
+
+    def returns(
+        self,
+        rewards: Float[Array, "P G"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+        state: State | None = None,
+    ) -> Float[Array, "B T"]:
+        """`state` is used if the algorithm needs one."""
+        of = self._with_state(self.module.returns, state)
+        return of(rewards, passes, response_mask, self.options)
 
     def token_weights(self, response_mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
         return self.module.token_weights(response_mask, self.options)
@@ -83,6 +132,30 @@ class Algorithm:
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         return self.module.loss(logprobs, entropy, **values, options=self.options)
 
+    def value_loss(
+        self, values: Float[Array, "*tokens"], **arrays: Array
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        return self.module.value_loss(values, **arrays, options=self.options)
+
+    def first_state(self) -> State:
+        """NumPy arrays; {} if the algorithm needs no state."""
+        if not self.needs.state:
+            return {}
+        return jax.device_get(jax.tree.map(jnp.asarray, self.module.first_state(self.options)))
+
+    def next_state(
+        self,
+        state: State,
+        rewards: Float[Array, "P G"],
+        passes: Passes,
+        response_mask: Bool[Array, "B T"],
+    ) -> State:
+        """The state after a step."""
+        return self.module.next_state(state, rewards, passes, response_mask, self.options)
+
+    def _with_state(self, function: Callable[..., Array], state: State | None) -> Callable:
+        return functools.partial(function, state=state) if self.needs.state else function
+
 
 def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
     """Loads the algorithm that a config names.
@@ -90,8 +163,7 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
     Args:
       section: `config.algorithms`. `name` is a module of this package ("grpo") or of any other
         ("my_package.my_module"). All fields but `importance` and `batch_rules` are options,
-        sections merged. An
-        option that the module does not have is ignored if it has its default.
+        sections merged. An option that the module does not have is ignored if it has its default.
 
     Raises:
       UserError: if there is no such module, if a part of it is missing, or for an option that the
@@ -127,6 +199,13 @@ def load_algorithm(section: Mapping[str, Any]) -> Algorithm:
     with running("algorithms.name", module, "needs"):
         if not isinstance(needs := module.needs(algorithm.options), Needs):
             raise TypeError(f"it must return Needs(...), not {needs!r}")
+    for need, parts in PARTS_FOR.items():
+        for part in parts:
+            if getattr(needs, need) and not hasattr(module, part):
+                raise UserError(
+                    f"algorithms.name={name!r}: Needs({need}=True), but module {module.__name__} "
+                    f"has no {part!r} (docs/extending.md)."
+                )
     return algorithm
 
 
@@ -151,39 +230,61 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
             )
 
     size = 3 * group_size, 5  # of the batch
-    passes = Passes(
-        of(*size) if needs.old_logprobs else None, of(*size) if needs.reference else None
-    )
+    needed = (needs.old_logprobs, needs.reference, needs.values)
+    passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
-    with running(field, module, "advantages"):
-        found = jax.eval_shape(
-            lambda *arrays: module.advantages(*arrays, options), of(3, group_size), passes, mask
+    batch = of(3, group_size), passes, mask
+    state: State = {}
+    if needs.state:
+        with running(field, module, "first_state"):
+            state = algorithm.first_state()
+        with running(field, module, "next_state"):
+            after = jax.eval_shape(lambda *of: module.next_state(*of, options), state, *batch)
+        first, then = (
+            jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
+            for tree in (state, after)
         )
-    check("advantages", found, *size)
+        if first != then:
+            raise UserError(
+                f"{field}: next_state of {module.__name__} must keep the names, dtypes and shapes "
+                f"of first_state, {first}, but returns {then}."
+            )
+    extra = {"state": state} if needs.state else {}
+    for part in ("advantages", "returns")[: 1 + needs.values]:
+        function = getattr(module, part)
+        with running(field, module, part):
+            found = jax.eval_shape(lambda *of: function(*of, options, **extra), *batch)  # noqa: B023
+        check(part, found, *size)
     with running(field, module, "token_weights"):
         found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)
     check("token_weights", found, *size)
-    arrays = {"advantages": of(2, 7), "weights": of(2, 7)}
-    arrays |= {name: found and of(2, 7) for name, found in passes._asdict().items()}
+    tokens = {name: found and of(2, 7) for name, found in passes._asdict().items()}
+    values = tokens.pop("values")
+    tokens |= {"advantages": of(2, 7), "weights": of(2, 7)}
     if needs.sequence_ids:
-        arrays["sequence_ids"] = of(2, 7, dtype=jnp.int32)
-    with running(field, module, "loss"):
-        total, scalars = jax.eval_shape(
-            lambda *values, **arrays: module.loss(*values, **arrays, options=options),
-            of(2, 7),
-            of(2, 7),
-            **arrays,
-        )
-    check("the loss", total)
-    if "policy/loss" not in scalars:
-        raise UserError(f"{field}: the scalars of loss of {module.__name__} lack 'policy/loss'.")
-    if taken := sorted(scalars.keys() & RESERVED):
-        raise UserError(
-            f"{field}: loss of {module.__name__} has the scalar {taken[0]!r}, which the training "
-            "loop logs itself; rename it."
-        )
-    for name, value in scalars.items():
-        check(f"the scalar {name!r} of loss", value)
+        tokens["sequence_ids"] = of(2, 7, dtype=jnp.int32)
+    found = {"loss": ((of(2, 7), of(2, 7)), tokens, "policy/loss")}
+    if needs.values:
+        targets = {name: of(2, 7) for name in ("old_values", "returns", "weights")}
+        found["value_loss"] = (values,), targets, "critic/loss"
+    names: set[str] = set()
+    for part, (positional, named, required) in found.items():
+        function = functools.partial(getattr(module, part), options=options)
+        with running(field, module, part):
+            total, scalars = jax.eval_shape(function, *positional, **named)
+        check(f"the {part}", total)
+        if required not in scalars:
+            raise UserError(
+                f"{field}: the scalars of {part} of {module.__name__} lack {required!r}."
+            )
+        if taken := sorted(scalars.keys() & (RESERVED | names)):
+            raise UserError(
+                f"{field}: {part} of {module.__name__} has the scalar {taken[0]!r}, which the "
+                "training loop logs itself; rename it."
+            )
+        names |= scalars.keys()
+        for name, value in scalars.items():
+            check(f"the scalar {name!r} of {part}", value)
 
 
 def _options(section: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

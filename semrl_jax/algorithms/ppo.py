@@ -1,134 +1,92 @@
-"""Advantages and losses with a learned critic."""
+"""PPO: generalised advantages of a critic, whitened over the batch.
+
+delta_t = x_t + gamma V_(t+1) - V_t,  a_t = delta_t + gamma gae_lambda a_(t+1)
+
+A_t = (a_t - mean) / sqrt(variance + 1e-8), mean and variance over all tokens of the batch
+
+x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t. V is the critic's value
+before token t, and 0 after the last token. The critic learns the returns a_t + V_t. One response
+per prompt is enough.
+
+Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from semrl_jax.algorithms import kl_reward, values
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.gae import generalized_advantages, whiten
+from semrl_jax.algorithms.kl_reward import KLReward, first_state, next_state
+from semrl_jax.algorithms.objective import loss, token_weights
 
-def generalized_advantages(
-    rewards: Float[Array, "B T"],
-    values: Float[Array, "B T"],
+__all__ = [
+    "Options", "advantages", "first_state", "loss", "needs", "next_state", "returns",
+    "token_weights", "value_loss",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(KLReward):
+    """`value_clip` is the largest change of a value in one update that its loss rewards."""
+
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    value_clip: float = 0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_options(
+            self,
+            gamma=(0 <= self.gamma <= 1, "lie in [0, 1]"),
+            gae_lambda=(0 <= self.gae_lambda <= 1, "lie in [0, 1]"),
+            value_clip=(self.value_clip > 0, "be above 0"),
+        )
+
+
+def needs(options: Options) -> Needs:
+    return options.needs()._replace(values=True)
+
+
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
     response_mask: Bool[Array, "B T"],
-    *,
-    gamma: float | int = 1.0,
-    gae_lambda: float | int = 1.0,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Estimates advantages by an exponentially weighted sum of temporal differences.
-
-    delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lambda A_(t+1),  R_t = A_t + V_t
-
-    Args:
-      rewards, values: computed in float32; V_t is the critic's before response token t. Masked-out
-        tokens may hold anything.
-      response_mask: True on tokens that count; t + 1 is the next such token. After the last one, V
-        and A are 0.
-      gamma: discount in [0, 1].
-      gae_lambda: weight of later differences in [0, 1].
-
-    Returns:
-      Float32 advantages (not whitened) and returns, 0.0 on masked-out tokens, without gradient.
-
-    Raises:
-      ValueError: for gamma or gae_lambda outside [0, 1].
-
-    Source: arXiv:1506.02438, Eq. 16. The reference implementation includes the critic's value at
-    the first padding token, which biases lambda < 1.
-    """
-    for field, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{field}={value} must lie in [0, 1].")
-    rewards = jnp.where(response_mask, rewards.astype(jnp.float32), 0.0)
-    values = jnp.where(response_mask, values.astype(jnp.float32), 0.0)
-
-    def backwards(later, token):  # all arrays [B]
-        next_value, next_advantage = later
-        reward, value, valid = token
-        delta = reward + gamma * next_value - value
-        advantage = delta + gamma * gae_lambda * next_advantage
-        carried = jnp.where(valid, value, next_value), jnp.where(valid, advantage, next_advantage)
-        return carried, jnp.where(valid, advantage, 0.0)
-
-    end = jnp.zeros(rewards.shape[0]), jnp.zeros(rewards.shape[0])
-    tokens = rewards.T, values.T, response_mask.T  # [T, B]
-    _, advantages = jax.lax.scan(backwards, end, tokens, reverse=True)
-    advantages = advantages.T  # [B, T]
-    return jax.lax.stop_gradient((advantages, advantages + values))
-
-
-def whiten(
-    values: Float[Array, "B T"], mask: Bool[Array, "B T"], *, epsilon: float | int = 1e-8
+    options: Options,
+    **state: Any,
 ) -> Float[Array, "B T"]:
-    """Shifts and scales to mean 0 and sample variance 1 over all valid tokens of the batch.
+    estimates, _ = _generalized(rewards, passes, response_mask, options, **state)
+    return jax.lax.stop_gradient(whiten(estimates, response_mask))
 
-    (v - mean) * rsqrt(var + epsilon), var with n - 1. Float32, 0.0 on masked-out tokens, which may
-    hold anything; 0.0 everywhere if all valid values are equal or there is only one.
-    """
-    values = jnp.where(mask, values.astype(jnp.float32), 0.0)
-    count = jnp.sum(mask, dtype=jnp.float32)
-    # Minus a valid value first: the mean of equal values may round, which rsqrt would amplify.
-    offset = jnp.max(values, initial=-jnp.inf, where=mask)
-    centred = jnp.where(mask, values - jnp.where(count > 0, offset, 0.0), 0.0)
-    mean = jnp.sum(centred) / jnp.maximum(count, 1.0)
-    centred = jnp.where(mask, centred - mean, 0.0)
-    variance = jnp.sum(centred**2) / jnp.maximum(count - 1.0, 1.0)
-    return centred * jax.lax.rsqrt(variance + epsilon)
+
+def returns(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+    **state: Any,
+) -> Float[Array, "B T"]:
+    return _generalized(rewards, passes, response_mask, options, **state)[1]
+
+
+def _generalized(rewards, passes, response_mask, options, **state):
+    token_rewards = kl_reward.token_rewards(rewards, passes, response_mask, options, **state)
+    return generalized_advantages(
+        token_rewards,
+        passes.values,
+        response_mask,
+        gamma=options.gamma,
+        gae_lambda=options.gae_lambda,
+    )
 
 
 def value_loss(
-    values: Float[Array, "B T"],
-    old_values: Float[Array, "B T"],
-    returns: Float[Array, "B T"],
-    weights: Float[Array, "B T"],
-    *,
-    clip: float | int = 0.5,
+    new_values: Float[Array, "*tokens"], *, options: Options, **arrays: Array
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Computes the clipped squared error of the critic.
-
-    0.5 * sum_t weight_t max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
-
-    Args:
-      values: of the critic now, with gradient.
-      old_values: of the critic at the start of the update.
-      returns: targets, unshaped.
-      weights: as in `policy_loss`; tokens of weight 0 may hold anything in the other arrays.
-      clip: largest change of a value that can reduce the error; same unit as the values.
-
-    Returns:
-      Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
-      clipped error is larger) and `critic/value`.
-
-    Raises:
-      ValueError: if clip is not above 0.
-    """
-    if clip <= 0:
-        raise ValueError(f"value clip={clip} must be above 0.")
-    mask = weights > 0
-    values, old_values, returns = (
-        jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, old_values, returns)
-    )
-    clipped = jnp.clip(values, old_values - clip, old_values + clip)
-    error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
-    loss = 0.5 * jnp.sum(weights * jnp.maximum(error, clipped_error))
-    report = {
-        "critic/loss": loss,
-        "critic/clip_fraction": jnp.sum(weights * (clipped_error > error)),
-        "critic/value": jnp.sum(weights * values),
-    }
-    return loss, jax.lax.stop_gradient(report)
-
-
-def explained_variance(
-    values: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> Float[Array, ""]:
-    """1 - var(returns - values) / var(returns) over valid tokens; 0.0 if the returns are equal."""
-    values, returns = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, returns))
-    count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-
-    def variance(x: Float[Array, "B T"]) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(mask, x - jnp.sum(x) / count, 0.0) ** 2) / count
-
-    total = variance(returns)
-    residual = variance(returns - values)
-    return jnp.where(total > 0, 1.0 - residual / jnp.where(total > 0, total, 1.0), 0.0)
+    """See `values.value_loss`."""
+    return values.value_loss(new_values, **arrays, clip=options.value_clip)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.directory import load_params, read_tensors
+from semrl_jax.models.hosts import from_host
 from semrl_jax.models.policy import Params, Policy
 from semrl_jax.models.weights import HEAD
 
@@ -67,11 +68,11 @@ class ValueModel:
 def with_head(decoder: Params, kernel: Any = None, bias: Any = 0.0) -> Params:
     """Parameters of a value model from a decoder's; a head of zeros without a kernel.
 
-    An output matrix is left out.
+    The head is in NumPy. An output matrix is left out.
     """
     if kernel is None:
         kernel = np.zeros(decoder["final_norm"]["scale"].shape, np.float32)
-    head = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
+    head = {"kernel": np.asarray(kernel, np.float32), "bias": np.asarray(bias, np.float32)}
     return {name: part for name, part in decoder.items() if name != "head"} | {VALUE_HEAD: head}
 
 
@@ -95,7 +96,7 @@ def load_value_params(
     head = read_head(path, model)
     params = with_head(decoder, head.get(KERNEL, [None])[0], head.get(BIAS, [0.0])[0])
     if shardings is not None:
-        params[VALUE_HEAD] = jax.device_put(params[VALUE_HEAD], shardings[VALUE_HEAD])
+        params[VALUE_HEAD] = jax.tree.map(from_host, params[VALUE_HEAD], shardings[VALUE_HEAD])
     return params
 
 

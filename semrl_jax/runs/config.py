@@ -27,7 +27,7 @@ from semrl_jax.shaping import ShapingOptions
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "rewards", "warm_start", "training", "evaluation", "checkpoints", "logging",
+    "critic", "rewards", "warm_start", "training", "evaluation", "checkpoints", "logging",
 )  # fmt: skip
 
 
@@ -78,6 +78,11 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
         )
     except ValueError as error:
         raise UserError(f"algorithms.importance.{error}") from None
+    if config.critic.path and not algorithm.needs.values:
+        raise UserError(
+            f"critic.path={config.critic.path!r}: algorithms.name={config.algorithms.name!r} has "
+            "no critic; choose one that has, such as 'ppo', or leave the path empty."
+        )
     least = 2 if algorithm.needs.groups else 1
     if config.rollout.group_size < least:
         raise UserError(

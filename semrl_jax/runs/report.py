@@ -48,6 +48,15 @@ PANELS = (
     ("Response length", "tokens", {"response/length/mean": "mean", "response/length/max": "max"}),
     ("Entropy and KL", "nats", {"policy/entropy": "entropy", "policy/kl": "KL to the reference"}),
     (
+        "Critic",
+        "share",
+        {
+            "critic/explained_variance": "explained variance of the returns",
+            "critic/clip_fraction": "clipped values",
+        },
+    ),
+    ("State of the algorithm", "value", {"algorithm/*": ""}),
+    (
         "Time of a step",
         "s",
         {

@@ -109,7 +109,7 @@ class Run:
 def _rates(result: StepResult) -> dict[str, float]:
     num_tokens = sum(item.rollout.num_policy_tokens for item in result.scored)
     seconds = result.clock.seconds
-    trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "update")))
+    trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
     return {
         "rollout/tokens_per_s": num_tokens / seconds("sample"),
         "rollout/staleness": 0.0,

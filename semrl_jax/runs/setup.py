@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
+import optax
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm, check_functions, load_algorithm
@@ -23,7 +24,7 @@ from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.interface import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
-from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
+from semrl_jax.model_setup import build_policy, end_token_ids, starting_params, value_params
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
@@ -38,7 +39,7 @@ from semrl_jax.sampling.prompt_sources import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
-from semrl_jax.training.learner import Learner
+from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.reward_model import ModelFiles, RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState, make_optimizer
 
@@ -55,6 +56,7 @@ class Inputs(NamedTuple):
 
     algorithm: Algorithm
     policy: models.Policy
+    critic: models.ValueModel | None
     tokenizer: Any
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
@@ -93,9 +95,14 @@ class OpenRun:
         restored = self.run.checkpoints.restore(learner.abstract_state())
         if restored is not None:
             return restored
+        critic = None
+        if learner.critic is not None and self.run.config.critic.path:
+            directory = models.find_directory(self.run.config.critic.path)
+            critic = value_params(directory, learner.critic.model, learner.mesh)
         if learner.reference is not None and self.run.config.model.reference_dtype == "float32":
-            return learner.first_state(None)
-        return learner.first_state(starting_params(self.start, learner.policy, learner.mesh))
+            return learner.first_state(None, critic)
+        params = starting_params(self.start, learner.policy, learner.mesh)
+        return learner.first_state(params, critic)
 
 
 @contextlib.contextmanager
@@ -165,14 +172,27 @@ def open_run(
             if config.rewards.function or verifiers:
                 first = prompts.examples[0]
                 verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
+            value_model = (
+                critic_model(config, policy, tokenizer) if algorithm.needs.values else None
+            )
+            if value_model is not None:
+                models.check_mesh(value_model.decoder.config, mesh)
             reward_model = find_reward_model(config, policy, tokenizer, mesh)
             return Inputs(
-                algorithm, policy, tokenizer, end_tokens, prompts, problems, scores, reward_model
+                algorithm,
+                policy,
+                value_model,
+                tokenizer,
+                end_tokens,
+                prompts,
+                problems,
+                scores,
+                reward_model,
             )
 
         inputs = agreed("check_inputs", check_inputs)
         policy, tokenizer = inputs.policy, inputs.tokenizer
-        record_inputs(peers, workdir, inputs.hashes(), config.model.path)
+        record_inputs(peers, workdir, inputs.hashes(), config.model.path, config.critic.path)
 
         def connect() -> RolloutClient | None:
             if peers.index not in sampling:
@@ -225,13 +245,18 @@ def open_run(
             workdir.path / "checkpoints", **config.checkpoints, warn=reporter.line, peers=peers
         )
         stack.enter_context(contextlib.closing(checkpoints))
+        critic = None
+        if inputs.critic is not None:
+            decoder = dataclasses.replace(inputs.critic.decoder, mesh=mesh)
+            critic = Critic(models.ValueModel(decoder), optimizer_of(config.critic))
         learner = Learner(
             config=config,
             algorithm=inputs.algorithm,
             policy=dataclasses.replace(policy, mesh=mesh),
+            critic=critic,
             mesh=mesh,
             reference=reference,
-            optimizer=make_optimizer(**{name: config.training[name] for name in OPTIMIZER}),
+            optimizer=optimizer_of(config.training),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,
             device_lock=device_lock,
@@ -264,16 +289,55 @@ def open_run(
         yield OpenRun(run, sampler, evaluator, learner, start)
 
 
-def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
+def optimizer_of(section: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    """The optimiser of `config.training` or `config.critic`."""
+    return make_optimizer(**{name: section[name] for name in OPTIMIZER})
+
+
+def critic_model(
+    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any
+) -> models.ValueModel:
+    """The architecture of the critic: that of `critic.path`, or the policy's.
+
+    Raises:
+      UserError: if the directory cannot be used, or has other tokens than the policy.
+    """
+    if not config.critic.path:
+        return models.ValueModel.of(policy)
+    directory = models.find_directory(config.critic.path)
+    data.check_same_tokens("critic.path", directory, tokenizer)
+    architecture = models.load_config(directory)
+    model = models.ValueModel.of(dataclasses.replace(policy, config=architecture))
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"critic.path={config.critic.path!r} has a context of "
+            f"{architecture.max_position_embeddings} tokens, less than rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {length}; name another model or lower these limits."
+        )
+    models.read_head(directory, model)  # checks all tensors
+    return model
+
+
+def record_inputs(
+    peers: Peers,
+    workdir: Workdir,
+    hashes: dict[str, str],
+    model_path: str,
+    critic_path: str = "",
+) -> None:
     """Checks that the inputs are the same in all processes, and the same as at the first start.
 
     The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it.
+    start is not: the run makes it. Of `critic_path`, a sample is compared.
 
     Raises:
       UserError: if an input differs.
     """
     directory = models.find_directory(model_path) if model_path else None
+    if critic_path:
+        sample = models.weights_sample(models.find_directory(critic_path))
+        hashes = hashes | {"critic weights": sample}
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
     found = peers.gather("inputs", own)
 

@@ -25,8 +25,9 @@ def batch_scalars(
 
     Returns:
       `reward/...`, `response/...`, `prompt/...` and `metrics/<name>/{mean,correct,incorrect,...}`.
-      Statistics of correct (incorrect) responses are left out if there is none. Invalid metrics are
-      excluded; `metrics/<name>/valid_fraction` is the share of valid ones.
+      Statistics of correct (incorrect) responses are left out if there is none, and those of groups
+      if a group has one response. Invalid metrics are excluded; `metrics/<name>/valid_fraction` is
+      the share of valid ones.
     """
     correct = np.array([item.verdict.correct for item in scored])
     lengths = np.array([item.rollout.num_policy_tokens for item in scored], float)
@@ -38,12 +39,13 @@ def batch_scalars(
         "reward/num_correct": correct.sum(),
         "reward/num_incorrect": (~correct).sum(),
         "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),
-        "reward/group_std": rewards.std(axis=1).mean(),
-        "reward/zero_variance_group_fraction": zero_variance_group_fraction(rewards),
         "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
     }
     for name in scored[0].verdict.parts:
         scalars[f"reward/{name}/mean"] = np.mean([item.verdict.parts[name] for item in scored])
+    if rewards.shape[1] > 1:
+        scalars["reward/group_std"] = rewards.std(axis=1).mean()
+        scalars["reward/zero_variance_group_fraction"] = zero_variance_group_fraction(rewards)
     prompts = [len(item.rollout.prompt_ids) for item in scored]
     for kind, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
         scalars[f"prompt/length/{kind}"] = of(prompts)

@@ -45,3 +45,12 @@ def items_are(kind: type, name: str, section: Section, *fields: str) -> None:
                 raise UserError(
                     f"{name}.{field} has {item!r}; it may have {kinds}, one for each flag."
                 )
+
+
+def optimizer(name: str, section: Section) -> None:
+    """The fields of an AdamW optimiser in the section `name`."""
+    above_zero(name, section, "learning_rate", "max_grad_norm")
+    at_least_zero(name, section, "weight_decay", "learning_rate_warmup_steps")
+    for field in ("adam_b1", "adam_b2"):
+        if not 0 <= section[field] < 1:
+            raise UserError(f"{name}.{field}={section[field]} must be in [0, 1).")

@@ -12,8 +12,8 @@ import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms import importance_weights
-from semrl_jax.algorithms.algorithm import Algorithm, Passes
+from semrl_jax.algorithms import explained_variance, importance_weights
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
 from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -51,6 +51,7 @@ def shaped_advantages(
     response_mask: Bool[Array | np.ndarray, "B T"],
     state: ShapingState,
     config: ml_collections.ConfigDict,
+    algorithm_state: State | None = None,
 ) -> tuple[Float[Array, "B T"], dict[str, float]]:
     """The algorithm's advantages with the bonus, and the report of the shaping."""
     shaped, report = _shaped_advantages(
@@ -59,6 +60,7 @@ def shaped_advantages(
         metrics,
         response_mask,
         state,
+        algorithm_state,
         algorithm=algorithm,
         shaping=tuple(config.shaping.items()),
     )
@@ -88,6 +90,37 @@ def corrected_advantages(
     return corrected, {name: float(value) for name, value in jax.device_get(report).items()}
 
 
+def value_targets(
+    algorithm: Algorithm,
+    rewards: Float[np.ndarray, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array | np.ndarray, "B T"],
+    state: State,
+) -> tuple[Float[Array, "B T"] | None, dict[str, float]]:
+    """What the critic learns, without the bonus, and scalars of it; None, {} without a critic."""
+    if not algorithm.needs.values:
+        return None, {}
+    targets, report = _value_targets(rewards, passes, response_mask, state, algorithm=algorithm)
+    return targets, {name: float(value) for name, value in jax.device_get(report).items()}
+
+
+def next_algorithm_state(
+    algorithm: Algorithm,
+    rewards: Float[np.ndarray, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array | np.ndarray, "B T"],
+    state: State,
+) -> tuple[State, dict[str, float]]:
+    """What the algorithm keeps for the next step, and the scalars in what it kept for this one."""
+    if not algorithm.needs.state:
+        return state, {}
+    scalars = {
+        f"algorithm/{name}": float(value) for name, value in state.items() if jnp.ndim(value) == 0
+    }
+    after = _next_algorithm_state(state, rewards, passes, response_mask, algorithm=algorithm)
+    return after, scalars
+
+
 def next_baselines(
     state: ShapingState,
     metrics: Metrics,
@@ -102,17 +135,39 @@ def next_baselines(
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "shaping"))
 def _shaped_advantages(
-    rewards, passes, metrics, response_mask, state, *, algorithm: Algorithm, shaping: Options
+    rewards,
+    passes,
+    metrics,
+    response_mask,
+    state,
+    algorithm_state,
+    *,
+    algorithm: Algorithm,
+    shaping: Options,
 ):
     scalars = {}
     if metrics and dict(shaping)["target"] in ("reward", "both"):
         rewards = rewards + reward_bonus(metrics, state, **dict(shaping)).reshape(rewards.shape)
         scalars |= _extent("reward/shaped", rewards, jnp.ones_like(rewards, bool))
-    plain = algorithm.advantages(rewards, passes, response_mask)
+    plain = algorithm.advantages(rewards, passes, response_mask, algorithm_state)
     shaped, report = shape_advantages(plain, metrics, response_mask, state, **dict(shaping))
     scalars |= _extent("advantage", plain, response_mask)
     scalars |= _extent("advantage/shaped", shaped, response_mask)
     return shaped, scalars | report
+
+
+@functools.partial(jax.jit, static_argnames="algorithm")
+def _value_targets(rewards, passes, response_mask, state, *, algorithm: Algorithm):
+    targets = algorithm.returns(rewards, passes, response_mask, state)
+    report = {
+        "critic/explained_variance": explained_variance(passes.values, targets, response_mask)
+    }
+    return targets, report | _extent("critic/return", targets, response_mask)
+
+
+@functools.partial(jax.jit, static_argnames="algorithm")
+def _next_algorithm_state(state, rewards, passes, response_mask, *, algorithm: Algorithm):
+    return algorithm.next_state(state, rewards, passes, response_mask)
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -20,13 +20,19 @@ from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state
+from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import (
+    Trained,
     TrainState,
+    abstract_everywhere,
     abstract_state,
+    abstract_trained,
+    everywhere,
     init_state,
+    init_trained,
     learning_rate_at,
     num_optimizer_updates,
 )
@@ -51,10 +57,19 @@ class ForwardPasses(NamedTuple):
 
     old: TokenPass | None
     ref_logprobs: Float[Array, "B T"] | None
+    values: Float[Array, "B T"] | None = None
 
     def arrays(self) -> Passes:
         """What an algorithm may take for its advantages."""
-        return Passes(None if self.old is None else self.old.logprobs, self.ref_logprobs)
+        old_logprobs = None if self.old is None else self.old.logprobs
+        return Passes(old_logprobs, self.ref_logprobs, self.values)
+
+
+class Critic(NamedTuple):
+    """What trains the critic; its parameters are in the train state."""
+
+    model: models.ValueModel
+    optimizer: optax.GradientTransformation
 
 
 @dataclasses.dataclass
@@ -70,7 +85,8 @@ class Learner:
     pad_token_id: int
     peers: Peers
     device_lock: threading.Lock  # shared with an embedded replica
-    reward_model: RewardModel | None = None
+    reward_model: RewardModel | None = None  # None: verifiers alone
+    critic: Critic | None = None  # None if the algorithm has none
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""
@@ -83,7 +99,7 @@ class Learner:
 
     def passes(
         self,
-        params: models.Params,
+        state: TrainState,
         batch: RolloutBatch,
         clock: Clock,
         *,
@@ -93,22 +109,25 @@ class Learner:
         """The forward passes that the algorithm needs, before the update.
 
         Args:
-          params: of the policy.
+          state: before the update.
           batch: from `batch`.
           with_states, with_entropies: what the policy's own pass keeps, which makes it needed.
         """
         needs = self.algorithm.needs
         needs_old = needs.old_logprobs or self.config.algorithms.importance.level != "none"
-        old = reference = None
+        old = reference = values = None
         if needs_old or with_states or with_entropies:
             with clock("old_logprobs"):
                 old = self.logprobs(
-                    params, batch, with_states=with_states, with_entropies=with_entropies
+                    state.params, batch, with_states=with_states, with_entropies=with_entropies
                 )
         if needs.reference:
             with clock("ref_logprobs"):
                 reference = self.logprobs(self.reference, batch).logprobs
-        return ForwardPasses(old, reference)
+        if needs.values:
+            with clock("values"):
+                values = self.values(state.critic.params, batch)
+        return ForwardPasses(old, reference, values)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -125,78 +144,135 @@ class Learner:
                 )
             )
 
+    def values(self, params: models.Params, batch: RolloutBatch) -> Float[Array, "B T"]:
+        """The critic's values before the tokens of the responses."""
+        plan = row_plan(self.mesh, self.config.training)
+        with self.peers.phase("values"), self.device_lock:
+            return jax.block_until_ready(
+                batch_values(params, batch, model=self.critic.model, plan=plan)
+            )
+
     def update(
         self,
         state: TrainState,
         batch: RolloutBatch,
         passes: ForwardPasses,
         advantages: Float[Array, "B T"],
+        returns: Float[Array, "B T"] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One optimiser step per mini-batch of prompts; scalars are means over them.
 
-        The parameters and optimiser state of `state` are donated.
+        With a critic, it learns `returns` from the same mini-batches, and the policy is left
+        unchanged in the first `critic.warmup_steps` steps. The parameters and optimiser states of
+        `state` are donated.
 
         Raises:
           NonFiniteUpdates: after `training.max_skipped_updates` non-finite updates in a row.
         """
         config, training = self.config, self.config.training
         size = training.prompts_per_minibatch * config.rollout.group_size
-        params, opt_state, skipped = state.params, state.optimizer, int(state.skipped_in_row)
-        num_updates = num_optimizer_updates(opt_state)
+        plan = row_plan(self.mesh, training)
+        trains_policy = self.critic is None or int(state.step) >= config.critic.warmup_steps
+        policy, critic = Trained(state.params, state.optimizer), state.critic
+        rates = {}
+        if trains_policy:
+            rates["policy/learning_rate"] = _learning_rate(policy, training)
+        if critic is not None:
+            rates["critic/learning_rate"] = _learning_rate(critic, config.critic)
+        skipped = int(state.skipped_in_row)
         history = []
-        arrays = (batch, *passes.arrays(), advantages)
+        arrays = (batch, passes.arrays(), advantages, returns)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
+            rows, (old_logprobs, ref_logprobs, values), own_advantages, own_returns = minibatch
+            scalars: dict[str, Array | float] = {}
             with self.peers.phase("update"), self.device_lock:
-                params, opt_state, scalars = jax.block_until_ready(
-                    update_policy(
-                        params,
-                        opt_state,
-                        *minibatch,
+                if trains_policy:
+                    params, opt_state, found = update_policy(
+                        *policy,
+                        rows,
+                        old_logprobs,
+                        ref_logprobs,
+                        own_advantages,
                         policy=self.policy,
                         optimizer=self.optimizer,
                         temperature=config.rollout.temperature,
-                        plan=row_plan(self.mesh, training),
+                        plan=plan,
                         algorithm=self.algorithm,
                     )
-                )
+                    policy = Trained(params, opt_state)
+                    scalars |= found
+                if critic is not None:
+                    critic, found = update_critic(
+                        critic,
+                        rows,
+                        values,
+                        own_returns,
+                        **self.critic._asdict(),
+                        plan=plan,
+                        algorithm=self.algorithm,
+                    )
+                    scalars |= found
+                jax.block_until_ready((policy, critic))
             history.append({name: float(value) for name, value in scalars.items()})
-            skipped = skipped + 1 if history[-1]["policy/update_skipped"] else 0
+            is_skipped = any(history[-1].get(f"{m}/update_skipped") for m in ("policy", "critic"))
+            skipped = skipped + 1 if is_skipped else 0
             if skipped >= training.max_skipped_updates:
                 raise NonFiniteUpdates(skipped, minibatch)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
-        means["policy/learning_rate"] = float(
-            learning_rate_at(
-                num_updates,
-                learning_rate=training.learning_rate,
-                learning_rate_warmup_steps=training.learning_rate_warmup_steps,
-            )
-        )
         return (
             state._replace(
-                params=params,
-                optimizer=opt_state,
-                skipped_in_row=models.from_host(np.int32(skipped), models.replicated(self.mesh)),
+                params=policy.params,
+                optimizer=policy.optimizer,
+                critic=critic,
+                skipped_in_row=everywhere(np.int32(skipped), self.mesh),
             ),
-            means,
+            means | rates,
         )
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
-        return abstract_state(
+        state = abstract_state(
             self.policy.shapes(), self.optimizer, self._first_baselines(), self.mesh
         )
+        if self.critic is not None:
+            model, optimizer = self.critic
+            state = state._replace(critic=abstract_trained(model.shapes(), optimizer, self.mesh))
+        return state._replace(
+            algorithm=abstract_everywhere(self.algorithm.first_state(), self.mesh)
+        )
 
-    def first_state(self, params: models.Params | None) -> TrainState:
+    def first_state(
+        self, params: models.Params | None, critic_params: models.Params | None = None
+    ) -> TrainState:
         """The state before the first update.
 
         Args:
           params: float32, taken over; None: the reference's.
+          critic_params: float32, taken over; None: the policy's with a head of zeros, if the
+            algorithm has a critic.
         """
         if params is None:
             params = jax.tree.map(jnp.copy, self.reference)  # an update donates its parameters
-        return init_state(params, self.optimizer, self._first_baselines(), self.mesh)
+        state = init_state(params, self.optimizer, self._first_baselines(), self.mesh)
+        if self.critic is not None:
+            if critic_params is None:
+                critic_params = models.with_head(jax.tree.map(jnp.copy, state.params))
+            critic = init_trained(critic_params, self.critic.optimizer, self.mesh)
+            state = state._replace(critic=critic)
+        return state._replace(algorithm=everywhere(self.algorithm.first_state(), self.mesh))
 
     def _first_baselines(self) -> ShapingState:
         options = self.config.shaping
         return init_shaping_state(options.indicators, guidance=options.guidance)
+
+
+def _learning_rate(trained: Trained, section: ml_collections.ConfigDict) -> float:
+    """Of the next optimiser step of a model; `section` has its settings."""
+    return float(
+        learning_rate_at(
+            num_optimizer_updates(trained.optimizer),
+            learning_rate=section.learning_rate,
+            learning_rate_warmup_steps=section.learning_rate_warmup_steps,
+        )
+    )

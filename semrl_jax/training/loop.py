@@ -17,8 +17,10 @@ from semrl_jax.sampling.statistics import batch_scalars, metric_arrays
 from semrl_jax.training.advantages import (
     corrected_advantages,
     group_rewards,
+    next_algorithm_state,
     next_baselines,
     shaped_advantages,
+    value_targets,
 )
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.rollout_batch import without_truncated
@@ -72,7 +74,7 @@ def run_steps(
                 scored = learner.reward_model.judged(scored, batch)
         rewards = group_rewards(scored, config, step)
         passes = learner.passes(
-            state.params,
+            state,
             batch,
             clock,
             with_states=sampler.needs_policy_states(step),
@@ -96,7 +98,11 @@ def run_steps(
                 batch.response_mask,
                 state.shaping,
                 config,
+                state.algorithm,
             )
+            kept = (passes.arrays(), batch.response_mask, state.algorithm)
+            returns, values = value_targets(learner.algorithm, rewards, *kept)
+            algorithm, before = next_algorithm_state(learner.algorithm, rewards, *kept)
             corrected, weights = corrected_advantages(shaped, passes.arrays(), batch, config)
             shaping = next_baselines(state.shaping, metrics, rewards, config)
         # The last moment at which the state before this step still exists.
@@ -104,11 +110,14 @@ def run_steps(
         if config.algorithms.batch_rules.mask_truncated:
             batch = without_truncated(batch, [item.rollout for item in scored])
         with clock("update"):
-            state, losses = learner.update(state, batch, passes, corrected)
+            state, losses = learner.update(state, batch, passes, corrected, returns)
         state = state._replace(
-            shaping=shaping, position=DataPosition(*position), step=state.step + 1
+            shaping=shaping,
+            algorithm=algorithm,
+            position=DataPosition(*position),
+            step=state.step + 1,
         )
-        scalars |= batch_scalars(scored, rewards) | report | weights | losses
+        scalars |= batch_scalars(scored, rewards) | report | weights | before | values | losses
         scalars |= {f"metrics/{name}": value for name, value in over_batch.result().items()}
         scalars |= sampler.counters()
         yield StepResult(step, state, evaluation, scored, scalars, clock)

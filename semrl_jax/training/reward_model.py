@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
+from semrl_jax.model_setup import value_params
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.settings.rewards import RewardFunction, reward_functions, split_functions
-from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, row_plan, take_values
-from semrl_jax.training.update import take
+from semrl_jax.training.critic import row_values
+from semrl_jax.training.packing import RowPlan, lay_out, row_plan
+from semrl_jax.training.update import to_batch
 from semrl_jax.types import RolloutBatch
 
 
@@ -99,10 +98,7 @@ class RewardModel:
         cls, files: ModelFiles, config: ml_collections.ConfigDict, mesh: Mesh, **shared: Any
     ) -> RewardModel:
         """Reads the weights onto the mesh; `shared` are peers and device_lock."""
-        shardings = models.parameter_shardings(files.model.shapes(), mesh)
-        params = models.load_value_params(files.directory, files.model, shardings)
-        dtype = config.rewards.model.dtype
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
         verifiers, function = split_functions(reward_functions(config.rewards.functions))
         return cls(
             model=files.model,
@@ -154,15 +150,9 @@ def batch_scores(
     # token's own state.
     layout = lay_out(batch._replace(response_mask=last_tokens(batch)), plan)
     rows = layout.rows._replace(sources=layout.rows.sources + 1)
-    scores = _row_scores(
-        params,
-        plan.put(rows),
-        layout.slots.max(axis=1),
-        np.int32(layout.num_micro),
-        model=model,
-        sharding=replicated(plan.mesh),
-    )
-    return np.asarray(scores)
+    values = row_values(params, plan.put(rows), np.int32(layout.num_micro), model=model)
+    scores = to_batch(values, layout.slots, sharding=replicated(plan.mesh))
+    return np.asarray(scores).sum(axis=1)  # 0 but for one token
 
 
 def last_tokens(batch: RolloutBatch) -> Bool[np.ndarray, "B T"]:
@@ -170,25 +160,3 @@ def last_tokens(batch: RolloutBatch) -> Bool[np.ndarray, "B T"]:
     num_columns = batch.response_mask.shape[1]
     lengths = np.sum(batch.segment_ids[:, -num_columns:] == 1, axis=1)
     return np.arange(num_columns) == lengths[:, None] - 1
-
-
-@functools.partial(jax.jit, static_argnames=("model", "sharding"))
-def _row_scores(
-    params: Params,
-    rows: TokenRows,
-    slots: Int[np.ndarray | Array, " B"],
-    num_micro: Int[np.ndarray | Array, ""],
-    *,
-    model: ValueModel,
-    sharding: NamedSharding,
-) -> Float[Array, " B"]:
-    def write(index, scores):
-        micro = take(rows, index)
-        states = model.final_states(params, micro.token_ids, micro.positions, micro.segment_ids)
-        values = model.values(params, model.states_at(states, micro.sources))
-        return jax.lax.dynamic_update_index_in_dim(scores, values, index, 0)
-
-    start = jnp.zeros(rows.sources.shape, jnp.float32)
-    # A bound that is traced: places left over for larger batches cost no arithmetic.
-    scores = jax.lax.fori_loop(0, num_micro, write, start)
-    return jax.lax.with_sharding_constraint(take_values(scores, slots), sharding)

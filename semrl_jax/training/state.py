@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from semrl_jax.algorithms.algorithm import State
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 
@@ -21,6 +22,18 @@ class DataPosition(NamedTuple):
 
     epoch: int
     cursor: int  # prompts of this epoch already consumed
+
+
+class Trained(NamedTuple):
+    """A model that is being trained.
+
+    Attributes:
+      params: float32.
+      optimizer: Optax state.
+    """
+
+    params: Params
+    optimizer: Any
 
 
 class TrainState(NamedTuple):
@@ -33,6 +46,8 @@ class TrainState(NamedTuple):
       step: int32, updates of the loop done so far.
       skipped_in_row: int32, updates skipped since the last good one.
       position: after the last consumed batch of prompts.
+      critic: None if the algorithm has none.
+      algorithm: what the algorithm keeps from step to step; {} if nothing.
     """
 
     params: Params
@@ -41,6 +56,8 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
     position: DataPosition
+    critic: Trained | None = None
+    algorithm: State = {}  # noqa: RUF012 - never changed
 
 
 def learning_rate_at(count: Any, *, learning_rate: float, learning_rate_warmup_steps: int) -> Any:
@@ -93,21 +110,13 @@ def init_state(
     mesh: Mesh,
 ) -> TrainState:
     """State before the first update, laid out over the mesh; takes `params` over."""
-    params = jax.device_put(params, parameter_shardings(params, mesh))
-
-    def everywhere(value):
-        dtype = getattr(value, "dtype", np.int32)
-        return from_host(np.asarray(value, dtype), replicated(mesh))
-
-    layout = jax.tree.map(
-        lambda leaf: leaf.sharding, abstract_state(params, optimizer, shaping, mesh).optimizer
-    )
+    policy = init_trained(params, optimizer, mesh)
     return TrainState(
-        params=params,
-        optimizer=jax.jit(optimizer.init, out_shardings=layout)(params),
-        shaping=jax.tree.map(everywhere, shaping),
-        step=everywhere(0),
-        skipped_in_row=everywhere(0),
+        params=policy.params,
+        optimizer=policy.optimizer,
+        shaping=everywhere(shaping, mesh),
+        step=everywhere(np.int32(0), mesh),
+        skipped_in_row=everywhere(np.int32(0), mesh),
         position=DataPosition(0, 0),
     )
 
@@ -122,7 +131,36 @@ def abstract_state(
 
     `params` may be arrays or `Policy.shapes()`; nothing is computed.
     """
-    everywhere = replicated(mesh)
+    policy = abstract_trained(params, optimizer, mesh)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    return TrainState(
+        params=policy.params,
+        optimizer=policy.optimizer,
+        shaping=abstract_everywhere(shaping, mesh),
+        step=scalar,
+        skipped_in_row=scalar,
+        position=DataPosition(0, 0),
+    )
+
+
+def init_trained(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> Trained:
+    """A model before its first update, laid out over the mesh; takes `params` over."""
+
+    def placed(leaf, sharding):
+        in_numpy = isinstance(leaf, np.ndarray)
+        return from_host(leaf, sharding) if in_numpy else jax.device_put(leaf, sharding)
+
+    params = jax.tree.map(placed, params, parameter_shardings(params, mesh))
+    layout = jax.tree.map(
+        lambda leaf: leaf.sharding, abstract_trained(params, optimizer, mesh).optimizer
+    )
+    return Trained(params, jax.jit(optimizer.init, out_shardings=layout)(params))
+
+
+def abstract_trained(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Trained:
+    """Shapes, dtypes and shardings of a model and its optimiser state."""
     shardings = parameter_shardings(params, mesh)
     optimizer_shapes = jax.eval_shape(optimizer.init, params)
     # Moments lie as their parameters do. Said here, since the first update would otherwise compile
@@ -132,18 +170,23 @@ def abstract_state(
         lambda _, sharding: sharding,
         optimizer_shapes,
         shardings,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    return Trained(
+        jax.tree.map(_laid_out, params, shardings),
+        jax.tree.map(_laid_out, optimizer_shapes, optimizer_shardings),
     )
 
-    def laid_out(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return TrainState(
-        params=jax.tree.map(laid_out, params, shardings),
-        optimizer=jax.tree.map(laid_out, optimizer_shapes, optimizer_shardings),
-        shaping=jax.tree.map(lambda leaf: laid_out(leaf, everywhere), shaping),
-        step=scalar,
-        skipped_in_row=scalar,
-        position=DataPosition(0, 0),
-    )
+def everywhere(tree: Any, mesh: Mesh) -> Any:
+    """Host arrays on every device of the mesh."""
+    return jax.tree.map(lambda leaf: from_host(np.asarray(leaf), replicated(mesh)), tree)
+
+
+def abstract_everywhere(tree: Any, mesh: Mesh) -> Any:
+    """Shapes, dtypes and shardings of `everywhere`."""
+    return jax.tree.map(lambda leaf: _laid_out(leaf, replicated(mesh)), tree)
+
+
+def _laid_out(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -8,7 +8,7 @@ compiled programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.models import Params, Policy, replicated
+from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.models.hosts import own_rows
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values
 from semrl_jax.types import RolloutBatch
@@ -90,7 +90,7 @@ def batch_logprobs(
         with_states=with_states,
         with_entropies=with_entropies,
     )
-    in_batch = functools.partial(_in_batch, index=layout.slots, sharding=replicated(plan.mesh))
+    in_batch = functools.partial(to_batch, index=layout.slots, sharding=replicated(plan.mesh))
     return TokenPass(
         in_batch(found.logprobs),
         in_batch(found.entropies) if with_entropies else None,
@@ -124,12 +124,14 @@ def update_policy(
       scalars, `policy/update_skipped` (0 or 1) and those of the layout among them.
     """
     layout = lay_out(batch, plan)
-    values = _slot_values(
-        (old_logprobs, ref_logprobs, advantages),
-        batch.response_mask,
-        plan.put(layout.tokens()),
-        algorithm=algorithm,
-        sharding=plan.sharding,
+    values = SlotValues(
+        *to_slots(
+            (old_logprobs, ref_logprobs, advantages),
+            batch.response_mask,
+            plan.put(layout.tokens()),
+            algorithm=algorithm,
+            sharding=plan.sharding,
+        )
     )
     params, opt_state, scalars = update_rows(
         params,
@@ -146,21 +148,34 @@ def update_policy(
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
-def _in_batch(values, index, *, sharding: NamedSharding):
+def to_batch(
+    values: Float[Array, "M R U"], index: Int[np.ndarray | Array, "B T"], *, sharding: NamedSharding
+) -> Float[Array, "B T"]:
+    """Values of slots at `Layout.slots`."""
     return jax.lax.with_sharding_constraint(take_values(values, index), sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "sharding"))
-def _slot_values(arrays, mask, index, *, algorithm: Algorithm, sharding: NamedSharding):
+def to_slots(
+    arrays: tuple[Float[Array | np.ndarray, "B T"] | None, ...],
+    mask: Bool[Array | np.ndarray, "B T"],
+    index: Int[Array, "M R U"],
+    *,
+    algorithm: Algorithm,
+    sharding: NamedSharding,
+) -> tuple[Float[Array, "M R U"] | None, ...]:
+    """The arrays at `Layout.tokens`, and the token weights of the mini-batch after them."""
     arrays = (*arrays, algorithm.token_weights(mask))
     slots = jax.tree.map(lambda values: take_values(values, index), arrays)
-    return SlotValues(*jax.lax.with_sharding_constraint(slots, sharding))
+    return jax.lax.with_sharding_constraint(slots, sharding)
 
 
-def response_states(params: Params, rows: TokenRows, policy: Policy) -> Float[Array, "R U D"]:
+def response_states(
+    params: Params, rows: TokenRows, model: Policy | ValueModel
+) -> Float[Array, "R U D"]:
     """Final states in the compute dtype of one micro-batch: those that produced its responses."""
-    states = policy.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
-    return policy.states_at(states, rows.sources)
+    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
+    return model.states_at(states, rows.sources)
 
 
 @functools.partial(
@@ -187,16 +202,7 @@ def row_logprobs(
             logprobs, entropies if with_entropies else None, states if with_states else None
         )
 
-    def write(index, outputs):
-        return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
-            outputs,
-            of_micro_batch(take(rows, index)),
-        )
-
-    shapes = jax.eval_shape(jax.vmap(of_micro_batch), rows)
-    # A bound that is traced: places left over for larger batches cost no arithmetic.
-    return jax.lax.fori_loop(0, num_micro, write, zeros_of(shapes))
+    return over_micro_batches(of_micro_batch, rows, num_micro)
 
 
 @functools.partial(
@@ -227,17 +233,60 @@ def update_rows(
         ids = {"sequence_ids": micro_rows.sequence_ids} if algorithm.needs.sequence_ids else {}
         return algorithm.loss(logprobs, entropy, **values._asdict(), **ids)
 
+    return optimizer_step(
+        params, opt_state, loss_of, (rows, values), num_micro, optimizer, prefix="policy"
+    )
+
+
+def over_micro_batches(
+    function: Callable[[TokenRows], Any], rows: TokenRows, num_micro: Int[np.ndarray | Array, ""]
+) -> Any:
+    """Results [M, ...] of the first `num_micro` micro-batches; 0 in the others."""
+
+    def write(index, outputs):
+        return jax.tree.map(
+            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
+            outputs,
+            function(take(rows, index)),
+        )
+
+    shapes = jax.eval_shape(jax.vmap(function), rows)
+    # A bound that is traced: places left over for larger batches cost no arithmetic.
+    return jax.lax.fori_loop(0, num_micro, write, zeros_of(shapes))
+
+
+def optimizer_step(
+    params: Params,
+    opt_state: Any,
+    loss_of: Callable[[Params, Any], tuple[Float[Array, ""], Mapping[str, Float[Array, ""]]]],
+    inputs: Any,
+    num_micro: Int[np.ndarray | Array, ""],
+    optimizer: optax.GradientTransformation,
+    *,
+    prefix: str,
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
+    """One optimiser step on the gradient summed over the first `num_micro` micro-batches.
+
+    Args:
+      loss_of: loss of one micro-batch of `inputs`, and scalars, `<prefix>/loss` among them.
+      inputs: tree of [M, ...].
+
+    Returns:
+      New parameters and optimiser state, unchanged if the loss or the gradient is not finite; and
+      summed scalars, with `<prefix>/grad_norm` and `<prefix>/update_skipped` (0 or 1).
+    """
+
     def accumulate(index, sums):
         (_, scalars), gradient = jax.value_and_grad(loss_of, has_aux=True)(
-            params, take((rows, values), index)
+            params, take(inputs, index)
         )
         return jax.tree.map(jnp.add, sums, (gradient, scalars))
 
-    _, shapes = jax.eval_shape(loss_of, params, take((rows, values), 0))
+    _, shapes = jax.eval_shape(loss_of, params, take(inputs, 0))
     start = jax.tree.map(jnp.zeros_like, params), zeros_of(shapes)
     gradient, scalars = jax.lax.fori_loop(0, num_micro, accumulate, start)
     grad_norm = optax.global_norm(gradient)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars["policy/loss"])
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars[f"{prefix}/loss"])
     changes, new_opt_state = optimizer.update(gradient, opt_state, params)
     new_params = optax.apply_updates(params, changes)
     keep = functools.partial(jnp.where, finite)
@@ -246,8 +295,8 @@ def update_rows(
         jax.tree.map(keep, new_opt_state, opt_state),
         scalars
         | {
-            "policy/grad_norm": grad_norm,
-            "policy/update_skipped": 1.0 - finite.astype(jnp.float32),
+            f"{prefix}/grad_norm": grad_norm,
+            f"{prefix}/update_skipped": 1.0 - finite.astype(jnp.float32),
         },
     )
 

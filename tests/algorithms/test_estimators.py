@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.default import get_config
-from semrl_jax.algorithms.algorithm import PARTS, Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import PARTS, Needs, Passes, load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
 from tests.oracles import algorithms as oracle
@@ -36,10 +36,16 @@ def algorithm(name, **options):
 def advantages_of(name, **options):
     loaded = algorithm(name, **options)
 
-    def compute(rewards, mask=MASK, passes=None):
-        return loaded.advantages(rewards, passes or Passes(), jnp.asarray(mask))
+    def compute(rewards, mask=MASK, passes=None, state=None):
+        return loaded.advantages(rewards, passes or Passes(), jnp.asarray(mask), state)
 
     return jax.jit(compute)
+
+
+@functools.cache
+def part_of(part, name, **options):
+    """A compiled function of an algorithm."""
+    return jax.jit(getattr(algorithm(name, **options), part))
 
 
 def per_response(name, rewards, **options):
@@ -95,7 +101,8 @@ def test_advantages_match_float64(expected, seed):
 
 
 def test_every_algorithm_has_an_oracle():
-    assert {f.__name__ for f in ORACLES} | {"grpo", "reinforce_plus_plus"} == set(NAMES)
+    others = {"grpo", "ppo", "reinforce", "reinforce_plus_plus"}
+    assert {f.__name__ for f in ORACLES} | others == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "quantile_baseline", "max_likelihood"])
@@ -197,16 +204,95 @@ def test_reinforce_plus_plus_is_whitened_over_the_batch_and_not_over_groups():
     np.testing.assert_allclose(np.mean(np.repeat(found.ravel(), LENGTHS.ravel())), 0, atol=1e-6)
 
 
-def test_needs_follow_the_options():
-    assert algorithm("grpo").needs == (True, True, True, False)
-    assert algorithm("rloo", surrogate="gspo", kl_coefficient=0.0).needs == (
-        True,
-        True,
-        False,
-        True,
+def token_rewards(rewards, old, ref, coefficient):
+    """In float64: the reward at the last token, less coefficient * (old - ref) at every token."""
+    found = np.zeros(MASK.shape)
+    for i, (row, reward) in enumerate(zip(MASK, np.ravel(rewards))):
+        own = np.flatnonzero(row)
+        found[i, own] = -coefficient * (old[i, own].astype(float) - ref[i, own])
+        found[i, own[-1]] += reward
+    return found
+
+
+@pytest.mark.parametrize("gamma, gae_lambda", [(1.0, 1.0), (0.9, 0.5)])
+@given(seed=seeds)
+def test_ppo_matches_loops(gamma, gae_lambda, seed):
+    rng = np.random.default_rng(seed)
+    rewards = rng.choice([-1.0, 0.5, 1.0], size=(2, 4)).astype(np.float32)
+    old, ref, values = rng.normal(size=(3, *MASK.shape)).astype(np.float32)
+    estimates, returns = oracle.generalized(
+        token_rewards(rewards, old, ref, 0.3), values, MASK, gamma, gae_lambda
     )
+    passes = Passes(*(np.where(MASK, x, np.float32(np.nan)) for x in (old, ref, values)))
+    options = {"gamma": gamma, "gae_lambda": gae_lambda, "kl_reward_coefficient": 0.3}
+    found = advantages_of("ppo", kl_coefficient=0.0, **options)(rewards, passes=passes)
+    # 1e-5: as above.
+    np.testing.assert_allclose(found, oracle.whiten(estimates, MASK), rtol=1e-4, atol=1e-5)
+    found = part_of("returns", "ppo", kl_coefficient=0.0, **options)(rewards, passes, MASK)
+    np.testing.assert_allclose(found, returns, rtol=1e-5, atol=1e-5)
+
+
+def test_ppo_without_values_is_reinforce_plus_plus():
+    rewards = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    passes = Passes(values=np.zeros(MASK.shape, np.float32))
+    np.testing.assert_allclose(
+        advantages_of("ppo")(rewards, passes=passes),
+        advantages_of("reinforce_plus_plus")(rewards),
+        atol=1e-6,
+    )
+
+
+def test_an_adaptive_coefficient_moves_towards_its_target():
+    """By hand: 8 of 16 responses, KL 0.5 of a target 0.1 or 1.0, so +-20 % * 8 / 16."""
+    old, ref = np.full(MASK.shape, -1.0, np.float32), np.full(MASK.shape, -1.5, np.float32)
+    rewards = np.zeros((2, 4), np.float32)
+    options = {"kl_coefficient": 0.0, "kl_reward_coefficient": 0.3, "kl_horizon": 16}
+    for target, factor in ((0.1, 1.1), (1.0, 0.9)):
+        options["kl_target"] = target
+        adaptive = algorithm("ppo", **options)
+        state = adaptive.first_state()
+        assert adaptive.needs.state and state == {"kl_coefficient": np.float32(0.3)}
+        passes = Passes(old, ref, np.zeros(MASK.shape, np.float32))
+        after = part_of("next_state", "ppo", **options)(state, rewards, passes, MASK)
+        np.testing.assert_allclose(after["kl_coefficient"], 0.3 * factor, rtol=1e-6)
+        returns = part_of("returns", "ppo", **options)(rewards, passes, MASK, after)
+        # The first token's return is that of its whole response.
+        np.testing.assert_allclose(
+            returns[:, 0], -0.3 * factor * 0.5 * LENGTHS.ravel(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_horizon_below_the_batch_changes_the_coefficient_by_a_fifth():
+    options = {"kl_coefficient": 0.0, "kl_reward_coefficient": 0.5, "kl_target": 0.1}
+    old, ref = np.zeros(MASK.shape, np.float32), np.full(MASK.shape, -9.0, np.float32)
+    state = {"kl_coefficient": np.float32(0.5)}
+    next_state = part_of("next_state", "reinforce_plus_plus", kl_horizon=3, **options)
+    after = next_state(state, np.zeros((2, 4), np.float32), Passes(old, ref), MASK)
+    np.testing.assert_allclose(after["kl_coefficient"], 0.6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_the_running_baseline_is_the_weighted_mean_of_earlier_steps(rate):
+    rng = np.random.default_rng(0)
+    state, means = algorithm("reinforce", baseline_rate=rate).first_state(), []
+    for _ in range(4):
+        rewards = rng.normal(size=(8, 1)).astype(np.float32)
+        weights = (1 - rate) ** np.arange(len(means))
+        baseline = np.average(means[::-1], weights=weights) if means else 0.0
+        found = advantages_of("reinforce", baseline_rate=rate)(rewards, state=state)
+        wanted = np.where(MASK, rewards - baseline, 0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        next_state = part_of("next_state", "reinforce", baseline_rate=rate)
+        state = next_state(state, rewards, Passes(), MASK)
+        means.append(float(rewards.mean()))
+
+
+def test_needs_follow_the_options():
+    assert algorithm("grpo").needs == Needs(True, True, True)
+    whole = algorithm("rloo", surrogate="gspo", kl_coefficient=0.0).needs
+    assert whole == Needs(groups=True, old_logprobs=True, sequence_ids=True)
     free = algorithm("asymre", surrogate="reinforce", kl_coefficient=0.0)
-    assert free.needs == (True, False, False, False)
+    assert free.needs == Needs(groups=True)
     assert not algorithm("sample_reinforcement").needs.groups
     assert not algorithm("reinforce_plus_plus").needs.groups
     assert algorithm("reinforce_plus_plus", group_baseline=True).needs.groups
@@ -214,7 +300,10 @@ def test_needs_follow_the_options():
         "reinforce_plus_plus",
         kl_reward_coefficient=0.1, kl_coefficient=0.0, surrogate="reinforce",
     )  # fmt: skip
-    assert kl.needs == (False, True, True, False)
+    assert kl.needs == Needs(old_logprobs=True, reference=True)
+    critic = algorithm("ppo", kl_coefficient=0.0)
+    assert critic.needs == Needs(old_logprobs=True, values=True)
+    assert algorithm("reinforce").needs == Needs(old_logprobs=True, reference=True, state=True)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +338,10 @@ def test_needs_follow_the_options():
             {"quantile": 0.3},
             "advantage.quantile=0.3 is no option of algorithms.name='grpo'",
         ),
+        ("ppo", {"value_clip": 0.0}, "loss.value_clip=0.0 must be above 0"),
+        ("ppo", {"gae_lambda": 1.5}, r"advantage.gae_lambda=1.5 must lie in \[0, 1\]"),
+        ("ppo", {"kl_target": 0.1}, "advantage.kl_target=0.1 must .* there is nothing to adapt"),
+        ("reinforce", {"baseline_rate": 1.0}, r"advantage.baseline_rate=1.0 must lie in \[0, 1\)"),
         ("gae", {}, "name='gae' is unknown; choose one of asymre, dr_grpo, grpo"),
     ],
 )

@@ -16,6 +16,8 @@ REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
 OPD, GSPO = ({"loss.surrogate": name} for name in ("opmd", "gspo"))
 PSR, QUANTILE = ({"name": name} for name in ("sample_reinforcement", "quantile_baseline"))
 PLUS = {"name": "reinforce_plus_plus", "loss.kl_coefficient": 0.0}
+PPO = {"name": "ppo", "loss.kl_coefficient": 0.0, "advantage.kl_reward_coefficient": 0.1}
+ADAPTIVE = PPO | {"advantage.kl_target": 0.1}
 TOKEN = {"importance.level": "token"}
 # Field: the new value, and the settings with which it means something.
 CHANGES = {
@@ -31,6 +33,13 @@ CHANGES = {
     "advantage.baseline_shift": (0.3, {"name": "asymre"}),
     "advantage.group_baseline": (True, PLUS),
     "advantage.kl_reward_coefficient": (0.5, PLUS),
+    "advantage.kl_reward_estimator": ("abs", PPO),
+    "advantage.kl_target": (0.1, PPO),
+    "advantage.kl_horizon": (20, ADAPTIVE),
+    "advantage.baseline_rate": (0.5, {"name": "reinforce"}),
+    "advantage.gamma": (0.5, PPO),
+    "advantage.gae_lambda": (0.5, PPO),
+    "loss.value_clip": (0.1, PPO),
     "loss.surrogate": ("cispo", {}),
     "loss.clip_epsilon": (0.01, {}),
     "loss.clip_epsilon_high": (0.9, {}),
@@ -54,7 +63,7 @@ def section_with(settings):
 
 @functools.cache
 def update_of(settings):
-    """Loss and gradient of one step, from rewards on; `settings` are pairs."""
+    """Losses and gradients of the third step, from rewards on; `settings` are pairs."""
     section = section_with(dict(settings))
     algorithm, random = load_algorithm(section), np.random.default_rng(0)
     old = -random.exponential(size=MASK.shape)
@@ -62,28 +71,41 @@ def update_of(settings):
         jnp.asarray(old + 0.6 * random.normal(size=MASK.shape), jnp.float32) for _ in range(4)
     )
     old, mask = jnp.asarray(old, jnp.float32), jnp.asarray(MASK)
+    values = jnp.asarray(random.normal(size=(2, *MASK.shape)), jnp.float32)
 
     @jax.jit
-    def compute(logprobs):
-        advantages = algorithm.advantages(jnp.asarray(REWARDS), Passes(old, ref), mask)
+    def compute(logprobs, new_values):
+        passes, state = Passes(old, ref, values[0]), algorithm.first_state()
+        batch = jnp.asarray(REWARDS), passes, mask
+        for factor in (1.0, 2.0) if algorithm.needs.state else ():
+            state = algorithm.next_state(state, factor * batch[0], *batch[1:])
+        advantages = algorithm.advantages(*batch, state)
         if section["importance"]["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **section["importance"])[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}
-        return jax.value_and_grad(
-            lambda x: algorithm.loss(
-                x,
+        weights = algorithm.token_weights(mask)
+
+        def losses(logprobs, new_values):
+            loss, _ = algorithm.loss(
+                logprobs,
                 entropy,
                 old_logprobs=old,
                 ref_logprobs=ref,
                 advantages=advantages,
-                weights=algorithm.token_weights(mask),
+                weights=weights,
                 **ids,
-            )[0]
-        )(logprobs)
+            )
+            if not algorithm.needs.values:
+                return loss
+            returns = algorithm.returns(*batch, state)
+            targets = {"old_values": values[0], "returns": returns, "weights": weights}
+            return loss + algorithm.value_loss(new_values, **targets)[0]
 
-    loss, gradient = compute(logprobs)
-    assert np.isfinite(loss) and np.isfinite(gradient).all()
-    return np.append(np.ravel(gradient), loss)
+        return jax.value_and_grad(losses, argnums=(0, 1))(logprobs, new_values)
+
+    loss, gradients = compute(logprobs, values[1])
+    assert np.isfinite(loss) and np.isfinite(gradients).all()
+    return np.append(np.ravel(gradients), loss)
 
 
 @pytest.mark.parametrize("field", CHANGES)

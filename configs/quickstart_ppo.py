@@ -1,0 +1,19 @@
+"""The quickstart with PPO: a critic instead of groups, one response per prompt.
+
+    python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/quickstart_ppo
+
+Hardware: 2 CPU cores, about 1 GiB.
+"""
+
+from configs import quickstart
+
+
+def get_config():
+    """The quickstart with as many responses per step, each to another prompt."""
+    config = quickstart.get_config()
+    config.algorithms.name = "ppo"
+    config.data.prompts_per_step = 256
+    config.rollout.group_size = 1
+    config.training.prompts_per_minibatch = 256
+    config.critic.learning_rate = 1e-3
+    return config

@@ -1,0 +1,117 @@
+"""A KL from the reference as part of each token's reward, with a fixed or adaptive coefficient.
+
+An algorithm with such a reward extends `KLReward` with its `Options`, and takes `first_state` and
+`next_state` from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.kl import penalised_rewards, update_kl_coefficient
+from semrl_jax.algorithms.objective import Objective
+from semrl_jax.choices import KL_ESTIMATORS
+
+
+@dataclasses.dataclass(frozen=True)
+class KLReward(Objective):
+    """A KL in the reward excludes one in the loss.
+
+    Attributes:
+      kl_reward_coefficient: at the first step; nats to reward.
+      kl_reward_estimator: see `kl_estimate`.
+      kl_target: nats per token that an adaptive coefficient aims at; 0: the coefficient is fixed.
+      kl_horizon: responses over which an adaptive coefficient may change by a fifth.
+    """
+
+    kl_reward_coefficient: float = 0.0
+    kl_reward_estimator: str = "kl"
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
+
+    def __post_init__(self):
+        super().__post_init__()
+        coefficient = self.kl_reward_coefficient
+        check_options(
+            self,
+            kl_reward_coefficient=(
+                coefficient >= 0 and not (coefficient and self.kl_coefficient),
+                "be at least 0, and 0 if kl_coefficient is not: the KL would count twice",
+            ),
+            kl_reward_estimator=(
+                self.kl_reward_estimator in KL_ESTIMATORS,
+                f"be one of {', '.join(KL_ESTIMATORS)}",
+            ),
+            kl_target=(
+                self.kl_target == 0 or (self.kl_target > 0 and coefficient > 0),
+                "be at least 0, and 0 if kl_reward_coefficient is 0: there is nothing to adapt",
+            ),
+            kl_horizon=(self.kl_horizon > 0, "be above 0"),
+        )
+
+    def needs(self) -> Needs:
+        """What the loss and the rewards need."""
+        needs = super().needs()
+        if self.kl_reward_coefficient:
+            needs = needs._replace(reference=True, old_logprobs=True)
+        return needs._replace(state=self.kl_target > 0)
+
+
+def token_rewards(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: KLReward,
+    state: dict[str, Float[Array, ""]] | None = None,
+) -> Float[Array, "B T"]:
+    """The reward at the last token of each response, less coefficient * KL at every token."""
+    mask = response_mask
+    is_last = mask & ~(jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] > 1)
+    at_tokens = jnp.where(is_last, rewards.astype(jnp.float32).reshape(-1, 1), 0.0)
+    if not options.kl_reward_coefficient:
+        return at_tokens
+    coefficient = options.kl_reward_coefficient if state is None else state["kl_coefficient"]
+    penalised, _ = _penalised(at_tokens, passes, mask, options, coefficient)
+    return penalised
+
+
+def first_state(options: KLReward) -> dict[str, float]:
+    """The coefficient of the first step."""
+    return {"kl_coefficient": options.kl_reward_coefficient}
+
+
+def next_state(
+    state: dict[str, Float[Array, ""]],
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: KLReward,
+) -> dict[str, Any]:
+    """The coefficient of the next step; see `update_kl_coefficient`."""
+    zeros = jnp.zeros(response_mask.shape)
+    _, kl = _penalised(zeros, passes, response_mask, options, 0.0)
+    coefficient = update_kl_coefficient(
+        state["kl_coefficient"],
+        kl,
+        target=options.kl_target,
+        # A batch above the horizon changes the coefficient by a fifth, too.
+        horizon=max(options.kl_horizon, rewards.size),
+        num_responses=rewards.size,
+    )
+    return {"kl_coefficient": coefficient}
+
+
+def _penalised(rewards, passes, response_mask, options, coefficient):
+    return penalised_rewards(
+        rewards,
+        passes.old_logprobs,
+        passes.ref_logprobs,
+        response_mask,
+        coefficient=coefficient,
+        estimator=options.kl_reward_estimator,
+    )

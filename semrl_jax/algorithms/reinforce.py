@@ -1,0 +1,69 @@
+"""REINFORCE with a running baseline: rewards less the mean reward of the steps before.
+
+A = r - b,  b = sum_k (1 - rate)^k m_k / sum_k (1 - rate)^k, m_k the mean reward k steps ago
+
+b is 0 at the first step. One response per prompt is enough.
+
+Source: Williams 1992; the moving average over steps as in arXiv:2402.14740, Sec. 2.2, there with
+equal weights (rate 0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
+from semrl_jax.algorithms.groups import broadcast_to_tokens
+from semrl_jax.algorithms.objective import Objective, loss, token_weights
+
+__all__ = [
+    "Options", "advantages", "first_state", "loss", "needs", "next_state", "token_weights",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Objective):
+    """`baseline_rate` is the rate of the moving average; 0: all steps have the same weight."""
+
+    baseline_rate: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_options(self, baseline_rate=(0 <= self.baseline_rate < 1, "lie in [0, 1)"))
+
+
+def needs(options: Options) -> Needs:
+    return options.needs()._replace(state=True)
+
+
+def first_state(options: Options) -> dict[str, float]:
+    """The weighted sum of mean rewards, and the sum of the weights."""
+    return {"rewards": 0.0, "weights": 0.0}
+
+
+def next_state(
+    state: dict[str, Float[Array, ""]],
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+) -> dict[str, Float[Array, ""]]:
+    kept = 1.0 - options.baseline_rate
+    return {
+        "rewards": kept * state["rewards"] + jnp.mean(rewards.astype(jnp.float32)),
+        "weights": kept * state["weights"] + 1.0,
+    }
+
+
+def advantages(
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    options: Options,
+    state: dict[str, Float[Array, ""]],
+) -> Float[Array, "B T"]:
+    baseline = state["rewards"] / jnp.maximum(state["weights"], 1.0)
+    return broadcast_to_tokens(rewards.astype(jnp.float32) - baseline, response_mask)

@@ -1,0 +1,65 @@
+"""Errors of a critic: its loss, and how much of the returns it explains."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def value_loss(
+    values: Float[Array, "B T"],
+    old_values: Float[Array, "B T"],
+    returns: Float[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    clip: float | int = 0.5,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Computes the clipped squared error of the critic.
+
+    0.5 * sum_t weight_t max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+    Args:
+      values: of the critic now, with gradient.
+      old_values: of the critic at the start of the update.
+      returns: targets, unshaped.
+      weights: as in `policy_loss`; tokens of weight 0 may hold anything in the other arrays.
+      clip: largest change of a value that can reduce the error; same unit as the values.
+
+    Returns:
+      Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
+      clipped error is larger) and `critic/value`.
+
+    Raises:
+      ValueError: if clip is not above 0.
+    """
+    if clip <= 0:
+        raise ValueError(f"value clip={clip} must be above 0.")
+    mask = weights > 0
+    values, old_values, returns = (
+        jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, old_values, returns)
+    )
+    clipped = jnp.clip(values, old_values - clip, old_values + clip)
+    error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+    loss = 0.5 * jnp.sum(weights * jnp.maximum(error, clipped_error))
+    report = {
+        "critic/loss": loss,
+        "critic/clip_fraction": jnp.sum(weights * (clipped_error > error)),
+        "critic/value": jnp.sum(weights * values),
+    }
+    return loss, jax.lax.stop_gradient(report)
+
+
+def explained_variance(
+    values: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """1 - var(returns - values) / var(returns) over valid tokens; 0.0 if the returns are equal."""
+    values, returns = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, returns))
+    count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+    def variance(x: Float[Array, "B T"]) -> Float[Array, ""]:
+        return jnp.sum(jnp.where(mask, x - jnp.sum(x) / count, 0.0) ** 2) / count
+
+    total = variance(returns)
+    residual = variance(returns - values)
+    return jnp.where(total > 0, 1.0 - residual / jnp.where(total > 0, total, 1.0), 0.0)
