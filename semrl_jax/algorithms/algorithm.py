@@ -237,9 +237,12 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     state: State = {}
     if needs.state:
         with running(field, module, "first_state"):
-            state = algorithm.first_state()
+            first = algorithm.first_state()
+        state = jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), first)
         with running(field, module, "next_state"):
-            after = jax.eval_shape(lambda *of: module.next_state(*of, options), state, *batch)
+            after = jax.eval_shape(
+                lambda *arrays: module.next_state(*arrays, options), state, *batch
+            )
         first, then = (
             jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
             for tree in (state, after)
@@ -253,7 +256,11 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     for part in ("advantages", "returns")[: 1 + needs.values]:
         function = getattr(module, part)
         with running(field, module, part):
-            found = jax.eval_shape(lambda *of: function(*of, options, **extra), *batch)  # noqa: B023
+            found = jax.eval_shape(
+                lambda *arrays, **state: function(*arrays, options, **state),  # noqa: B023
+                *batch,
+                **extra,
+            )
         check(part, found, *size)
     with running(field, module, "token_weights"):
         found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)

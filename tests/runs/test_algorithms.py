@@ -1,10 +1,17 @@
 """Two steps of a whole run under algorithms and rules that differ from the default."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.model_setup import build_policy
 from semrl_jax.runs import train
-from tests.fixtures import read_rows
+from tests.fixtures import read_rows, stable
 
 pytestmark = pytest.mark.slow
 # Each combines parts that need different passes and arrays. The tiny policy never ends a response
@@ -31,7 +38,15 @@ RUNS = {
         "algorithms.name": "quantile_baseline", "algorithms.loss.surrogate": "dcpo",
         "algorithms.loss.dual_clip": 10.0, "algorithms.loss.clip_epsilon_high": 0.3,
     },
+    "critic, adaptive KL, one response per prompt": {
+        "algorithms.name": "ppo", "rollout.group_size": 1, "data.prompts_per_step": 16,
+        "data.num_prompts": 24, "training.prompts_per_minibatch": 8,
+        "algorithms.advantage.gae_lambda": 0.95, "algorithms.advantage.kl_reward_coefficient": 0.1,
+        "algorithms.advantage.kl_target": 0.01, "algorithms.loss.kl_coefficient": 0.0,
+        "critic.learning_rate": 1e-2,
+    },
 }  # fmt: skip
+PPO = RUNS["critic, adaptive KL, one response per prompt"]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -40,9 +55,55 @@ def test_a_run_under_another_algorithm(name, config, tmp_path, rewarded):
     config.update_from_flattened_dict(RUNS[name])
     assert train(config, str(tmp_path / "run")) == 0
     rows = read_rows(tmp_path / "run")
+    assert ("critic/loss" in rows[0]) == (config.algorithms.name == "ppo")
     for row in rows[:2]:
         assert np.isfinite(row["policy/loss"]) and row["policy/update_skipped"] == 0
         assert ("policy/kl" in row) == (name != "no pass at all")  # logged where one is computed
         masked = "policy/importance_weight/masked_fraction"
         assert (masked in row) == (config.algorithms.importance.level != "none")
     assert any(row["policy/grad_norm"] > 0 for row in rows[:2])
+
+
+def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
+    """Critic, its optimiser and the KL coefficient come back; the policy waits for its warm-up."""
+    config.update_from_flattened_dict(PPO | {"critic.warmup_steps": 1})
+    assert train(config, str(tmp_path / "whole")) == 0
+    config.training.num_steps = 2
+    assert train(config, str(tmp_path / "parts")) == 0
+    config.training.num_steps = 3
+    assert train(config, str(tmp_path / "parts")) == 0
+    whole, parts = (read_rows(tmp_path / name) for name in ("whole", "parts"))
+    for row, part in zip(stable(whole[2:]), stable(parts[2:]), strict=True):
+        assert row == part
+    first, second, third = whole[:3]
+    assert "policy/loss" not in first and first["critic/grad_norm"] > 0 < second["policy/loss"]
+    assert first["critic/learning_rate"] == pytest.approx(1e-2)
+    coefficients = [row["algorithm/kl_coefficient"] for row in (first, second, third)]
+    assert coefficients[0] == pytest.approx(0.1) and len(set(coefficients)) == 3
+    assert first["critic/explained_variance"] == 0  # the head begins with zeros
+    assert third["critic/explained_variance"] != 0
+
+
+def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
+    """With the policy's tokenizer, another size and a trained head."""
+    policy, tokenizer = build_policy(config)
+    small = dataclasses.replace(policy.config, hidden_size=16, num_heads=2, head_dim=8)
+    model = models.ValueModel.of(models.Policy(small))
+    params = model.init(jax.random.key(3))
+    params.pop("value_head")
+    directory = tmp_path / "critic"
+    models.save_directory(directory, params, model.decoder.config, tokenizer)
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {"score.weight": np.full((1, 16), 0.5, np.float32)}, file)
+    config.training.num_steps = 1
+    config.update_from_flattened_dict(PPO | {"critic.path": str(directory)})
+    assert train(config, str(tmp_path / "run")) == 0
+    row = read_rows(tmp_path / "run")[0]
+    assert row["critic/explained_variance"] != 0 and row["critic/update_skipped"] == 0
+    config.algorithms.name, config.algorithms.advantage.gae_lambda = "reinforce_plus_plus", 1.0
+    with pytest.raises(UserError, match=r"critic.path=.*'reinforce_plus_plus' has no critic"):
+        train(config, str(tmp_path / "other"))
+    data.train_tokenizer(["a b"], 270).save_pretrained(directory)
+    config.algorithms.name = "ppo"
+    with pytest.raises(UserError, match=r"critic.path=.* has another tokenizer than the policy"):
+        train(config, str(tmp_path / "other"))

@@ -13,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from semrl_jax import models
@@ -29,7 +30,13 @@ from semrl_jax.runs.checkpoint_files import (
 )
 from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.state import DataPosition, init_state, make_optimizer
+from semrl_jax.training.state import (
+    DataPosition,
+    everywhere,
+    init_state,
+    init_trained,
+    make_optimizer,
+)
 from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
@@ -102,6 +109,26 @@ def restore(directory, state):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp_path, state):
+    def with_critic(state, mesh, value):
+        params = models.with_head(jax.tree.map(lambda leaf: leaf + value, state.params), bias=value)
+        critic = init_trained(params, optax.sgd(1.0, momentum=0.9), mesh)
+        algorithm = everywhere({"kl_coefficient": np.float32(value)}, mesh)
+        return state._replace(critic=critic, algorithm=algorithm)
+
+    mesh, shape = models.make_mesh(MESH), {"replica": 2, "fsdp": 1, "sequence": 2, "tensor": 2}
+    whole = with_critic(state, mesh, 0.5)
+    save(tmp_path, whole, (1,), keep=2)
+    other = with_critic(make_state(shape, seed=1), models.make_mesh(shape), 0.25)
+    restored, warnings = restore(tmp_path, other)
+    assert not warnings
+    assert_same(restored, at_step(whole, 1))
+    for leaf, like in zip(jax.tree.leaves(restored.critic), jax.tree.leaves(other.critic)):
+        assert leaf.sharding == like.sharding
+    with pytest.raises(UserError, match=r"algorithm/kl_coefficient is float32.* there and missing"):
+        restore(tmp_path, state)
 
 
 def test_the_newest_checkpoint_is_restored_exactly_on_another_mesh(saved, state):
