@@ -146,7 +146,9 @@ def _check_function(field: str, function: str) -> None:
     module, _, name = function.partition(":")
     is_users = module.strip() and name.strip()
     if not is_users and function not in module_names(VERIFIERS):
+        other = f"{MODEL!r}, " if field == "rewards.functions" else ""
         raise UserError(
             f"{field}={function!r} must be 'package.module:name', with the module's name as "
-            f"Python imports it, or a built-in verifier: {', '.join(module_names(VERIFIERS))}."
+            f"Python imports it, {other}or a built-in verifier: "
+            f"{', '.join(module_names(VERIFIERS))}."
         )

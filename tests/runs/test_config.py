@@ -81,7 +81,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),
         ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
-        ("rewards.functions", ("maths",), "rewards.functions='maths' must be .* math_text,"),
+        ("rewards.functions", ("maths",), "='maths' must be .* it, 'model', or .* math_text,"),
         ("rewards.functions", ("",), "rewards.functions='' must be 'package.module:name'"),
         ("rewards.functions", (1,), "rewards.functions has 1; it may have texts"),
         ("rewards.functions", ("math:weight=0",), "weight='0' must be a finite number other than"),
