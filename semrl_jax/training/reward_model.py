@@ -47,8 +47,8 @@ def find_reward_model(
     if not path:
         return None
     field = f"rewards.model.path={path!r}"
-    directory = models.find_directory(path)
     try:
+        directory = models.find_directory(path)
         architecture = models.load_config(directory)
         models.check_mesh(architecture, mesh)
         model = ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
@@ -60,7 +60,7 @@ def find_reward_model(
             f"{field} has no score.weight; name a sequence classifier with one label, such as "
             "transformers saves for AutoModelForSequenceClassification."
         )
-    data.check_same_tokens("rewards.model.path", path, tokenizer)
+    data.check_same_tokens("rewards.model.path", directory, tokenizer)
     if architecture.vocab_size < policy.config.vocab_size:
         raise UserError(
             f"{field} has vocab_size={architecture.vocab_size}, but the policy may sample each of "

@@ -229,6 +229,12 @@ def test_a_model_that_cannot_judge_is_refused_by_name(inputs, saved, tmp_path, m
     assert str(caught.value).startswith("rewards.model.path=") and "\n" not in str(caught.value)
 
 
+def test_a_directory_that_does_not_exist_is_named_with_its_field(inputs):
+    inputs[0].rewards.model.path = "/nowhere"
+    with pytest.raises(UserError, match=r"^rewards\.model\.path='/nowhere': .*/nowhere"):
+        find_reward_model(*inputs)
+
+
 def test_a_policy_of_more_tokens_is_refused(inputs):
     config, policy, *rest = inputs
     larger = dataclasses.replace(policy.config, vocab_size=64)
