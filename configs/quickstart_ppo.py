@@ -2,7 +2,8 @@
 
     python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/quickstart_ppo
 
-Hardware: 2 CPU cores, about 1 GiB.
+Hardware: 2 CPU cores, about 1 GiB. Expected: under 6 minutes, `eval/arithmetic/greedy_accuracy`
+from about 0.29 to above 0.9.
 """
 
 from configs import quickstart

@@ -35,6 +35,23 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 | mask of responses by their geometric mean | `geometric` | `mask` | 0.99 | 1.01 |
 | total-variation mask of tokens | `total_variation` | `mask` | 0 | 0.2 |
 
+## Critic
+
+An algorithm with a critic (`ppo`) trains a second model with a scalar head, on the same
+mini-batches. `critic.path` is its Hugging Face directory: a language model, or a classifier with
+one label whose head is kept, such as a reward model. If it is empty, the critic starts from the
+policy's weights. A new head is 0. `critic.*` are the settings of its optimiser. In the first
+`critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened advantages. The
+returns that the critic learns are not shaped.
+
+## KL in the reward
+
+`algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`) subtracts the KL from
+the reward of each token; `algorithms.loss.kl_coefficient` must be 0 then. With
+`algorithms.advantage.kl_target` the coefficient is adaptive: after each step it is multiplied by
+1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593). It is part of
+the checkpoints and logged as `algorithm/kl_coefficient`.
+
 ## Batch rules
 
 `algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before
@@ -56,7 +73,9 @@ def row(name: str, text: str) -> str:
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
     (source,) = (part.removeprefix("Source: ") for part in paragraphs if "Source: " in part)
     before = [part for part in paragraphs if "Source: " not in part]
-    equation = [part for part in before if re.match(r"(A|A_i|A_t|x_t|low) = |high = ", part)]
+    equation = [
+        part for part in before if re.match(r"(A|A_i|A_t|x_t|delta_t|low) = |high = ", part)
+    ]
     rest = " ".join(part for part in before if part not in equation)
     cells = (f"`{name}`", rest, " ; ".join(equation), source)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -4,9 +4,10 @@ delta_t = x_t + gamma V_(t+1) - V_t,  a_t = delta_t + gamma gae_lambda a_(t+1)
 
 A_t = (a_t - mean) / sqrt(variance + 1e-8), mean and variance over all tokens of the batch
 
-x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t. V is the critic's value
-before token t, and 0 after the last token. The critic learns the returns a_t + V_t. One response
-per prompt is enough.
+x_t = r at the last token, 0 elsewhere, less kl_reward_coefficient KL_t
+
+V_t is the critic's value before token t, and 0 after the last token. The critic learns the returns
+a_t + V_t. One response per prompt is enough.
 
 Source: arXiv:1707.06347; arXiv:1506.02438, Eq. 16.
 """

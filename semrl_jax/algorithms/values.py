@@ -28,7 +28,8 @@ def value_loss(
 
     Returns:
       Float32 loss and the scalars `critic/loss`, `critic/clip_fraction` (share of tokens where the
-      clipped error is larger) and `critic/value`.
+      clipped error is larger) and
+      `critic/predicted_value`, their mean.
 
     Raises:
       ValueError: if clip is not above 0.
@@ -45,7 +46,7 @@ def value_loss(
     report = {
         "critic/loss": loss,
         "critic/clip_fraction": jnp.sum(weights * (clipped_error > error)),
-        "critic/value": jnp.sum(weights * values),
+        "critic/predicted_value": jnp.sum(weights * values),
     }
     return loss, jax.lax.stop_gradient(report)
 

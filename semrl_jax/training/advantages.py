@@ -159,10 +159,10 @@ def _shaped_advantages(
 @functools.partial(jax.jit, static_argnames="algorithm")
 def _value_targets(rewards, passes, response_mask, state, *, algorithm: Algorithm):
     targets = algorithm.returns(rewards, passes, response_mask, state)
-    report = {
-        "critic/explained_variance": explained_variance(passes.values, targets, response_mask)
-    }
-    return targets, report | _extent("critic/return", targets, response_mask)
+    explained = explained_variance(passes.values, targets, response_mask)
+    report = {"critic/explained_variance": explained}
+    report |= _extent("critic/return", targets, response_mask)
+    return targets, report | _extent("critic/value", passes.values, response_mask)
 
 
 @functools.partial(jax.jit, static_argnames="algorithm")

@@ -261,7 +261,7 @@ def test_value_loss_by_hand_and_its_gradient():
     np.testing.assert_allclose(loss, 0.5 * (0.5 * 1.0 + 0.5 * 6.25), rtol=1e-6)
     np.testing.assert_allclose(gradient, [[0.5, 0.0, 0.0]], rtol=1e-6)
     assert report["critic/clip_fraction"] == 0.5
-    assert report["critic/value"] == 2.0
+    assert report["critic/predicted_value"] == 2.0
     with pytest.raises(ValueError, match="clip=0"):
         algorithms.value_loss(*map(jnp.asarray, (values, old, returns, weights)), clip=0.0)
 

@@ -76,7 +76,8 @@ def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     for row, part in zip(stable(whole[2:]), stable(parts[2:]), strict=True):
         assert row == part
     first, second, third = whole[:3]
-    assert "policy/loss" not in first and first["critic/grad_norm"] > 0 < second["policy/loss"]
+    assert "policy/loss" not in first and "policy/loss" in second
+    assert first["critic/grad_norm"] > 0
     assert first["critic/learning_rate"] == pytest.approx(1e-2)
     coefficients = [row["algorithm/kl_coefficient"] for row in (first, second, third)]
     assert coefficients[0] == pytest.approx(0.1) and len(set(coefficients)) == 3
