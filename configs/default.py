@@ -201,8 +201,16 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.constant_length = 0  # tokens, for constant_length: the limit of a response
 
     config.rewards = ml_collections.ConfigDict()
-    config.rewards.function = ""  # "package.module:name" of your own verifier; docs/verifiers.md
-    config.rewards.failure_score = 0.0  # if that function raises, hangs or returns no verdict
+    # A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md
+    config.rewards.function = ""
+    # Several of them instead, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat the flag.
+    # The entry "model" is the reward model below. Without another entry, the function above only
+    # tells which responses are correct.
+    config.rewards.functions = ()
+    config.rewards.model = ml_collections.ConfigDict()
+    config.rewards.model.path = ""  # Hugging Face directory or hub id of a sequence classifier
+    config.rewards.model.dtype = "float32"  # or bfloat16: half the memory
+    config.rewards.failure_score = 0.0  # if your function raises, hangs or returns no verdict
     config.rewards.memory_limit_gib = 2.0  # of one worker; 0: no limit
     config.rewards.mode = "independent"  # independent or mix
     config.rewards.unboxed_penalty = -1.0  # for wrong and unboxed responses, in independent mode

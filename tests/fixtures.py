@@ -40,6 +40,7 @@ def make_scored(index=0, *, score=0.0, group_size=4, metrics=None, **fields) -> 
         boxed=True,
         extracted=fields.get("extracted"),
         error=fields.get("error", ""),
+        parts=fields.get("parts", {}),
     )
     return ScoredRollout(rollout, fields.get("response", "text"), "7", verdict)
 

@@ -10,6 +10,7 @@ from semrl_jax.data.prompts import (
     arithmetic_held_out_prompts,
     arithmetic_prompts,
     build_dataset,
+    columns_hash,
     dataset_hash,
     next_prompts,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "character_tokenizer",
     "check_file",
     "check_row_format",
+    "columns_hash",
     "check_same_tokens",
     "dataset_hash",
     "full_text",

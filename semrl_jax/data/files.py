@@ -26,7 +26,11 @@ Row = dict[str, Any] | RowError
 
 
 def read_rows(
-    path: str | os.PathLike[str], fields: Sequence[str] = (), optional_fields: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    fields: Sequence[str] = (),
+    optional_fields: Sequence[str] = (),
+    *,
+    whole_rows: bool = False,
 ) -> Iterator[tuple[str, Row]]:
     """Reads a JSON Lines (.jsonl, UTF-8) or Parquet (.parquet) file in constant memory.
 
@@ -35,6 +39,7 @@ def read_rows(
       fields: paths into the rows, see `rows.RowReader`. A Parquet file must have their columns,
         and only these are read; () reads all. From JSON Lines every field is read.
       optional_fields: the same for fields that a file may lack.
+      whole_rows: whether to read the other columns of a Parquet file too.
 
     Yields:
       The place of the row ("FILE, line 3"; counted from 1, blank lines included), and the row. A
@@ -48,7 +53,7 @@ def read_rows(
     check_file(path)
     if path.suffix == ".jsonl":
         return _read_json_lines(path)
-    return _read_parquet(path, fields, optional_fields)
+    return _read_parquet(path, fields, optional_fields, whole_rows)
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -105,7 +110,7 @@ def _parse_line(line: bytes) -> Row:
 
 
 def _read_parquet(
-    path: pathlib.Path, fields: Sequence[str], optional_fields: Sequence[str]
+    path: pathlib.Path, fields: Sequence[str], optional_fields: Sequence[str], whole_rows: bool
 ) -> Iterator[tuple[str, Row]]:
     import pyarrow
     import pyarrow.parquet
@@ -114,6 +119,8 @@ def _read_parquet(
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = _columns(path, file.schema_arrow.names, fields, optional_fields)
+            if whole_rows:
+                columns = None
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS, columns=columns):
                 for row in _batch_rows(batch):
                     number += 1

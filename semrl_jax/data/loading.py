@@ -48,6 +48,7 @@ def load_prompts(
     too_long: str = "drop",
     num_rows: int = 0,
     data_source: str = "",
+    keep_columns: bool = False,
     field_prefix: str = "data.",
     report: Callable[[str], object] | None = None,
 ) -> PromptDataset:
@@ -66,6 +67,7 @@ def load_prompts(
         size must not change. Both count it.
       num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
       data_source: replaces the data source of every row; "" does not.
+      keep_columns: whether the examples keep their rows, for a verifier that takes them.
       field_prefix: stands before the names of these arguments in error messages.
       report: gets one line for each of the first bad rows and of the first long prompts that are
         kept, totals at the end, and every few seconds the progress.
@@ -78,7 +80,12 @@ def load_prompts(
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [pathlib.Path(path) for path in files]
     reader = row_reader(
-        row_format, question_fields, answer_field, answer_after, field_prefix=field_prefix
+        row_format,
+        question_fields,
+        answer_field,
+        answer_after,
+        keep_columns=keep_columns,
+        field_prefix=field_prefix,
     )
     if row_format == "simplerl" and template != "plain":
         raise UserError(
@@ -127,7 +134,8 @@ def load_prompts(
                         "wrong."
                     )
             ids = np.array(ids, np.int32)
-            examples.append(PromptExample(prompt, ids, problem.answer, source, index))
+            columns = problem.columns
+            examples.append(PromptExample(prompt, ids, problem.answer, source, index, columns))
         if report and time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")
             reported_s = time.monotonic()
@@ -160,7 +168,8 @@ def _rows_of_files(
     seen: dict[tuple[int, int], pathlib.Path] = {}
     readers = []
     for path in files:  # checks every name before the first file is read
-        readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,)))
+        whole_rows = reader.keep_columns
+        readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,), whole_rows=whole_rows))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
             raise UserError(f"data.files has {str(path)!r} twice (as {str(seen[identity])!r}).")

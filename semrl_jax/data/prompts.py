@@ -32,6 +32,7 @@ class PromptExample:
       answer: the reference answer, for the verifier.
       data_source: where it came from; statistics are computed per data source.
       index: its row, counted from 0 over all files before any row is left out.
+      columns: its row as a JSON object, for a verifier that takes it; "" if none does.
     """
 
     prompt: str
@@ -39,6 +40,7 @@ class PromptExample:
     answer: str
     data_source: str
     index: int
+    columns: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,6 +159,16 @@ def dataset_hash(dataset: PromptDataset) -> str:
         for part in (ids, example.answer.encode(), example.data_source.encode()):
             digest.update(len(part).to_bytes(8, "little"))  # keeps neighbouring parts apart
             digest.update(part)
+    return digest.hexdigest()
+
+
+def columns_hash(dataset: PromptDataset) -> str:
+    """Hex SHA-256 over the rows that a verifier takes, in order; "" if no row was kept."""
+    if not any(example.columns for example in dataset.examples):
+        return ""
+    digest = hashlib.sha256()
+    for example in dataset.examples:
+        digest.update(hashlib.sha256(example.columns.encode()).digest())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,16 +15,21 @@ from semrl_jax.settings.rules import one_of
 ROW_FORMATS = ("question_answer", "simplerl")
 DATA_SOURCE_FIELD = "data_source"
 MAX_REPORTED_BAD_ROWS = 5
+MAX_COLUMNS_CHARS = 1_000_000  # of a row's columns as JSON, when a verifier takes them
 
 _QUESTION_FIELDS, _ANSWER_FIELD = ("question",), "answer"
 
 
 class QuestionAnswer(NamedTuple):
-    """A problem: the question as in the file, the reference answer, and the data source."""
+    """A problem: the question as in the file, the reference answer, and the data source.
+
+    `columns` is the whole row as a JSON object, for a verifier that takes it; else "".
+    """
 
     question: str
     answer: str
     data_source: str
+    columns: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +44,13 @@ class RowReader:
         a single text is not changed.
       answer_field: a text, or a finite number; 27.0 becomes "27".
       answer_after: the answer is the text after the last such mark; "" means the whole field.
+      keep_columns: whether to keep the whole row, which needs memory.
     """
 
     question_fields: tuple[str, ...]
     answer_field: str
     answer_after: str = ""
+    keep_columns: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -64,7 +72,8 @@ class RowReader:
         elif not isinstance(source, str) or not source.strip():
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
         _check_unicode(DATA_SOURCE_FIELD, source)
-        return QuestionAnswer(question, answer, " ".join(source.split()))
+        columns = _columns_text(row) if self.keep_columns else ""
+        return QuestionAnswer(question, answer, " ".join(source.split()), columns)
 
     def _question(self, row: dict[str, Any]) -> str:
         parts: list[str] = []
@@ -104,6 +113,7 @@ def row_reader(
     answer_field: str = _ANSWER_FIELD,
     answer_after: str = "",
     *,
+    keep_columns: bool = False,
     field_prefix: str = "data.",
 ) -> RowReader:
     """Makes the reader of a format.
@@ -112,7 +122,8 @@ def row_reader(
       row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
         question is the text of the first message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
-      question_fields, answer_field, answer_after: see `RowReader`; "simplerl" has its own fields.
+      question_fields, answer_field, answer_after, keep_columns: see `RowReader`; "simplerl" has its
+        own fields.
       field_prefix: stands before the names of these arguments in error messages.
 
     Raises:
@@ -135,7 +146,7 @@ def row_reader(
             f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
             "must each name a field."
         )
-    return RowReader(question_fields, answer_field, answer_after)
+    return RowReader(question_fields, answer_field, answer_after, keep_columns)
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
@@ -176,6 +187,33 @@ def _field_value(row: dict[str, Any], field: str) -> Any:
         else:
             raise RowError(f"field {field!r} is missing; the row has {sorted(row)!s:.200}.")
     return value
+
+
+def _columns_text(row: dict[str, Any]) -> str:
+    """The row as a JSON object; RowError if a column is not made of JSON values."""
+    try:
+        text = json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError):  # dates, bytes, NaN
+        name = next(name for name, value in row.items() if not _is_json(value))
+        raise RowError(
+            f"field {name!r} is {row[name]!r:.80}, but the verifier takes the row, whose columns "
+            "must be texts, finite numbers, bools, null, lists and objects; convert the column to "
+            "text or remove it."
+        ) from None
+    if len(text) > MAX_COLUMNS_CHARS:
+        raise RowError(
+            f"has {len(text)} characters as JSON, but the verifier takes the row, which may have "
+            f"{MAX_COLUMNS_CHARS}; remove columns that it does not use."
+        )
+    return text
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _answer_text(value: Any) -> str | None:

@@ -91,6 +91,7 @@ class Evaluator:
         return self.sampler.sample(
             requests,
             {index: problem.answer for index, problem in problems.items()},
+            columns={index: problem.columns for index, problem in problems.items()},
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,

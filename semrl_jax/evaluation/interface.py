@@ -22,6 +22,7 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
+from semrl_jax.files import parse_json
 from semrl_jax.modules import load_module, running
 from semrl_jax.sampling.prompt_sources import held_out_problems
 
@@ -42,14 +43,20 @@ def load_scores(names: Sequence[str]) -> list[ModuleType]:
 
 
 def load_problems(
-    config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    report: Callable[[str], None],
+    *,
+    keep_columns: bool = False,
 ) -> Sequence[data.PromptExample]:
     """The held-out problems of the task or of `evaluation.files`, and of `evaluation.benchmarks`.
+
+    With `keep_columns`, those of files keep their rows.
 
     Raises:
       UserError: for a file, row, template or module that cannot be used, or equal names.
     """
-    problems = list(held_out_problems(config, tokenizer, report))
+    problems = list(held_out_problems(config, tokenizer, report, keep_columns=keep_columns))
     for name in config.evaluation.benchmarks:
         module = load_module("evaluation.benchmarks", name, "", ("problems",))
         with running("evaluation.benchmarks", module, "problems"):
@@ -76,3 +83,12 @@ def _check_problems(problems: Sequence[Any]) -> None:
             raise TypeError("prompt_ids of a problem must be an int32 array [P]")
         if not (isinstance(problem.answer, str) and isinstance(problem.data_source, str)):
             raise TypeError("answer and data_source of a problem must be texts")
+        if not isinstance(problem.columns, str) or not _is_object(problem.columns or "{}"):
+            raise TypeError("columns of a problem must be the text of a JSON object, or empty")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(parse_json(text.encode()), dict)
+    except ValueError:
+        return False

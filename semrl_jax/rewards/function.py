@@ -7,8 +7,8 @@ import importlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.extraction import has_complete_box
@@ -18,11 +18,36 @@ from semrl_jax.settings.rewards import MAX_SCORE
 MAX_EXTRACTED_CHARS = 1_000_000
 
 
-def load_function(path: str) -> Callable[[str, str], Any]:
+class UserFunction(NamedTuple):
+    """A user's verifier, and how it takes the row of the prompt.
+
+    Attributes:
+      row: "third" as its third argument, "named" as its argument `row`, "" not at all.
+    """
+
+    function: Callable[..., Any]
+    row: str
+
+    def __call__(self, response: str, reference: str, columns: Mapping[str, Any]) -> Any:
+        if self.row == "third":
+            return self.function(response, reference, columns)
+        named = {"row": columns} if self.row else {}
+        return self.function(response, reference, **named)
+
+
+def load_function(path: str, field: str = "rewards.function") -> UserFunction:
     """Imports "package.module:name".
 
+    The function takes the row if it has a parameter `row`, or a third one without a default. Any
+    other third parameter keeps its default.
+
+    Args:
+      path: as above.
+      field: of the config that has it, for error messages.
+
     Raises:
-      UserError: if the import fails, or the name is not a function of (response, reference).
+      UserError: if the import fails, or the name is not a function of (response, reference) or of
+        (response, reference, row).
     """
     module_name, _, name = path.partition(":")
     try:
@@ -30,18 +55,38 @@ def load_function(path: str) -> Callable[[str, str], Any]:
     except BaseException as e:
         reason = " ".join(error_text(e).split())
         raise UserError(
-            f"rewards.function={path!r} cannot be imported ({reason}); the module must be on "
+            f"{field}={path!r} cannot be imported ({reason}); the module must be on "
             "PYTHONPATH or in the directory the command was started in."
         ) from e
     try:
-        inspect.signature(function).bind("", "")
+        row = _how_it_takes_the_row(function)
     except TypeError as e:
         raise UserError(
-            f"rewards.function={path!r} must be callable as {name}(response, reference): {e}."
+            f"{field}={path!r} must be callable as {name}(response, reference) or "
+            f"{name}(response, reference, row): {e}."
         ) from e
+    return UserFunction(function, row)
+
+
+def _how_it_takes_the_row(function: Any) -> str:
+    """`UserFunction.row`; TypeError if the function cannot be called in any of the ways."""
+    try:
+        signature = inspect.signature(function)
     except ValueError:
-        pass  # a builtin without a signature
-    return function
+        return ""  # a builtin without a signature
+    row = signature.parameters.get("row")
+    if row is not None and row.kind in (row.POSITIONAL_OR_KEYWORD, row.KEYWORD_ONLY):
+        signature.bind("", "", row={})
+        return "named"
+    try:
+        signature.bind("", "")
+    except TypeError as error:
+        try:
+            signature.bind("", "", {})
+        except TypeError:
+            raise error from None
+        return "third"
+    return ""
 
 
 def error_text(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -23,13 +24,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict
-from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
-from semrl_jax.settings.rewards import check as check_settings
+from semrl_jax.rewards.verdict import (
+    Verdict,
+    VerifierSettings,
+    failed_verdict,
+    weighted_verdict,
+)
+from semrl_jax.settings.rewards import check_verifiers, reward_functions
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
@@ -46,8 +52,10 @@ KEPT_PREFIX = "VERIFIER_"  # variables that a verifier itself needs
 
 
 class _Job(NamedTuple):
+    verifier: int  # index of its settings
     response: str
     reference: str
+    columns: str
     future: concurrent.futures.Future[Verdict]
 
 
@@ -57,9 +65,14 @@ class VerifierPool:
     The constructor returns at once: workers start in parallel, and jobs wait for them. A deadline
     starts when a worker takes the job, so the time in the queue does not count.
 
+    With several functions, each worker has all of them. Each function of a response is a job of its
+    own: if it fails, the others still count.
+
     Args:
       num_workers: processes.
-      timeout_s: seconds a worker may spend on one response; then it is wrong, error "timeout".
+      timeout_s: seconds a worker may spend on one job; then the response is wrong, error "timeout".
+      functions: entries of `rewards.functions` without the reward model; () uses the `function`
+        of the settings.
       settings: the fields of `VerifierSettings`.
 
     Raises:
@@ -67,16 +80,28 @@ class VerifierPool:
         imported.
     """
 
-    def __init__(self, num_workers: int = 2, timeout_s: float = 10.0, **settings: Any):
-        self._settings = VerifierSettings(**settings)
+    def __init__(
+        self,
+        num_workers: int = 2,
+        timeout_s: float = 10.0,
+        functions: Sequence[str] = (),
+        **settings: Any,
+    ):
+        common = VerifierSettings(**settings)
+        sizes = {"num_workers": num_workers, "timeout_s": timeout_s}
+        check_verifiers({**vars(common), **sizes, "functions": functions})
+        self._functions = reward_functions(functions)
+        self._settings = [
+            dataclasses.replace(common, function=function.function) for function in self._functions
+        ] or [common]
         self._timeout_s = timeout_s
-        check_settings({**vars(self._settings), "num_workers": num_workers, "timeout_s": timeout_s})
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all below
         self._workers: set[_Worker] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._failure: Exception | None = None  # why no job can be done any more
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # Whether each verifier takes the row of the prompt, as the first worker found.
+        self._started: concurrent.futures.Future[list[bool]] = concurrent.futures.Future()
         self._threads = [
             threading.Thread(target=self._serve, name=f"verifier-{i}", daemon=True)
             for i in range(num_workers)
@@ -85,7 +110,7 @@ class VerifierPool:
             thread.start()
 
     def __enter__(self) -> VerifierPool:
-        if self._settings.is_users:
+        if self._has_users:
             try:
                 self.wait_ready()
             except BaseException:
@@ -96,23 +121,58 @@ class VerifierPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def submit(self, response: str, reference: str) -> concurrent.futures.Future[Verdict]:
+    @property
+    def _has_users(self) -> bool:
+        return any(settings.is_users for settings in self._settings)
+
+    def submit(
+        self, response: str, reference: str, columns: str = ""
+    ) -> concurrent.futures.Future[Verdict]:
         """Queues one response text, without the prompt, and its reference answer.
+
+        Args:
+          columns: the row of the prompt, a JSON object as text, for a verifier that takes it; ""
+            is an empty row.
 
         Returns:
           A future with a verdict for every text. It has an exception only if the pool cannot work:
           RuntimeError if it was closed or its workers do not start, UserError if the user's
           function cannot be imported.
         """
+        futures = [
+            self._submit(verifier, response, reference, columns)
+            for verifier in range(len(self._settings))
+        ]
+        if not self._functions:
+            return futures[0]
+        combined: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
+        num_done = itertools.count(1)
+
+        def combine(_: object) -> None:
+            if next(num_done) < len(futures) or not combined.set_running_or_notify_cancel():
+                return
+            try:
+                verdicts = [future.result() for future in futures]
+                combined.set_result(weighted_verdict(self._functions, verdicts))
+            except BaseException as error:
+                combined.set_exception(error)
+
+        for future in futures:
+            future.add_done_callback(combine)
+        return combined
+
+    def _submit(
+        self, verifier: int, response: str, reference: str, columns: str
+    ) -> concurrent.futures.Future[Verdict]:
         future: concurrent.futures.Future[Verdict] = concurrent.futures.Future()
-        if max(len(response), len(reference)) > MAX_RESPONSE_CHARS:
-            verdict = failed_verdict(self._settings, "", "too_long")
+        if max(len(response), len(reference), len(columns)) > MAX_RESPONSE_CHARS:
+            verdict = failed_verdict(self._settings[verifier], "", "too_long")
             self._count(verdict)
             future.set_result(verdict)
             return future
         with self._lock:  # so that no job is queued after the end marks of `close`
             if self._failure is None:
-                self._jobs.put(_Job(response, reference, future))
+                self._jobs.put(_Job(verifier, response, reference, columns, future))
             else:
                 future.set_exception(self._failure)
         return future
@@ -121,17 +181,27 @@ class VerifierPool:
         """Waits until a worker has started; raises the errors of the future of `submit`."""
         self._started.result(timeout=(START_TIMEOUT_S + 5) * MAX_START_ATTEMPTS)
 
-    def validate(self, response: str, reference: str) -> Verdict:
+    @property
+    def takes_row(self) -> bool:
+        """Whether a verifier is a user's function that takes the row of the prompt."""
+        if not self._has_users:
+            return False
+        self.wait_ready()
+        return any(self._started.result())
+
+    def validate(self, response: str, reference: str, columns: str = "") -> Verdict:
         """Runs one example, so that a run with a broken verifier stops before it starts.
 
         Raises:
-          UserError: if the verifier raises, returns no verdict, crashes or takes too long.
+          UserError: if a verifier raises, returns no verdict, crashes or takes too long.
         """
-        verdict = self.submit(response, reference).result()
+        verdict = self.submit(response, reference, columns).result()
         if verdict.error:
             name = "the built-in verifier"
-            if self._settings.is_users:
-                name = f"rewards.function={self._settings.function!r}"
+            if self._functions:
+                name = f"rewards.functions={tuple(f.entry for f in self._functions)}"
+            elif self._has_users:
+                name = f"rewards.function={self._settings[0].function!r}"
             raise UserError(
                 f"{name} failed on the reference answer {reference!r:.80}: {verdict.error}; it "
                 "must return a finite score, a mapping with 'score', or a Verdict within "
@@ -190,11 +260,11 @@ class VerifierPool:
 
     def _ask(self, worker: _Worker, job: _Job) -> Verdict:
         try:
-            return worker.ask(job.response, job.reference, self._timeout_s)
+            return worker.ask(job, self._timeout_s)
         except TimeoutError:
-            return failed_verdict(self._settings, job.response, "timeout")
+            return failed_verdict(self._settings[job.verifier], job.response, "timeout")
         except (OSError, ValueError):  # it has ended, or sent an unexpected reply
-            return failed_verdict(self._settings, job.response, "crash")
+            return failed_verdict(self._settings[job.verifier], job.response, "crash")
 
     def _start_worker(self) -> _Worker | None:
         """Starts a worker; None if the pool has failed, also after several failed starts."""
@@ -204,20 +274,21 @@ class VerifierPool:
                 with self._lock:  # so that `close` finds every worker
                     if self._failure is not None:
                         return None
-                    worker = _Worker(self._settings)
+                    worker = _Worker()
                     self._workers.add(worker)
             except OSError as e:
                 reason = str(e)
                 continue
             try:
-                problem = worker.wait_ready(START_TIMEOUT_S)
+                field = "rewards.functions" if self._functions else "rewards.function"
+                problem = worker.wait_ready(self._settings, field, START_TIMEOUT_S)
             except (OSError, ValueError) as e:
                 reason = str(e)
             else:
                 if not problem:
                     with self._lock:
                         if not self._started.done():
-                            self._started.set_result(None)
+                            self._started.set_result(worker.takes_row)
                     return worker
                 self._fail(UserError(problem))
             self._retire(worker)
@@ -225,7 +296,7 @@ class VerifierPool:
             RuntimeError(
                 f"verifier workers failed to start {MAX_START_ATTEMPTS} times in a row: {reason}. "
                 f"Their own message is above; {START_TIMEOUT_S} s or "
-                f"rewards.memory_limit_gib={self._settings.memory_limit_gib} may be too small."
+                f"rewards.memory_limit_gib={self._settings[0].memory_limit_gib} may be too small."
             )
         )
         return None
@@ -263,7 +334,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 class _Worker:
     """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
-    def __init__(self, settings: VerifierSettings):
+    def __init__(self):
         self._process = subprocess.Popen(  # the guard; the worker is its child
             [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -277,18 +348,23 @@ class _Worker:
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._received = bytearray()
-        self._settings = settings
+        self.takes_row: list[bool] = []
         self.num_jobs = 0
 
-    def wait_ready(self, timeout_s: float) -> str:
+    def wait_ready(self, settings: Sequence[VerifierSettings], field: str, timeout_s: float) -> str:
         """Waits for the worker's first reply: "" or a problem that the user must solve."""
-        reply = self._exchange({"settings": vars(self._settings)}, timeout_s)
+        request = {"settings": [vars(each) for each in settings], "field": field}
+        reply = self._exchange(request, timeout_s)
+        self.takes_row = [flag is True for flag in reply.get("takes_row", ())]
         return str(reply.get("problem", ""))
 
-    def ask(self, response: str, reference: str, timeout_s: float) -> Verdict:
+    def ask(self, job: _Job, timeout_s: float) -> Verdict:
         """Gets a verdict; raises TimeoutError, OSError or ValueError if the worker sends none."""
         self.num_jobs += 1
-        reply = self._exchange({"response": response, "reference": reference}, timeout_s)
+        request = {name: value for name, value in job._asdict().items() if name != "future"}
+        if not self.takes_row[job.verifier]:
+            request["columns"] = ""
+        reply = self._exchange(request, timeout_s)
         error = str(reply.pop("error", ""))
         return dataclasses.replace(as_verdict(reply, ""), error=error)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from semrl_jax.rewards.extraction import has_complete_box
+from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Verdict:
       extracted: the answer found in the response; None if there is none or the verifier failed.
       error: "" or what went wrong, beginning with its kind: "timeout", "crash", "too_long",
         "exception: ..." (the verifier raised), "invalid: ..." (it returned no verdict).
+      parts: with `rewards.functions`, the score of each by its name, without its weight.
     """
 
     score: float
@@ -25,6 +28,7 @@ class Verdict:
     boxed: bool
     extracted: str | None
     error: str = ""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def error_kind(self) -> str:
@@ -39,8 +43,9 @@ class VerifierSettings:
     Attributes:
       mode: "independent" scores correctness and the box, "mix" only correctness.
       unboxed_penalty: score of a wrong, unboxed response in mode "independent".
-      function: "package.module:name" of a user's verifier, called as name(response, reference), see
-        `function.as_verdict`; or the name of a module of `verifiers`; "" is "math".
+      function: "package.module:name" of a user's verifier, called as name(response, reference) or
+        name(response, reference, row), see `function`; or the name of a module of `verifiers`; ""
+        is "math".
       failure_score: score of a response for which a user's verifier raised, hung, crashed or
         returned no verdict. If a built-in verifier fails, the response is wrong and `mode` gives
         the score.
@@ -74,6 +79,48 @@ def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> flo
     if correct:
         return 1.0 if boxed else 0.5
     return -0.5 if boxed else settings.unboxed_penalty
+
+
+def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of several functions on one response: the weighted sum of their scores.
+
+    Correctness, the box and the answer are those of the first function. Of the functions that
+    failed, the error has the names.
+    """
+    total = sum(f.weight * verdict.score for f, verdict in zip(functions, verdicts, strict=True))
+    errors = []
+    for function, verdict in zip(functions, verdicts, strict=True):
+        if verdict.error:
+            kind, _, rest = verdict.error.partition(": ")
+            errors.append(": ".join(filter(None, (kind, function.name, rest))))
+    return dataclasses.replace(
+        verdicts[0],
+        score=_bounded(total),
+        error="; ".join(errors),
+        parts={f.name: verdict.score for f, verdict in zip(functions, verdicts, strict=True)},
+    )
+
+
+def with_model_score(
+    verdict: Verdict, function: RewardFunction, score: float, *, joins: bool
+) -> Verdict:
+    """Adds the score of a reward model to a verdict.
+
+    Args:
+      verdict: of the verifiers, which also judge correctness, the box and the answer.
+      function: the entry of the model.
+      score: of the model, without its weight.
+      joins: whether the verifiers' score counts too.
+    """
+    total = function.weight * score + (verdict.score if joins else 0.0)
+    return dataclasses.replace(
+        verdict, score=_bounded(total), parts={**verdict.parts, function.name: score}
+    )
+
+
+def _bounded(score: float) -> float:
+    """Within float32, which holds the rewards."""
+    return min(max(score, -MAX_SCORE), MAX_SCORE)
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:

@@ -1,10 +1,12 @@
 """A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker PARENT_PID`.
 
 It reads and writes one JSON object per line on its standard input and output. Every request has an
-`id` that cannot be guessed, and its reply has the same `id`. The first request has the settings,
-and its reply is {"ready": true} or {"problem": text}. Every later request has "response" and
-"reference", and its reply has the fields of a `Verdict`. For verifier code, standard input is
-empty, and prints go to standard error.
+`id` that cannot be guessed, and its reply has the same `id`. The first request has the "settings"
+of each verifier and the "field" of the config that names them, and its reply is {"ready": true,
+"takes_row": [bool, ...]} or {"problem": text}. Every later request has "verifier" (an index),
+"response", "reference" and "columns" (the row of the prompt, a JSON object as text, or ""), and its
+reply has the fields of a `Verdict` without `parts`. For verifier code, standard input is empty, and
+prints go to standard error.
 
 The process is started, not forked: it has no lock, device or thread of the trainer.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import functools
 import json
 import os
 import resource
@@ -54,43 +55,60 @@ def main() -> int:
         replies.flush()
 
     start = json.loads(requests.readline())
-    settings = VerifierSettings(**start["settings"])
-    _limit_memory(settings.memory_limit_gib)
+    settings = [VerifierSettings(**fields) for fields in start["settings"]]
+    _limit_memory(settings[0].memory_limit_gib)
     try:
-        verifier = build_verifier(settings)
+        built = [build_verifier(each, start["field"]) for each in settings]
     except UserError as e:
         reply(start, {"problem": str(e)})
         return 1
-    reply(start, {"ready": True})
+    reply(start, {"ready": True, "takes_row": [takes_row for _, takes_row in built]})
     for line in requests:
         request = json.loads(line)
-        verdict = verifier(request["response"], request["reference"])
+        columns = json.loads(request["columns"] or "{}")  # a new dict, which it may change
+        verifier, _ = built[request["verifier"]]
+        verdict = verifier(request["response"], request["reference"], columns)
         if os.getpid() != worker_pid:
             os._exit(0)  # the verifier forked, and this is the child
-        reply(request, dataclasses.asdict(verdict))
+        fields = dataclasses.asdict(verdict)
+        del fields["parts"]
+        reply(request, fields)
     return 0
 
 
-def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
-    """Makes the function that answers a request; it returns a verdict for every text.
+def build_verifier(
+    settings: VerifierSettings, field: str = "rewards.function"
+) -> tuple[Callable[[str, str, dict[str, Any]], Verdict], bool]:
+    """Makes the function of (response, reference, row) that answers a request.
+
+    Args:
+      settings: of one verifier.
+      field: of the config that names it, for error messages.
+
+    Returns:
+      The function, which returns a verdict for every text, and whether it uses the row.
 
     Raises:
-      UserError: if the user's function cannot be imported or called with two arguments.
+      UserError: if the user's function cannot be imported or called.
     """
+    takes_row = False
     if settings.is_users:
-        function = load_function(settings.function)
+        function = load_function(settings.function, field)
+        takes_row = bool(function.row)
 
-        def verify(response: str, reference: str) -> Verdict:
-            return as_verdict(function(response, reference), response)
+        def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
+            return as_verdict(function(response, reference, columns), response)
     else:
         name = settings.function or "math"
-        module = load_module("rewards.function", name, VERIFIERS, ("prepare", "verify"))
+        module = load_module(field, name, VERIFIERS, ("prepare", "verify"))
         module.prepare()
-        verify = functools.partial(module.verify, settings=settings)
 
-    def guarded(response: str, reference: str) -> Verdict:
+        def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
+            return module.verify(response, reference, settings=settings)
+
+    def guarded(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
         try:
-            return verify(response, reference)
+            return verify(response, reference, columns)
         except NonsenseError as e:
             error = f"invalid: {e}"
         except BaseException as e:
@@ -98,7 +116,7 @@ def build_verifier(settings: VerifierSettings) -> Callable[[str, str], Verdict]:
         error = "".join(c if c.isprintable() else "?" for c in " ".join(error.split()))
         return failed_verdict(settings, response, error[:MAX_ERROR_CHARS])
 
-    return guarded
+    return guarded, takes_row
 
 
 def _limit_memory(limit_gib: float):

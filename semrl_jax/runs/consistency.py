@@ -20,6 +20,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import jsonable
 from semrl_jax.runs.config import flatten
 from semrl_jax.runs.workdir import versions
+from semrl_jax.settings.rewards import reward_functions
 
 # Packages that results and files depend on, in addition to those that a run directory records.
 MORE_PACKAGES = (
@@ -37,6 +38,10 @@ def check_same(peers: Peers, config: ml_collections.ConfigDict) -> None:
         "version of Python": platform.python_version(),
         "code": code_hash(),
         "code of rewards.function": function_hash(config.rewards.function),
+        "code of rewards.functions": [
+            function_hash(function.function)
+            for function in reward_functions(config.rewards.functions)
+        ],
         "devices": f"{jax.local_device_count()} {jax.devices()[0].device_kind}",
     }
     del own["config.distributed.process_id"]  # different in every process

@@ -114,6 +114,10 @@ def write_rollouts(
         "reference": _strings(item.reference for item in scored),
         "extracted": _strings(verdict.extracted for verdict in verdicts),
         "score": [verdict.score for verdict in verdicts],
+        **{
+            f"score/{name}": [verdict.parts[name] for verdict in verdicts]
+            for name in (verdicts[0].parts if verdicts else ())
+        },
         "correct": [verdict.correct for verdict in verdicts],
         "verifier_error": _strings(verdict.error or None for verdict in verdicts),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],

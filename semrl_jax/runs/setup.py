@@ -38,8 +38,10 @@ from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.prompt_sources import check_files, training_prompts
 from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.reward_model import ModelFiles, RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState, make_optimizer
 
 T = TypeVar("T")
@@ -61,10 +63,16 @@ class Inputs(NamedTuple):
     prompts: data.PromptDataset
     problems: Sequence[data.PromptExample]
     scores: Sequence[ModuleType]
+    reward_model: ModelFiles | None
 
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
+        columns, files = data.columns_hash(self.prompts), self.reward_model
         return {
+            # Only if a verifier takes the rows: columns that nothing reads may change.
+            **({"columns of the data": columns} if columns else {}),
+            # A sample is enough to tell two models apart, and reading all would take long.
+            **({"reward model": models.weights_sample(files.directory)} if files else {}),
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
@@ -124,7 +132,9 @@ def open_run(
         )
     with contextlib.ExitStack() as stack:
         options = config.rewards.to_dict()
-        del options["shuffle"]
+        verifiers, _ = split_functions(reward_functions(options["functions"]))
+        options["functions"] = tuple(function.entry for function in verifiers)
+        del options["shuffle"], options["model"]
         # The pool comes first: its workers import modules while the model is built.
         verifier = stack.enter_context(VerifierPool(**options))
         device_lock = threading.Lock()
@@ -157,18 +167,28 @@ def open_run(
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)
-            prompts = training_prompts(config, tokenizer, reporter.line)
-            problems = load_problems(config, tokenizer, reporter.line)
-            if config.rewards.function:
-                answer = prompts.examples[0].answer
-                verifier.validate(f"\\boxed{{{answer}}}", answer)
+            keep = {"keep_columns": verifier.takes_row}
+            prompts = training_prompts(config, tokenizer, reporter.line, **keep)
+            problems = load_problems(config, tokenizer, reporter.line, **keep)
+            if config.rewards.function or verifiers:
+                first = prompts.examples[0]
+                verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
             value_model = (
                 critic_model(config, policy, tokenizer) if algorithm.needs.values else None
             )
             if value_model is not None:
                 models.check_mesh(value_model.decoder.config, mesh)
+            reward_model = find_reward_model(config, policy, tokenizer, mesh)
             return Inputs(
-                algorithm, policy, value_model, tokenizer, end_tokens, prompts, problems, scores
+                algorithm,
+                policy,
+                value_model,
+                tokenizer,
+                end_tokens,
+                prompts,
+                problems,
+                scores,
+                reward_model,
             )
 
         inputs = agreed("check_inputs", check_inputs)
@@ -207,6 +227,14 @@ def open_run(
         client = agreed("connect", connect)
         agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
         start, reference = agreed("load", load)
+
+        def load_reward_model() -> RewardModel | None:
+            if inputs.reward_model is None:
+                return None
+            shared = {"peers": peers, "device_lock": device_lock}
+            return RewardModel.load(inputs.reward_model, config, mesh, **shared)
+
+        reward_model = agreed("load", load_reward_model)
         measurer = None
         if config.hidden_states.source != "none":
             options = config.metrics.to_dict()
@@ -233,6 +261,7 @@ def open_run(
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,
             device_lock=device_lock,
+            reward_model=reward_model,
         )
         sampler = Sampler(
             config=config,
@@ -316,7 +345,7 @@ def record_inputs(
     def compare() -> None:
         for process, others in enumerate(found):
             for name, value in own.items():
-                if others[name] != value:
+                if others.get(name) != value:
                     raise UserError(
                         f"process {process} reads other {name} than process {peers.index}; give "
                         "all processes the same files."

@@ -45,9 +45,15 @@ def check_files(config: ml_collections.ConfigDict) -> None:
 
 
 def training_prompts(
-    config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    report: Callable[[str], None],
+    *,
+    keep_columns: bool = False,
 ) -> data.PromptDataset:
     """Prompts of the generator or of `data.files`; `report` gets a line about skipped rows.
+
+    With `keep_columns`, the examples keep the rows of the files.
 
     Raises:
       UserError: for a file, row or template that cannot be used.
@@ -62,6 +68,7 @@ def training_prompts(
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         skip_bad_rows=config.data.skip_bad_rows,
+        keep_columns=keep_columns,
         report=report,
     )
     report(f"{len(prompts)} training prompts")
@@ -69,12 +76,17 @@ def training_prompts(
 
 
 def held_out_problems(
-    config: ml_collections.ConfigDict, tokenizer: Any, report: Callable[[str], None]
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    report: Callable[[str], None],
+    *,
+    keep_columns: bool = False,
 ) -> Sequence[data.PromptExample]:
     """Problems for the evaluation; those of one data source are one benchmark.
 
     Problems above the token limit are included, because they count as wrong, see
-    `sampled_problems`. `report` gets a line about them.
+    `sampled_problems`. `report` gets a line about them. With `keep_columns`, they keep the rows of
+    the files.
 
     Raises:
       UserError: for a file, row or template that cannot be used, or two files with one data source.
@@ -100,6 +112,7 @@ def held_out_problems(
             too_long="keep",
             num_rows=num_rows,
             data_source=name,
+            keep_columns=keep_columns,
             field_prefix=f"evaluation.files={file.entry!r}: ",
             report=report,
         )

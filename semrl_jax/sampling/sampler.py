@@ -204,6 +204,7 @@ class Sampler:
         return self.sample(
             requests,
             {first + draw: example.answer for draw, example in draws.items()},
+            columns={first + draw: example.columns for draw, example in draws.items()},
             **self._distribution(step),
             measured=self.config.hidden_states.source == "rollout",
             keep_states=self.compares(step),
@@ -365,6 +366,7 @@ class Sampler:
         requests: Sequence[SampleRequest],
         references: Mapping[int, str],
         *,
+        columns: Mapping[int, str] | None = None,
         measured: bool = False,
         keep_states: bool = False,
         clock: Clock | None = None,
@@ -406,6 +408,7 @@ class Sampler:
                 clock.iterate("generate", rollouts) if clock else rollouts,
                 decode=functools.partial(data.verifier_text, self.tokenizer),
                 references=references,
+                columns=columns,
                 verifier=self.verifier,
                 measurer=self.measurer if here else None,
                 keep_states=keep_states,

@@ -44,6 +44,7 @@ def score_and_measure(
     *,
     decode: Callable[[np.ndarray], str],
     references: Mapping[int, str],
+    columns: Mapping[int, str] | None = None,
     verifier: VerifierPool,
     measurer: Measurer | None,
     keep_states: bool = False,
@@ -55,6 +56,7 @@ def score_and_measure(
       rollouts: in any order.
       decode: converts the token ids of a response to the text for the verifier.
       references: reference answer by group.
+      columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
       measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
         them.
       keep_states: whether to keep the hidden states in memory after measuring.
@@ -64,7 +66,7 @@ def score_and_measure(
     for rollout in rollouts:
         response = decode(rollout.response_ids)
         reference = references[rollout.group_id]
-        verdict = verifier.submit(response, reference)
+        verdict = verifier.submit(response, reference, (columns or {}).get(rollout.group_id, ""))
         layers = () if measurer is None else measurer.layers
         metrics = {layer: measurer.submit(rollout.policy_states(layer)) for layer in layers}
         if not keep_states:

@@ -41,6 +41,8 @@ def batch_scalars(
         "reward/boxed_fraction": np.mean([item.verdict.boxed for item in scored]),
         "reward/verifier_error_fraction": np.mean([bool(item.verdict.error) for item in scored]),
     }
+    for name in scored[0].verdict.parts:
+        scalars[f"reward/{name}/mean"] = np.mean([item.verdict.parts[name] for item in scored])
     if rewards.shape[1] > 1:
         scalars["reward/group_std"] = rewards.std(axis=1).mean()
         scalars["reward/zero_variance_group_fraction"] = zero_variance_group_fraction(rewards)

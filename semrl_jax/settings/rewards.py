@@ -2,16 +2,65 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from semrl_jax.choices import DTYPES
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, one_of
+from semrl_jax.settings.rules import (
+    Section,
+    above_zero,
+    at_least_zero,
+    at_most,
+    items_are,
+    one_of,
+)
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
 MAX_SCORE = 3.4e38  # rewards are float32
+FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
+MODEL = "model"  # the entry of rewards.functions that stands for rewards.model
+TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
+
+
+class RewardFunction(NamedTuple):
+    """An entry of `rewards.functions`: `FUNCTION`, or `FUNCTION:weight=WEIGHT:name=NAME`.
+
+    Attributes:
+      entry: as in the config.
+      function: as `rewards.function`, or "model" for the reward model.
+      weight: of its score in the reward.
+      name: in the log.
+    """
+
+    entry: str
+    function: str
+    weight: float
+    name: str
 
 
 def check(rewards: Section) -> None:
+    check_verifiers(rewards)
+    model = rewards["model"]
+    one_of("rewards.model.dtype", model["dtype"], DTYPES)
+    _, function = split_functions(reward_functions(rewards["functions"]))
+    if function and not model["path"]:
+        raise UserError(
+            f"rewards.functions has {function.entry!r}, but rewards.model.path is empty; name the "
+            "directory of a reward model."
+        )
+    if model["path"] and not function:
+        raise UserError(
+            f"rewards.model.path={model['path']!r} has no effect without an entry {MODEL!r} in "
+            "rewards.functions, alone or with verifiers; add it."
+        )
+
+
+def check_verifiers(rewards: Section) -> None:
+    """Everything but the reward model."""
     above_zero("rewards", rewards, "timeout_s", "num_workers")
     at_most("rewards.timeout_s", rewards["timeout_s"], 2**31)
     at_most("rewards.num_workers", rewards["num_workers"], 1024)
@@ -21,11 +70,85 @@ def check(rewards: Section) -> None:
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(f"rewards.{field}={rewards[field]} must be a finite float32 number.")
-    function = rewards["function"]
+    if rewards["function"]:
+        _check_function("rewards.function", rewards["function"])
+    items_are(str, "rewards", rewards, "functions")
+    verifiers, _ = split_functions(reward_functions(rewards["functions"]))
+    if verifiers and rewards["function"]:
+        raise UserError(
+            f"rewards.function={rewards['function']!r} and rewards.functions="
+            f"{tuple(rewards['functions'])} are both set; name all of them in rewards.functions."
+        )
+
+
+def split_functions(
+    functions: Sequence[RewardFunction],
+) -> tuple[list[RewardFunction], RewardFunction | None]:
+    """The verifiers, and the reward model if it is among the functions."""
+    verifiers = [function for function in functions if function.function != MODEL]
+    return verifiers, next((f for f in functions if f.function == MODEL), None)
+
+
+def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
+    """Splits entries of `rewards.functions` into function, weight and name.
+
+    Raises:
+      UserError: for an unknown function or setting, a weight out of range, a name that two
+        entries have, or two entries "model".
+    """
+    functions: list[RewardFunction] = []
+    for entry in entries:
+        field = f"rewards.functions={entry!r}"
+        function, *parts = re.split(r":(?=\w+=)", entry)
+        settings: dict[str, str] = {}
+        for name, _, value in (part.partition("=") for part in parts):
+            if name not in FUNCTION_SETTINGS:
+                raise UserError(
+                    f"{field}: {name!r} is not a setting of a reward; choose from "
+                    f"{', '.join(FUNCTION_SETTINGS)}."
+                )
+            if name in settings:
+                raise UserError(f"{field}: {name} is set twice; keep one.")
+            settings[name] = value
+        if function != MODEL:
+            _check_function("rewards.functions", function)
+        elif split_functions(functions)[1]:
+            raise UserError(f"{field}: another entry is {MODEL!r} too; there is one reward model.")
+        name = settings.get("name", function.rpartition(":")[2])
+        if not re.fullmatch(r"[\w.-]+", name) or name in TAKEN_NAMES:
+            raise UserError(
+                f"{field}: name={name!r} must be letters, digits, '_', '.' and '-', because it "
+                f"names reward/NAME/mean in the log, and not one of {TAKEN_NAMES}."
+            )
+        if name in (other.name for other in functions):
+            raise UserError(
+                f"{field}: another entry is named {name!r} too; add :name=NAME to one of them."
+            )
+        weight = _weight(field, settings.get("weight", "1"))
+        functions.append(RewardFunction(entry, function, weight, name))
+    return functions
+
+
+def _weight(field: str, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < abs(weight) <= MAX_SCORE:  # NaN is not
+        raise UserError(
+            f"{field}: weight={text!r} must be a finite number other than 0; leave the entry out "
+            "if it must not count."
+        )
+    return weight
+
+
+def _check_function(field: str, function: str) -> None:
     module, _, name = function.partition(":")
     is_users = module.strip() and name.strip()
-    if not is_users and function not in ("", *module_names(VERIFIERS)):
+    if not is_users and function not in module_names(VERIFIERS):
+        other = f"{MODEL!r}, " if field == "rewards.functions" else ""
         raise UserError(
-            f"rewards.function={function!r} must be 'package.module:name', with the module's name "
-            f"as Python imports it, or a built-in verifier: {', '.join(module_names(VERIFIERS))}."
+            f"{field}={function!r} must be 'package.module:name', with the module's name as "
+            f"Python imports it, {other}or a built-in verifier: "
+            f"{', '.join(module_names(VERIFIERS))}."
         )

@@ -24,6 +24,7 @@ from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
     Trained,
@@ -89,6 +90,7 @@ class Learner:
     pad_token_id: int
     peers: Peers
     device_lock: threading.Lock  # shared with an embedded replica
+    reward_model: RewardModel | None = None  # None: verifiers alone
     critic: Critic | None = None  # None if the algorithm has none
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:

@@ -72,8 +72,11 @@ def run_steps(
         scored, position, scalars = sampler.next(
             step, state.position, clock, functools.partial(unshuffled_rewards, config=config)
         )
-        rewards = group_rewards(scored, config, step)
         batch = learner.batch([item.rollout for item in scored])
+        if learner.reward_model is not None:
+            with clock("reward_model"):
+                scored = learner.reward_model.judged(scored, batch)
+        rewards = group_rewards(scored, config, step)
         passes = learner.passes(
             state,
             batch,

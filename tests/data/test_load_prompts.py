@@ -1,5 +1,6 @@
 """Valid and invalid prompt files: loaded rows, rows left out, error messages."""
 
+import datetime
 import hashlib
 import json
 import os
@@ -9,7 +10,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from semrl_jax.data import PromptDataset, PromptExample, dataset_hash, load_prompts
+from semrl_jax.data import (
+    PromptDataset,
+    PromptExample,
+    columns_hash,
+    dataset_hash,
+    load_prompts,
+)
+from semrl_jax.data import rows as rows_module
 from semrl_jax.data.files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.data.loading import _CHUNK_ROWS
 from semrl_jax.errors import UserError
@@ -408,3 +416,49 @@ def test_parquet_values_outside_the_range_of_python_are_bad_rows(tmp_path):
     (_, bad), (_, good) = read_rows(path)
     assert isinstance(bad, RowError) and "cannot be read" in str(bad)
     assert good["question"] == "b"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_kept_for_a_verifier_that_takes_them(tokenizer, tmp_path, suffix):
+    rows = [problem(tests=[{"in": "1", "n": i}], limit=0.5, text="é\u2028") for i in range(3)]
+    path = write(tmp_path / f"set{suffix}", rows)
+    kept = load_prompts(path, tokenizer, keep_columns=True)
+    assert [json.loads(example.columns) for example in kept.examples] == rows
+    plain = load_prompts(path, tokenizer)
+    assert {example.columns for example in plain.examples} == {""}
+    assert dataset_hash(kept) == dataset_hash(plain)  # a run resumes with either verifier
+    assert columns_hash(plain) == ""
+    others = [rows, rows[::-1], [{**rows[0], "limit": 0.25}, *rows[1:]]]
+    hashes = [
+        columns_hash(load_prompts(write(path, other), tokenizer, keep_columns=True))
+        for other in others
+    ]
+    assert hashes[0] == columns_hash(kept) and len({"", *hashes}) == 4
+
+
+def test_a_column_that_is_not_json_is_refused_with_its_row(tokenizer, tmp_path, monkeypatch):
+    day = datetime.date(2024, 7, 26)
+    bad = [
+        (write(tmp_path / "a.parquet", [problem(day=None), problem(day=day)]), "row 2", "'day'"),
+        (write(tmp_path / "b.parquet", [problem(raw=b"1")]), "row 1", "'raw'"),
+        (write(tmp_path / "c.jsonl", [problem(), problem(x={"y": [float("nan")]})]), "line 2",
+         "'x'"),
+    ]  # fmt: skip
+    for path, row, field in bad:
+        pattern = rf"{path.name}, {row}: field {field} is .* but the verifier takes the row"
+        with pytest.raises(UserError, match=pattern) as caught:
+            load_prompts(path, tokenizer, keep_columns=True)
+        assert "\n" not in str(caught.value)
+        assert load_prompts(path, tokenizer).num_bad_rows == 0  # nothing reads the column
+    kept = load_prompts(bad[0][0], tokenizer, keep_columns=True, skip_bad_rows=True)
+    assert (len(kept), kept.num_bad_rows) == (1, 1)
+    monkeypatch.setattr(rows_module, "MAX_COLUMNS_CHARS", 40)
+    with pytest.raises(UserError, match=r"line 1: has 64 characters as JSON.* may have 40"):
+        path = write(tmp_path / "d.jsonl", [problem(more="x" * 20)])
+        load_prompts(path, tokenizer, keep_columns=True)
+
+
+def test_a_parquet_file_without_a_needed_column_is_refused_also_for_whole_rows(tokenizer, tmp_path):
+    path = write(tmp_path / "set.parquet", [{"question": "1", "truth": "1"}])
+    with pytest.raises(UserError, match="field 'answer' is missing; the file has the columns"):
+        load_prompts(path, tokenizer, keep_columns=True, skip_bad_rows=True)

@@ -74,13 +74,14 @@ def problem(**wrong):
         (["1+1"], "must return data.PromptExample"),
         ([problem(answer=2)], "must be texts"),
         ([problem(prompt_ids=[1, 2])], "int32"),
+        ([problem(columns="[1]")], "columns of a problem must be the text of a JSON object"),
     ],
 )
 def test_wrong_problems_are_refused(found, message, monkeypatch):
     module = types.ModuleType("users_benchmark")
     module.problems = lambda config, tokenizer: found
     monkeypatch.setitem(sys.modules, "users_benchmark", module)
-    monkeypatch.setattr(interface, "held_out_problems", lambda *args: [])
+    monkeypatch.setattr(interface, "held_out_problems", lambda *args, **options: [])
     config = ml_collections.ConfigDict({"evaluation": {"benchmarks": ("users_benchmark",)}})
     with pytest.raises(UserError, match=f"problems of users_benchmark failed .*{message}"):
         interface.load_problems(config, None, print)

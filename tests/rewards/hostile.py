@@ -119,3 +119,9 @@ def one_argument(response):
 
 
 not_callable = 3
+
+
+def with_row(response, reference, row):
+    """Scores the limit of the row; later calls see a row that this one did not change."""
+    limit = row.pop("limit", -1.0)
+    return {"score": limit, "extracted": json.dumps(row)}

@@ -12,7 +12,7 @@ from semrl_jax.rewards import Verdict, VerifierPool
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "verifiers.md").read_text()
-EXAMPLE, TEST = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+EXAMPLE, WITH_ROW, TEST = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -30,6 +30,16 @@ def test_example_runs_in_the_pool(directory, monkeypatch):
             (r"\boxed{1}", "1", Verdict(-1.0, False, False, None)),
         ]:
             assert pool.submit(response, reference).result(timeout=30) == expected
+
+
+def test_example_with_a_row_runs_in_the_pool(tmp_path, monkeypatch):
+    (tmp_path / "my_limits.py").write_text(WITH_ROW)
+    (row,) = re.findall(r"^`(\{.*\})`:$", PAGE, re.MULTILINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with VerifierPool(num_workers=1, function="my_limits:short_enough") as pool:
+        for response, score in [("It is 7.", 1.0), ("The answer is 7.", 0.0)]:
+            verdict = pool.submit(response, "7", row).result(timeout=30)
+            assert (verdict.score, verdict.correct, verdict.error) == (score, True, "")
 
 
 def test_example_test_passes_and_can_fail(directory):

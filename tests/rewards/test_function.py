@@ -5,8 +5,15 @@ import json
 
 import pytest
 
+from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict
-from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, NonsenseError, as_verdict, error_text
+from semrl_jax.rewards.function import (
+    MAX_EXTRACTED_CHARS,
+    NonsenseError,
+    as_verdict,
+    error_text,
+    load_function,
+)
 
 
 class Float(float):
@@ -89,3 +96,53 @@ def test_an_error_without_text_has_a_text():
 
     assert error_text(Error()) == "an exception whose text cannot be read"
     assert error_text(KeyError("a")) == "KeyError: 'a'"
+
+
+SEEN = []
+
+
+def two(response, reference):
+    SEEN.append(("two", response, reference))
+
+
+def third(response, reference, problem, /):
+    SEEN.append((response, reference, problem))
+
+
+def named(response, reference, tolerance=1e-6, *, row):
+    SEEN.append((response, reference, tolerance, row))
+
+
+def optional(response, reference, row=None):
+    SEEN.append((response, reference, row))
+
+
+def options(response, reference, tolerance=1e-6, *more, **settings):
+    SEEN.append((response, reference, tolerance, more, settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_row", "seen"),
+    [
+        ("two", False, ("two", "a", "b")),
+        ("third", True, ("a", "b", {"c": 1})),
+        ("named", True, ("a", "b", 1e-6, {"c": 1})),
+        ("optional", True, ("a", "b", {"c": 1})),
+        # A third parameter with a default was an option before rows were passed.
+        ("options", False, ("a", "b", 1e-6, (), {})),
+    ],
+)
+def test_the_signature_tells_whether_a_function_takes_the_row(name, takes_row, seen):
+    function = load_function(f"{__name__}:{name}")
+    assert bool(function.row) == takes_row
+    function("a", "b", {"c": 1})
+    assert SEEN.pop() == seen
+
+
+def four(response, reference, row, other):
+    pass
+
+
+def test_a_function_of_four_arguments_is_refused():
+    with pytest.raises(UserError, match=r"or four\(response, reference, row\): .*'other'"):
+        load_function(f"{__name__}:four")

@@ -1,6 +1,7 @@
 """The pool with hostile text and hostile verifiers: every job ends, and the next one is scored."""
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -14,6 +15,8 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards import pool as pool_module
+from semrl_jax.rewards.verdict import weighted_verdict
+from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from tests.running import is_running
 
 HERE = pathlib.Path(__file__).parent
@@ -346,3 +349,84 @@ def test_importing_rewards_does_not_import_math_verify():
         "import sys, semrl_jax.rewards\nassert not {'sympy', 'math_verify'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_verifier_may_take_the_row_of_the_prompt(obey):
+    row = json.dumps({"limit": 2.5, "tests": [None, {"é": [1, True]}]})
+    with VerifierPool(num_workers=1, function="hostile:with_row") as pool:
+        assert pool.takes_row and not obey.takes_row
+        for _ in range(2):
+            verdict = pool.submit("", "", row).result(timeout=10)
+            assert verdict.score == 2.5
+            assert json.loads(verdict.extracted) == {"tests": [None, {"é": [1, True]}]}
+        assert pool.submit("", "").result(timeout=10) == Verdict(-1.0, False, False, "{}")
+        too_long = json.dumps({"text": "x" * pool_module.MAX_RESPONSE_CHARS})
+        assert pool.submit("", "", too_long).result(timeout=10).error == "too_long"
+    assert obey.submit("7", "7", row).result(timeout=10) == RIGHT  # it takes no row
+
+
+SEVERAL = ("hostile:obey:weight=2", "math_text:weight=-0.25", "hostile:with_row:name=limit")
+
+
+@pytest.fixture(scope="module")
+def several():
+    """One worker with a verifier that obeys, a built-in one, and one that takes the row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        with VerifierPool(
+            num_workers=1, timeout_s=0.5, functions=SEVERAL, failure_score=-3.0
+        ) as pool:
+            yield pool
+
+
+def test_the_reward_is_the_weighted_sum_of_the_functions(several):
+    assert several.takes_row
+    row = json.dumps({"limit": 3.0})
+    verdict = several.submit(r"\boxed{7}", r"\boxed{7}", row).result(timeout=10)
+    assert verdict == Verdict(
+        # math_text is 0: the reference has a box. Correctness and text are the first function's.
+        2 * 1.0 - 0.25 * 0.0 + 3.0, True, True, None, "",
+        {"obey": 1.0, "math_text": 0.0, "limit": 3.0},
+    )  # fmt: skip
+    verdict = several.submit(r"\boxed{7}", "7").result(timeout=10)
+    assert (verdict.score, verdict.correct) == (2 * 0.0 - 0.25 * 1.0 - 1.0, False)
+    assert verdict.parts == {"obey": 0.0, "math_text": 1.0, "limit": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "counter"),
+    [
+        ("hang", "timeout: obey", "num_timeouts"),
+        ("raise", r"exception: obey: KeyError: 'two\nlines'", "num_exceptions"),
+    ],
+)
+def test_a_function_that_fails_loses_only_its_part(several, command, error, counter):
+    before = several.counters
+    row = json.dumps({"limit": 3.0})
+    verdict = several.submit(command, "7", row).result(timeout=10)
+    assert verdict.parts == {"obey": -3.0, "math_text": 0.0, "limit": 3.0}
+    assert (verdict.score, verdict.correct, verdict.error) == (2 * -3.0 + 3.0, False, error)
+    after = several.counters
+    assert after == before | {counter: before[counter] + 1, "num_verdicts": after["num_verdicts"]}
+    assert after["num_verdicts"] == before["num_verdicts"] + 3
+
+
+def test_a_function_that_fails_on_the_first_row_is_named(several):
+    with pytest.raises(UserError, match=r"rewards\.functions=.*: exception: limit: TypeError"):
+        several.validate("7", "7", "[1]")  # a list has no limit
+
+
+def test_a_sum_that_float32_cannot_hold_is_bounded():
+    functions = reward_functions(("math:weight=1e30", "math_text:weight=-1"))
+    verdicts = [Verdict(1e30, True, True, None), Verdict(1.0, False, False, None)]
+    assert weighted_verdict(functions, verdicts).score == MAX_SCORE
+
+
+def test_several_functions_are_imported_at_the_start():
+    for entry, message in [
+        ("no_such_module:f", "rewards.functions='no_such_module:f' cannot be imported"),
+        ("hostile:one_argument", "rewards.functions='hostile:one_argument' must be callable"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            with VerifierPool(num_workers=1, functions=("math_text", entry)):
+                pass

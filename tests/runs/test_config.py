@@ -9,6 +9,7 @@ from configs import default, quickstart, recorded
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
 from semrl_jax.settings import moved
+from semrl_jax.settings.rewards import reward_functions
 
 
 @pytest.mark.parametrize("module", [default, quickstart])
@@ -87,6 +88,21 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("model.compute_dtype", "float16", "model.compute_dtype='float16' must be one of"),
         ("model.num_heads", 3, "must divide model.hidden_size=128"),
         ("rewards.mode", "loud", "rewards.mode='loud' must be one of"),
+        ("rewards.functions", ("maths",), "='maths' must be .* it, 'model', or .* math_text,"),
+        ("rewards.functions", ("",), "rewards.functions='' must be 'package.module:name'"),
+        ("rewards.functions", (1,), "rewards.functions has 1; it may have texts"),
+        ("rewards.functions", ("math:weight=0",), "weight='0' must be a finite number other than"),
+        ("rewards.functions", ("math:weight=nan",), "weight='nan' must be a finite number other"),
+        ("rewards.functions", ("math:weight=x",), "math:weight=x': weight='x' must be a finite"),
+        ("rewards.functions", ("math:wait=1",), "'wait' is not a setting of a reward; choose"),
+        ("rewards.functions", ("math:weight=1:weight=2",), "weight is set twice; keep one"),
+        ("rewards.functions", ("math:name=a/b",), "name='a/b' must be letters, digits"),
+        ("rewards.functions", ("math:name=shaped",), "name='shaped' must be .* not one of"),
+        ("rewards.functions", ("math", "a.b:math"), "a.b:math': another entry is named 'math' too"),
+        ("rewards.functions", ("model",), "has 'model', but rewards.model.path is empty"),
+        ("rewards.functions", ("model", "model:name=b"), "another entry is 'model' too; there is"),
+        ("rewards.model.path", "judge", "path='judge' has no effect without an entry 'model' in"),
+        ("rewards.model.dtype", "float16", "rewards.model.dtype='float16' must be one of"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
         ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
         ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
@@ -110,6 +126,23 @@ def test_a_contradiction_is_named(field, value, message):
     with pytest.raises(UserError, match=message) as caught:
         validate(config)
     assert "\n" not in str(caught.value)
+
+
+def test_rewards_are_named_in_one_field():
+    config = quickstart.get_config()
+    config.rewards.functions = ("math", "a.b:math:name=other:weight=-0.5")
+    validate(config)
+    assert reward_functions(config.rewards.functions) == [
+        ("math", "math", 1.0, "math"),
+        ("a.b:math:name=other:weight=-0.5", "a.b:math", -0.5, "other"),
+    ]
+    config.rewards.function = "math_text"
+    config.rewards.model.path = "judge"
+    config.rewards.functions = ("model:weight=2",)  # the function only judges correctness
+    validate(config)
+    config.rewards.functions = ("model", "math")
+    with pytest.raises(UserError, match=r"'math_text' and rewards.functions=.* are both set"):
+        validate(config)
 
 
 def test_a_stride_needs_to_allow_only_the_orders_in_use():

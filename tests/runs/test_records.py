@@ -98,6 +98,11 @@ def test_recorded_responses_have_text_and_verdict(tmp_path):
     training = pq.read_table(tmp_path / "step_000003.parquet")
     assert training.schema.names == [name for name in table.schema.names if name != "benchmark"]
     assert training.schema.field("extracted").type == table.schema.field("extracted").type
+    parts = [make_scored(i, parts={"math": 0.5, "short": -float(i)}) for i in range(2)]
+    write_rollouts(tmp_path, 5, parts, text)
+    table = pq.read_table(tmp_path / "step_000005.parquet")
+    assert table.column("score/math").to_pylist() == [0.5, 0.5]
+    assert table.column("score/short").to_pylist() == [0.0, -1.0]
     write_rollouts(tmp_path, 4, [], text, [])  # all problems are too long
     assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
 
@@ -181,6 +186,10 @@ def test_statistics_match_values_computed_by_hand():
     assert scalars["prompt/length/max"] == scalars["prompt/length/min"] == 2
     assert scalars["metrics/effective_rank/incorrect"] == 2
     assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
+    assert not any(key.startswith("reward/math/") for key in scalars)
+    parts = [make_scored(i, parts={"math": 0.5, "short": -float(i)}) for i in range(4)]
+    scalars = batch_scalars(parts, rewards)
+    assert (scalars["reward/math/mean"], scalars["reward/short/mean"]) == (0.5, -1.5)
     values, valid = metric_arrays(scored)[MetricKey("effective_rank")]
     assert values.dtype == np.float32
     np.testing.assert_array_equal(valid, [True, True, False, True])

@@ -5,6 +5,8 @@ import shutil
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -278,3 +280,43 @@ def test_a_run_starts_after_a_kill_during_the_first_write(config, tmp_path):
     config.training.num_steps = 0
     config.evaluation.every_steps = 0
     assert train(config, str(tmp_path / "run")) == 0
+
+
+@pytest.mark.slow
+def test_a_verifier_gets_the_rows_in_training_evaluation_and_a_resumed_run(
+    config, tmp_path, capsys
+):
+    def write_rows(bonus=100.0):
+        rows = [
+            {"question": q, "answer": "#### 3", "bonus": bonus, "solvable": index < 2}
+            for index, q in enumerate(QUESTIONS)
+        ]
+        path = tmp_path / "apples.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return (str(path),)
+
+    config.data.files = config.evaluation.files = write_rows()
+    # The difference of the two is the row's bonus, exactly.
+    config.rewards.function = ""
+    config.rewards.functions = ("tests.verifiers:by_row", "tests.verifiers:by_length:weight=-1")
+    config.training.num_steps = 1
+    assert train(config, str(tmp_path / "run")) == 0
+    first = read_rows(tmp_path / "run")[0]
+    assert first["reward/min"] == first["reward/max"] == 100
+    assert first["reward/by_row/mean"] == first["reward/by_length/mean"] + 100 > 100
+    assert first["eval/apples/greedy_accuracy"] == 2 / 4
+    config.training.num_steps = 2
+    write_rows(bonus=200.0)
+    with pytest.raises(UserError, match="began with other columns of the data"):
+        train(config, str(tmp_path / "run"))
+    write_rows()
+    assert train(config, str(tmp_path / "run")) == 0
+    assert read_rows(tmp_path / "run")[1]["reward/min"] == 100
+    # Columns that no verifier takes may change.
+    config.rewards.functions = ()
+    config.rewards.function = "tests.verifiers:by_length"
+    for num_steps, bonus in ((0, 1.0), (1, 2.0)):
+        config.training.num_steps = num_steps
+        write_rows(bonus)
+        assert train(config, str(tmp_path / "plain")) == 0
+    assert "columns of the data" not in (tmp_path / "plain" / "inputs.json").read_text()

@@ -74,7 +74,7 @@ def scored(rng, index, measured, raw):
         metrics=METRICS,
         generate_s=0.1, response_mask=mask,
     )  # fmt: skip
-    verdict = Verdict(0.5, True, False, None, "timeout: 2 s")
+    verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})
     state = rng.normal(size=(2, 4)).astype(np.float32) if measured else None
     return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, state)
 

@@ -342,7 +342,7 @@ class HereVerifier(VerifierPool):
     def __init__(self):
         self.seen = []
 
-    def submit(self, response, reference):
+    def submit(self, response, reference, columns=""):
         self.seen.append(response)
         verdict = concurrent.futures.Future()
         verdict.set_result(math.verify(response, reference, VerifierSettings()))
@@ -383,3 +383,22 @@ def test_the_verifier_gets_the_response_up_to_its_first_end_marker(config, respo
     assert verifier.seen == [scored.response] == [text]
     assert scored.verdict.correct
     assert data.full_text(tokenizer, rollout.response_ids) == response
+
+
+def test_the_verifier_gets_the_row_of_each_prompt():
+    class Rows(HereVerifier):
+        def submit(self, response, reference, columns=""):
+            self.seen.append((reference, columns))
+            return super().submit(response, reference)
+
+    verifier = Rows()
+    score_and_measure(
+        [item.rollout for item in map(make_scored, range(12))],
+        decode=lambda ids: "",
+        references={group: str(group) for group in range(3)},
+        columns={0: '{"a": 0}', 2: '{"a": 2}'},
+        verifier=verifier,
+        measurer=None,
+    )
+    pairs = [item for item in verifier.seen if isinstance(item, tuple)]
+    assert pairs == 4 * [("0", '{"a": 0}')] + 4 * [("1", "")] + 4 * [("2", '{"a": 2}')]

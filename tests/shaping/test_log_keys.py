@@ -98,7 +98,8 @@ def test_no_key_of_the_release_is_left_out():
 def test_what_is_computed_a_step_is_on_the_page():
     names = ("effective_rank", "effective_rank_velocity", "effective_rank_acceleration")
     values = by_name.records(dict.fromkeys(names, 1.0))
-    scored = [make_scored(i, score=float(i % 2), metrics=values) for i in range(4)]
+    parts = {"math": 1.0, "short": 0.5}
+    scored = [make_scored(i, score=float(i % 2), metrics=values, parts=parts) for i in range(4)]
     keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
     keys |= set(greedy.scalars("a_set", [[item] for item in scored], len(scored)))
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}

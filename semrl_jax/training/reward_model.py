@@ -1,0 +1,162 @@
+"""A learned reward model: it reads prompt and response and scores the response by one number."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float
+
+from semrl_jax import data, models
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+from semrl_jax.model_setup import value_params
+from semrl_jax.models import Params, Policy, ValueModel, replicated
+from semrl_jax.rewards.verdict import with_model_score
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.settings.rewards import RewardFunction, reward_functions, split_functions
+from semrl_jax.training.critic import row_values
+from semrl_jax.training.packing import RowPlan, lay_out, row_plan
+from semrl_jax.training.update import to_batch
+from semrl_jax.types import RolloutBatch
+
+
+class ModelFiles(NamedTuple):
+    """A checked model directory: its architecture, and where its weights are."""
+
+    model: ValueModel
+    directory: pathlib.Path
+
+
+def find_reward_model(
+    config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, mesh: Mesh
+) -> ModelFiles | None:
+    """The directory of `rewards.model.path`, checked without reading its weights; None without one.
+
+    Raises:
+      UserError: if it is no classifier with one label that this library supports, has another
+        tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+    """
+    path = config.rewards.model.path
+    if not path:
+        return None
+    field = f"rewards.model.path={path!r}"
+    try:
+        directory = models.find_directory(path)
+        architecture = models.load_config(directory)
+        models.check_mesh(architecture, mesh)
+        model = ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
+        head = models.read_head(directory, model)
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from None
+    if not head:
+        raise UserError(
+            f"{field} has no score.weight; name a sequence classifier with one label, such as "
+            "transformers saves for AutoModelForSequenceClassification."
+        )
+    data.check_same_tokens("rewards.model.path", directory, tokenizer)
+    if architecture.vocab_size < policy.config.vocab_size:
+        raise UserError(
+            f"{field} has vocab_size={architecture.vocab_size}, but the policy may sample each of "
+            f"{policy.config.vocab_size} tokens; name a model with at least as many."
+        )
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"{field} has a context of {architecture.max_position_embeddings} tokens, less than "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
+        )
+    return ModelFiles(model, directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModel:
+    """A loaded reward model on the mesh of the trainer.
+
+    Attributes:
+      function: its entry of `rewards.functions`.
+      joins_verifiers: whether the scores of verifiers count too.
+      device_lock: shared with an embedded replica.
+    """
+
+    model: ValueModel
+    params: Params
+    plan: RowPlan
+    function: RewardFunction
+    joins_verifiers: bool
+    peers: Peers
+    device_lock: threading.Lock
+
+    @classmethod
+    def load(
+        cls, files: ModelFiles, config: ml_collections.ConfigDict, mesh: Mesh, **shared: Any
+    ) -> RewardModel:
+        """Reads the weights onto the mesh; `shared` are peers and device_lock."""
+        params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+        verifiers, function = split_functions(reward_functions(config.rewards.functions))
+        return cls(
+            model=files.model,
+            params=params,
+            plan=row_plan(mesh, config.training),
+            function=function,
+            joins_verifiers=bool(verifiers),
+            **shared,
+        )
+
+    def judged(self, scored: Sequence[ScoredRollout], batch: RolloutBatch) -> list[ScoredRollout]:
+        """The responses with the model's scores in their verdicts.
+
+        Raises:
+          RuntimeError: if a score is not finite.
+        """
+        with self.peers.phase("reward_model"), self.device_lock:
+            scores = batch_scores(self.params, batch, model=self.model, plan=self.plan)
+        if not np.isfinite(scores).all():
+            index = int(np.flatnonzero(~np.isfinite(scores))[0])
+            raise RuntimeError(
+                f"the score of rewards.model for response {scored[index].rollout.sample_id} is "
+                f"{scores[index]}; if model.compute_dtype is bfloat16, try float32."
+            )
+        return [
+            dataclasses.replace(
+                item,
+                verdict=with_model_score(
+                    item.verdict, self.function, float(score), joins=self.joins_verifiers
+                ),
+            )
+            for item, score in zip(scored, scores, strict=True)
+        ]
+
+
+def batch_scores(
+    params: Params, batch: RolloutBatch, *, model: ValueModel, plan: RowPlan
+) -> Float[np.ndarray, " B"]:
+    """The model's value at the last token of each response, as transformers' classifiers pool.
+
+    Args:
+      params: of `model`, on the mesh of the plan.
+      batch: NumPy arrays; each response has a token.
+
+    Returns:
+      Float32 scores, the same in every process.
+    """
+    # One slot per sequence. Its source is the state before the token, and the score is of the
+    # token's own state.
+    layout = lay_out(batch._replace(response_mask=last_tokens(batch)), plan)
+    rows = layout.rows._replace(sources=layout.rows.sources + 1)
+    values = row_values(params, plan.put(rows), np.int32(layout.num_micro), model=model)
+    scores = to_batch(values, layout.slots, sharding=replicated(plan.mesh))
+    return np.asarray(scores).sum(axis=1)  # 0 but for one token
+
+
+def last_tokens(batch: RolloutBatch) -> Bool[np.ndarray, "B T"]:
+    """True at the last token of each response, which may be one of context."""
+    num_columns = batch.response_mask.shape[1]
+    lengths = np.sum(batch.segment_ids[:, -num_columns:] == 1, axis=1)
+    return np.arange(num_columns) == lengths[:, None] - 1
