@@ -32,6 +32,7 @@ def _by_correctness(key: str) -> dict[str, str]:
 # text that matches * is added to the label.
 PANELS = (
     ("Accuracy", "share", {"eval/*/greedy_accuracy": "greedy", "reward/correct": "training"}),
+    ("Loss on conversations", "nats", {"sft/loss": "training", "eval/*/loss": "held-out"}),
     ("Reward", "score", {"reward/mean": "mean", "reward/group_std": "spread within groups"}),
     ("Effective rank (ER)", "rank", _by_correctness("metrics/effective_rank")),
     ("Velocity (ERV)", "rank", _by_correctness("metrics/effective_rank_velocity")),
@@ -171,7 +172,7 @@ def _page(name: str, record: dict, rows, image: bytes, samples: list[dict]) -> s
         ["step", *(key.removeprefix("eval/") for key in eval_keys)],
         [[row["step"], *(row.get(key, "") for key in eval_keys)] for row in evaluations],
     )
-    trained = [row for row in rows if "policy/loss" in row]
+    trained = [row for row in rows if row.keys() & {"policy/loss", "sft/loss"}]
     last = table(["quantity", "value"], sorted(trained[-1].items())) if trained else ""
     sample_table = ""
     if samples:

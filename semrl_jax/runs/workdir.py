@@ -33,6 +33,9 @@ MAY_DIFFER = (
     "rollout.call_timeout_s",
     "rollout.stall_timeout_s",
     "data.files",  # paths may change: `check_inputs` compares the contents
+    "sft.files",  # as data.files
+    "sft.evaluation_files",
+    "sft.evaluation_every_steps",
     "evaluation.",
     "checkpoints.",
     "logging.",
@@ -47,6 +50,10 @@ MAY_DIFFER = (
     "training.micro_batch_tokens",
     "training.pack_sequences",
     "training.balance_lengths",
+    "sft.micro_batch_size",
+    "sft.micro_batch_tokens",
+    "sft.pack_sequences",
+    "sft.balance_lengths",
     "model.remat",
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
