@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from semrl_jax.data.files import Row, RowError
-from semrl_jax.data.loading import FilePath, Reader, rows_of_files
+from semrl_jax.data.loading import FilePath, rows_of_files
 from semrl_jax.data.rows import BadRows, check_unicode, field_value, question_text
 from semrl_jax.data.templates import chat_template_text, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def load_conversations(
             "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
             "with a tokenizer.json."
         )
-    reader: Reader[Conversation]
+    reader: MessagesReader | CompletionReader
     if row_format == "messages":
         reader = MessagesReader(tokenizer, messages_field)
     else:
@@ -321,8 +321,8 @@ class MessagesReader:
         num_responses = sum(message["role"] == "assistant" for message in messages)
         if num_runs != num_responses:
             raise RowError(
-                f"the chat template marks {num_runs} texts as generated, but there are "
-                f"{num_responses} assistant messages."
+                f"the chat template marks {num_runs} texts as generated, but the number of "
+                f"assistant messages is {num_responses}."
             )
         return np.array(found["input_ids"], np.int32), mask
 
@@ -367,18 +367,18 @@ class MessagesReader:
                 list(messages), chat_template=chat_template_text(self.tokenizer), **options
             )
         except Exception as error:  # a chat template is a program, which may fail in any way
-            roles = ", ".join(message["role"] for message in messages) or "no message"
-            reason = " ".join(str(error).split())[:200]
+            roles = ", ".join(message["role"] for message in messages)
+            reason = " ".join(str(error).split())[:200].rstrip(".")
             raise RowError(
-                f"the chat template refuses the roles ({roles:.80}): {reason}."
+                f"the chat template refuses messages with the roles {roles:.80}: {reason}."
             ) from None
 
 
 def check_messages(messages: Any, field: str) -> list[Message]:
     """The messages of a row with role and content only.
 
-    At most one system message comes first. Then user and assistant alternate, beginning with
-    either. At least one is the assistant's.
+    At most one system message comes first. Then user and assistant alternate. The first message is
+    not the assistant's: a response needs a prompt. At least one is.
 
     Raises:
       RowError: naming the message, counted from 1, and the rule.
@@ -402,6 +402,10 @@ def check_messages(messages: Any, field: str) -> list[Message]:
                 raise RowError(f"{where} has {name!r}, which is not supported; leave it out.")
         if role == "system" and checked:
             raise RowError(f"{where} is the system's, which must be the first one.")
+        if role == "assistant" and not checked:
+            raise RowError(
+                f"{where} is the assistant's; put the system's or the user's message before it."
+            )
         if checked and checked[-1]["role"] == role:
             raise RowError(
                 f"{where} is the {role}'s, as the one before; user and assistant must alternate: "

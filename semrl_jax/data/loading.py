@@ -7,11 +7,11 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
-from semrl_jax.data.files import Row, RowError, read_rows
+from semrl_jax.data.files import RowError, read_rows
 from semrl_jax.data.prompts import PromptDataset, PromptExample, tokenize
 from semrl_jax.data.rows import (
     DATA_SOURCE_FIELD,
@@ -29,18 +29,6 @@ _CHUNK_ROWS = 2048  # rendered and tokenised in one call
 _PROGRESS_S = 5.0
 
 FilePath = str | os.PathLike[str]
-Found = TypeVar("Found", covariant=True)
-
-
-class Reader(Protocol[Found]):
-    """Reads a row, such as `rows.RowReader` does."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that it reads."""
-
-    def read(self, row: Row, default_source: str) -> Found:
-        """What the row holds; RowError if the row is bad."""
 
 
 def load_prompts(
@@ -164,15 +152,16 @@ def load_prompts(
 
 def rows_of_files(
     files: Sequence[pathlib.Path],
-    reader: Reader[Found],
+    reader: Any,
     bad_rows: BadRows,
     field: str = "data.files",
-) -> Iterator[tuple[str, Found] | None]:
+) -> Iterator[tuple[str, Any] | None]:
     """All rows, each with its place in the file; None for a bad row.
 
     Args:
       files: checked before the first one is read.
-      reader: reads a row.
+      reader: such as `rows.RowReader`. It has `fields`, the names that it reads, and `read(row,
+        name)`, which gets the file's name without suffix and raises RowError for a bad row.
       bad_rows: gets every bad row.
       field: the setting that names the files, for error messages.
 

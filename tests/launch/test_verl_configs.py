@@ -213,7 +213,7 @@ OURS_ALONE = {
     "metrics.layers": "the launcher measures the final layer",
     "algorithms.name": "the launcher has one algorithm",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
-    "distributed.": "connection of processes",
+    "distributed.": "connection of processes", "sft.": "another command",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
     "model.family": "that of config.json",
