@@ -349,14 +349,14 @@ class MessagesReader:
         found = np.zeros_like(mask)
         edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
         for begin, end in edges.reshape(-1, 2):
-            ends = [i for i in range(begin, end) if int(token_ids[i]) in self._special]
-            if ends and not self.tokenizer.decode(token_ids[ends[-1] + 1 : end]).strip():
+            ends = begin + np.flatnonzero(np.isin(token_ids[begin:end], self._special))
+            if len(ends) and not self.tokenizer.decode(token_ids[ends[-1] + 1 : end]).strip():
                 found[ends[-1] + 1 : end] = True
         return found
 
     @functools.cached_property
-    def _special(self) -> set[int]:
-        return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+    def _special(self) -> list[int]:
+        return [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -120,6 +121,11 @@ class OpenFineTuning:
     def num_steps(self) -> int:
         return len(self.batches)
 
+    @functools.cached_property
+    def consumed(self) -> Int[np.ndarray, " steps"]:
+        """Conversations read until after each step; one of two epochs counts twice."""
+        return np.cumsum(list(map(len, self.batches)))
+
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
         tuner, mesh = self.tuner, self.tuner.plan.mesh
@@ -160,7 +166,7 @@ class OpenFineTuning:
         with clock("update"):
             state, scalars = self.tuner.update(state, batch)
         num_tokens = sum(map(len, batch))
-        consumed = sum(map(len, self.batches[: step + 1]))
+        consumed = int(self.consumed[step])
         epoch, cursor = divmod(consumed, len(everything))
         scalars |= {
             "policy/learning_rate": rate,
