@@ -237,6 +237,39 @@ def get_config() -> ml_collections.ConfigDict:
     config.warm_start.learning_rate = 2e-3
     config.warm_start.forget_probability = 0.8  # probability that the teacher drops a carry
 
+    # Supervised fine-tuning on conversations of your own, launch.sft; docs/data.md
+    config.sft = ml_collections.ConfigDict()
+    config.sft.files = ()  # .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts
+    config.sft.evaluation_files = ()  # held-out conversations; each file has its own loss
+    config.sft.evaluation_every_steps = 50  # also before the first and after the last; 0: never
+    config.sft.row_format = "messages"  # or prompt_completion
+    config.sft.messages_field = "messages"
+    config.sft.prompt_fields = ("prompt",)  # this and the following: of prompt_completion
+    config.sft.completion_field = "completion"
+    config.sft.template = "plain"  # as data.template
+    config.sft.system_prompt = ""  # for the template chat
+    config.sft.add_special_tokens = False  # as data.add_special_tokens
+    config.sft.chat_template = ""  # Jinja file that replaces the tokenizer's chat template
+    config.sft.skip_bad_rows = False  # True: count and skip them instead of stopping
+    config.sft.max_tokens = 2048  # of a conversation, template included
+    config.sft.too_long = "drop"  # conversations above: drop, truncate or refuse
+    config.sft.num_epochs = 1
+    config.sft.num_steps = 0  # optimiser steps; above 0, replaces num_epochs
+    config.sft.batch_size = 64  # conversations of an optimiser step
+    config.sft.batch_tokens = 0  # above 0, replaces batch_size: most tokens of an optimiser step
+    config.sft.micro_batch_size = 8  # this and the following three: as in training
+    config.sft.micro_batch_tokens = config.sft.get_ref("max_tokens").identity()  # unless set
+    config.sft.pack_sequences = True
+    config.sft.balance_lengths = True
+    config.sft.learning_rate = 1e-5  # the highest
+    config.sft.schedule = "cosine"  # after the warm-up: cosine, linear or constant
+    config.sft.warmup_fraction = 0.03  # of the steps; the rate rises linearly
+    config.sft.final_fraction = 0.0  # of the highest rate, at the end of cosine and linear
+    config.sft.adam_b1 = 0.9
+    config.sft.adam_b2 = 0.95
+    config.sft.weight_decay = 0.01
+    config.sft.max_grad_norm = 1.0
+
     config.training = ml_collections.ConfigDict()
     config.training.num_steps = 160
     config.training.responses_per_step = (  # derived: follows overrides of both factors

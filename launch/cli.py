@@ -193,8 +193,8 @@ def _check_field(config: ConfigDict, field: str) -> None:
         )
     if places := new_places(field):
         raise UserError(f"--config.{field} has moved: {places}.")
-    near = difflib.get_close_matches(field, names, n=1, cutoff=0.8)
-    near = near or [name for name in names if name.endswith(f".{field}")]
+    near = [name for name in names if name.endswith(f".{field}")]
+    near = near or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
     hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."
     raise UserError(f"the config has no field {field!r} where a flag sets it; {hint}")
 

@@ -1,10 +1,17 @@
-"""Runs only the supervised warm start of a config.
+"""Trains a model on conversations of your own; or runs only the warm start of a config.
 
-    python -m launch.sft --config=configs/quickstart.py --workdir=runs/sft
+    python -m launch.sft --config=configs/sft.py --workdir=runs/sft \\
+        --config.model.path=MODEL --config.sft.files=chats.jsonl
 
-Writes WORKDIR/warm_start, a Hugging Face directory that launch.train accepts as
---config.model.path. A later launch.train with the same --workdir continues from it. Exit codes:
-0 done, 2 wrong setting, 75 ended by a signal before it was done.
+With sft.files: supervised fine-tuning of model.path with the loss on assistant tokens, see
+docs/data.md. Resumes the run if the workdir holds one. Writes WORKDIR/model.
+
+Without: the supervised warm start of a random model (warm_start.num_steps). Writes
+WORKDIR/warm_start; a later launch.train with the same --workdir continues from it.
+
+Both are Hugging Face directories that launch.train accepts as --config.model.path. Exit codes: 0
+done, 1 the last checkpoint could not be written to disk, 2 wrong setting, 75 ended by a signal
+(a fine-tuning saves a checkpoint first), 76 another process was lost.
 """
 
 from absl import flags
@@ -14,21 +21,29 @@ from launch import cli
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file with a warm_start")
+CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file, such as configs/sft.py")
 WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
 
 
 def main() -> int:
     config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
-    if config.model.path or not config.warm_start.num_steps:
+    if config.sft.files:
+        if not config.model.path:
+            raise UserError(
+                "sft.files needs model.path, the model to train; python -m launch.random_model "
+                "makes a small model to try with."
+            )
+        from semrl_jax.runs import fine_tune as work  # here: mistakes and --help need no JAX
+    elif config.model.path or not config.warm_start.num_steps:
         raise UserError(
-            "the warm start trains a random model: model.path must be empty and "
-            "warm_start.num_steps above 0."
+            "there is nothing to train: name files of conversations in sft.files; or, for the warm "
+            "start of a random model, leave model.path empty and set warm_start.num_steps above 0."
         )
-    from semrl_jax.runs import warm_start  # here: mistakes and --help need no JAX
+    else:
+        from semrl_jax.runs import warm_start as work
 
     compilation.keep_programs()
-    return warm_start(config, workdir)
+    return work(config, workdir)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Prompt datasets, templates, tokenizers, padding, and the arithmetic quickstart task."""
 
+from semrl_jax.data.conversations import Conversation, ConversationDataset, load_conversations
 from semrl_jax.data.demonstrations import Demonstrations, arithmetic_demonstrations
 from semrl_jax.data.files import RowError, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
@@ -13,9 +14,10 @@ from semrl_jax.data.prompts import (
     columns_hash,
     dataset_hash,
     next_prompts,
+    prompt_order,
 )
 from semrl_jax.data.rows import BadRows, check_row_format, row_reader
-from semrl_jax.data.templates import is_chat
+from semrl_jax.data.templates import is_chat, set_chat_template
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
     check_same_tokens,
@@ -28,6 +30,8 @@ from semrl_jax.data.tokenizer import (
 
 __all__ = [
     "BadRows",
+    "Conversation",
+    "ConversationDataset",
     "Demonstrations",
     "PromptDataset",
     "PromptExample",
@@ -44,13 +48,16 @@ __all__ = [
     "dataset_hash",
     "full_text",
     "is_chat",
+    "load_conversations",
     "load_prompts",
     "load_tokenizer",
     "next_prompts",
     "pad_response_values",
     "pad_rows",
+    "prompt_order",
     "read_rows",
     "row_reader",
+    "set_chat_template",
     "tokenizer_hash",
     "train_tokenizer",
     "verifier_text",

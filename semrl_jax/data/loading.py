@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,6 @@ from semrl_jax.data.rows import (
     DATA_SOURCE_FIELD,
     MAX_REPORTED_BAD_ROWS,
     BadRows,
-    QuestionAnswer,
-    RowReader,
     row_reader,
 )
 from semrl_jax.data.templates import is_chat, prompt_renderer
@@ -108,7 +107,7 @@ def load_prompts(
         template, tokenizer, system_prompt=system_prompt, field_prefix=field_prefix
     )
     bad_rows = BadRows(skip_bad_rows, report)
-    rows = itertools.islice(_rows_of_files(files, reader, bad_rows), num_rows or None)
+    rows = itertools.islice(rows_of_files(files, reader, bad_rows), num_rows or None)
     examples: list[PromptExample] = []
     long_lengths: list[int] = []
     num_read = 0
@@ -159,31 +158,45 @@ def load_prompts(
     return dataset
 
 
-def _rows_of_files(
-    files: Sequence[pathlib.Path], reader: RowReader, bad_rows: BadRows
-) -> Iterator[tuple[str, QuestionAnswer] | None]:
-    """All rows, each with its place in the file; None for a bad row."""
+def rows_of_files(
+    files: Sequence[pathlib.Path],
+    reader: Any,
+    bad_rows: BadRows,
+    field: str = "data.files",
+) -> Iterator[tuple[str, Any] | None]:
+    """All rows, each with its place in the file; None for a bad row.
+
+    Args:
+      files: checked before the first one is read.
+      reader: such as `rows.RowReader`. It has `fields`, the names that it reads, and `read(row,
+        name)`, which gets the file's name without suffix and raises RowError for a bad row.
+      bad_rows: gets every bad row.
+      field: the setting that names the files, for error messages.
+
+    Raises:
+      UserError: for a file that is missing, empty, unreadable or given twice.
+    """
     if not files:
-        raise UserError("data.files is empty; name a .jsonl or .parquet file.")
+        raise UserError(f"{field} is empty; name a .jsonl or .parquet file.")
     seen: dict[tuple[int, int], pathlib.Path] = {}
     readers = []
-    for path in files:  # checks every name before the first file is read
+    for path in files:
         whole_rows = reader.keep_columns
         readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,), whole_rows=whole_rows))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
-            raise UserError(f"data.files has {str(path)!r} twice (as {str(seen[identity])!r}).")
+            raise UserError(f"{field} has {str(path)!r} twice (as {str(seen[identity])!r}).")
         seen[identity] = path
     for path, rows in zip(files, readers, strict=True):
         is_empty = True
         for where, row in rows:
             is_empty = False
             try:
-                problem = reader.read(row, path.stem)
+                found = reader.read(row, path.stem)
             except RowError as e:
                 bad_rows.add(where, e)
                 yield None
             else:
-                yield where, problem
+                yield where, found
         if is_empty:
             raise UserError(f"{path}: the file has no rows.")

@@ -64,37 +64,25 @@ class RowReader:
         """
         if isinstance(row, RowError):
             raise row
-        question = self._question(row)
+        question = question_text(row, self.question_fields)
         answer = self._answer(row)
         source = row.get(DATA_SOURCE_FIELD)
         if source is None:
             source = default_source
         elif not isinstance(source, str) or not source.strip():
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
-        _check_unicode(DATA_SOURCE_FIELD, source)
+        check_unicode(DATA_SOURCE_FIELD, source)
         columns = _columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
 
-    def _question(self, row: dict[str, Any]) -> str:
-        parts: list[str] = []
-        for field in self.question_fields:
-            value = _field_value(row, field)
-            texts = value if isinstance(value, list) and value else [value]
-            if not all(isinstance(text, str) and text.strip() for text in texts):
-                raise RowError(f"field {field!r} must be text, not {value!r:.80}.")
-            for text in texts:
-                _check_unicode(field, text)
-            parts += texts
-        return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
-
     def _answer(self, row: dict[str, Any]) -> str:
-        value = _field_value(row, self.answer_field)
+        value = field_value(row, self.answer_field)
         answer = _answer_text(value)
         if not answer:
             raise RowError(
                 f"field {self.answer_field!r} must be text or a finite number, not {value!r:.80}."
             )
-        _check_unicode(self.answer_field, answer)
+        check_unicode(self.answer_field, answer)
         if self.answer_after:
             _, mark, answer = answer.rpartition(self.answer_after)
             answer = answer.strip()
@@ -174,7 +162,25 @@ class BadRows:
             self._report(f"bad row skipped: {line}")
 
 
-def _field_value(row: dict[str, Any], field: str) -> Any:
+def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
+    """The texts in the fields of a row, see `RowReader.question_fields`.
+
+    Raises:
+      RowError: if a field is missing or holds no text.
+    """
+    parts: list[str] = []
+    for field in fields:
+        value = field_value(row, field)
+        texts = value if isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise RowError(f"field {field!r} must be text, not {value!r:.80}.")
+        for text in texts:
+            check_unicode(field, text)
+        parts += texts
+    return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
+
+
+def field_value(row: dict[str, Any], field: str) -> Any:
     """The value at a field's path; raises RowError if there is none."""
     if field in row:
         return row[field]
@@ -227,7 +233,8 @@ def _answer_text(value: Any) -> str | None:
     return None
 
 
-def _check_unicode(field: str, text: str) -> None:
+def check_unicode(field: str, text: str) -> None:
+    """Raises RowError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as e:  # such as JSON's "\\ud800", which no tokenizer accepts

@@ -65,21 +65,47 @@ def _template_text(template: str, field: str) -> str:
             f"{field} is unknown; choose from {sorted([*TEMPLATES, CHAT])}, or give a text that "
             "contains {input} or the path of a file with such a text."
         )
+    text = _read_text(template, field)
+    if _QUESTION not in text:
+        raise UserError(f"{field}: the file must contain {{input}}.")
+    return text.removesuffix("\n")
+
+
+def _read_text(path: str, field: str) -> str:
+    """The text of a template file; UserError, beginning with the field, if it has none."""
     try:
-        with open(template, encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{field} cannot be read: {error}.") from None
-    if _QUESTION not in text or len(text) > MAX_TEMPLATE_CHARS:
-        raise UserError(
-            f"{field}: the file must contain {{input}} and at most {MAX_TEMPLATE_CHARS} characters."
-        )
-    return text.removesuffix("\n")
+    if not text or len(text) > MAX_TEMPLATE_CHARS:
+        raise UserError(f"{field}: the file must have 1 to {MAX_TEMPLATE_CHARS} characters.")
+    return text
 
 
 def is_chat(template: str) -> bool:
     """Whether the template is the tokenizer's chat template, which writes all special tokens."""
     return template == CHAT or template.startswith(f"{CHAT}:")
+
+
+def chat_template_text(tokenizer: Tokenizer) -> str:
+    """The tokenizer's chat template, which must exist; today's date in it is 26 July 2024."""
+    text = tokenizer.get_chat_template()
+    return _FIXED_DATE + text if "strftime_now" in text else text
+
+
+def set_chat_template(tokenizer: Tokenizer, path: str, field: str) -> None:
+    """Gives the tokenizer the chat template of a UTF-8 file, a Jinja template.
+
+    Args:
+      tokenizer: changed; a directory that it is saved to has the template.
+      path: of the file.
+      field: the setting that names the file, for error messages.
+
+    Raises:
+      UserError: if the file cannot be read, or is empty or too long.
+    """
+    tokenizer.chat_template = _read_text(path, f"{field}={path!r:.200}")
 
 
 def prompt_renderer(
@@ -127,12 +153,9 @@ def prompt_renderer(
             for question in questions
         ]
         try:
-            chat_template = tokenizer.get_chat_template()
-            if "strftime_now" in chat_template:
-                chat_template = _FIXED_DATE + chat_template
             return tokenizer.apply_chat_template(
                 messages,
-                chat_template=chat_template,
+                chat_template=chat_template_text(tokenizer),
                 tokenize=False,
                 add_generation_prompt=True,
             )

@@ -3,9 +3,11 @@
 from semrl_jax.lazy import lazy_names
 from semrl_jax.runs.config import validate
 
-__all__ = ["EXIT_PREEMPTED", "train", "validate", "warm_start"]
+__all__ = ["EXIT_PREEMPTED", "fine_tune", "train", "validate", "warm_start"]
 
 # A config is checked before JAX is loaded.
 __getattr__ = lazy_names(
-    __name__, dict.fromkeys(("EXIT_PREEMPTED", "train", "warm_start"), "lifecycle")
+    __name__,
+    dict.fromkeys(("EXIT_PREEMPTED", "train", "warm_start"), "lifecycle")
+    | {"fine_tune": "fine_tuning"},
 )

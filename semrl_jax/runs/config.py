@@ -27,7 +27,7 @@ from semrl_jax.shaping import ShapingOptions
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "critic", "rewards", "warm_start", "training", "evaluation", "checkpoints", "logging",
+    "critic", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints", "logging",
 )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import ml_collections
 
@@ -28,6 +30,8 @@ from semrl_jax.sampling.dynamic import TooFewGroups
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.state import TrainState
+
+Opened = TypeVar("Opened")
 
 EXIT_NOT_SAVED = EXIT_FAILED = 1
 EXIT_MISTAKE = 2
@@ -114,11 +118,28 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
       UserError: for a wrong setting, directory, address or token, before any training.
       RuntimeError: if the updates stay non-finite, or no replica can sample.
     """
+    return start(config, workdir, open_run, _train)
+
+
+def start(
+    config: ml_collections.ConfigDict,
+    workdir: str,
+    open_: Callable[..., AbstractContextManager[Opened]],
+    work: Callable[[ml_collections.ConfigDict, Opened], int],
+) -> int:
+    """Joins the processes, opens the directory and the run, and works; see `train`.
+
+    Args:
+      config: of the run.
+      workdir: the directory of the run.
+      open_: makes the parts of the run, as `open_run` does.
+      work: gets the config and these parts; returns the exit code.
+    """
     validate(config)
     peers, reporter = join_others(config, os.environ)
     try:
         check_same(peers, config)
-        code = _train_together(config, workdir, peers, reporter)
+        code = _work_together(config, workdir, peers, reporter, open_, work)
         peers.gather("end", code)
         return code
     except BaseException as error:
@@ -132,8 +153,13 @@ def train(config: ml_collections.ConfigDict, workdir: str) -> int:
         peers.close()
 
 
-def _train_together(
-    config: ml_collections.ConfigDict, workdir: str, peers: Peers, reporter: Reporter
+def _work_together(
+    config: ml_collections.ConfigDict,
+    workdir: str,
+    peers: Peers,
+    reporter: Reporter,
+    open_: Callable[..., AbstractContextManager[Opened]],
+    work: Callable[[ml_collections.ConfigDict, Opened], int],
 ) -> int:
     stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED, forward=peers.stop_all)
     peers.on_stop = stop.request
@@ -142,8 +168,8 @@ def _train_together(
     try:
         with stop.installed(), contextlib.ExitStack() as stack:
             stack.enter_context(compilation.watching(reporter.line))
-            opened = stack.enter_context(open_run(config, directory, reporter, stop, peers))
-            return _train(config, opened)
+            opened = stack.enter_context(open_(config, directory, reporter, stop, peers))
+            return work(config, opened)
     except (Exception, Preempted) as error:
         # The replicas of an open run know its id. Keep the id unless this was a user mistake.
         if peers.index == 0 and (opened is None or isinstance(error, UserError)):
@@ -160,10 +186,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     run, reporter, directory = opened.run, opened.run.reporter, opened.run.workdir
     state = opened.first_state()
     first_step, num_steps = int(state.step), config.training.num_steps
-    if first_step:
-        reporter.line(f"resumed {directory.path} at step {first_step}")
-    for change in directory.changed:
-        reporter.line(f"setting changed since the run began: {change}")
+    announce(run, first_step)
     if first_step > num_steps:
         raise UserError(
             f"training.num_steps={num_steps} is less than the {first_step} steps "
@@ -181,7 +204,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
                     state = result.state
                     run.keep(state)
     except Preempted as preempted:
-        return _end_early(run, state, preempted)
+        return end_early(run, state, preempted)
     except TooFewGroups:
         if int(state.step) > first_step:
             _save_before_end(run, state)
@@ -215,7 +238,15 @@ def _save_before_end(run: Run, state: TrainState) -> None:
     run.reporter.line(f"too few groups: {found}; more rounds continue from it")
 
 
-def _end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
+def announce(run: Run, first_step: int) -> None:
+    """Prints what a resumed run goes on from, and which settings have changed."""
+    if first_step:
+        run.reporter.line(f"resumed {run.workdir.path} at step {first_step}")
+    for change in run.workdir.changed:
+        run.reporter.line(f"setting changed since the run began: {change}")
+
+
+def end_early(run: Run, state: TrainState, preempted: Preempted) -> int:
     """Saves the state of the last finished step; returns the exit code."""
     started = time.monotonic()
     run.reporter.line(f"{preempted}: saving a checkpoint of step {int(state.step)}")

@@ -40,6 +40,7 @@ PANELS = (
             "reward/correct_sampled": "all sampled groups",
         },
     ),
+    ("Loss on conversations", "nats", {"sft/loss": "training", "eval/*/loss": "held-out"}),
     (
         "Reward",
         "score",
@@ -196,7 +197,7 @@ def _page(name: str, record: dict, rows, image: bytes, samples: list[dict]) -> s
         ["step", *(key.removeprefix("eval/") for key in eval_keys)],
         [[row["step"], *(row.get(key, "") for key in eval_keys)] for row in evaluations],
     )
-    trained = [row for row in rows if "policy/loss" in row]
+    trained = [row for row in rows if row.keys() & {"policy/loss", "sft/loss"}]
     last = table(["quantity", "value"], sorted(trained[-1].items())) if trained else ""
     sample_table = ""
     if samples:

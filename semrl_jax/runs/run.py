@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,6 +47,11 @@ class Run:
         """Closes the log."""
         if self._writer is not None:
             self._writer.close()
+
+    def write_row(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends a row to the log, after `begin_rows`."""
+        if self._writer is not None:
+            self._writer.write(step, scalars)
 
     def record(self, result: StepResult, bar: Bar) -> None:
         """Writes the row and, if due, the responses; prints one line each."""

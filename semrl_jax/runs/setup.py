@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ml_collections
 import optax
+from jax.sharding import Mesh
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm, check_functions, load_algorithm
@@ -119,17 +120,7 @@ def open_run(
     With several processes, all call it together. A user mistake in one process ends all.
     """
     mesh = models.make_mesh(config.mesh.to_dict())
-    rows = mesh.shape["replica"] * mesh.shape["fsdp"]
-    if not config.training.micro_batch_tokens and config.training.micro_batch_size % rows:
-        raise UserError(
-            f"training.micro_batch_size={config.training.micro_batch_size} must be a multiple of "
-            f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
-        )
-    if config.training.micro_batch_tokens % mesh.shape["sequence"]:
-        raise UserError(
-            f"training.micro_batch_tokens={config.training.micro_batch_tokens} must be a multiple "
-            f"of mesh.sequence={mesh.shape['sequence']}, over which the tokens of a row are split."
-        )
+    check_micro_batches("training", config.training, mesh)
     with contextlib.ExitStack() as stack:
         options = config.rewards.to_dict()
         verifiers, _ = split_functions(reward_functions(options["functions"]))
@@ -288,6 +279,21 @@ def open_run(
         )
         evaluator = Evaluator(config, inputs.problems, inputs.scores, sampler)
         yield OpenRun(run, sampler, evaluator, learner, start)
+
+
+def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mesh) -> None:
+    """Raises UserError if micro-batches of the section `name` cannot be split over the mesh."""
+    rows = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if not section.micro_batch_tokens and section.micro_batch_size % rows:
+        raise UserError(
+            f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of "
+            f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
+        )
+    if section.micro_batch_tokens % mesh.shape["sequence"]:
+        raise UserError(
+            f"{name}.micro_batch_tokens={section.micro_batch_tokens} must be a multiple "
+            f"of mesh.sequence={mesh.shape['sequence']}, over which the tokens of a row are split."
+        )
 
 
 def optimizer_of(section: ml_collections.ConfigDict) -> optax.GradientTransformation:

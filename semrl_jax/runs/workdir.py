@@ -35,6 +35,9 @@ MAY_DIFFER = (
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     "algorithms.batch_rules.max_sampling_rounds",
     "data.files",  # paths may change: `check_inputs` compares the contents
+    "sft.files",  # as data.files
+    "sft.evaluation_files",
+    "sft.evaluation_every_steps",
     "evaluation.",
     "checkpoints.",
     "logging.",
@@ -49,6 +52,10 @@ MAY_DIFFER = (
     "training.micro_batch_tokens",
     "training.pack_sequences",
     "training.balance_lengths",
+    "sft.micro_batch_size",
+    "sft.micro_batch_tokens",
+    "sft.pack_sequences",
+    "sft.balance_lengths",
     "model.remat",
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")

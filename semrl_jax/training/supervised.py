@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: the warm start."""
+"""Supervised training on demonstrations: the warm start. Conversations: `fine_tuning`."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_flags_override_fields(parse):
         ),
         (["--config.trainin.num_steps=3"], "did you mean training.num_steps?"),
         (["--noconfig.rewards.shufle"], "did you mean rewards.shuffle?"),
-        (["--config.num_steps=3"], "did you mean training.num_steps or warm_start.num_steps?"),
+        (["--config.num_steps=3"], "did you mean sft.num_steps or training.num_steps or warm_"),
         (["--config.seed.deep=3"], "has no field 'seed.deep' where a flag sets it"),
         (
             ["--config.rollout.foo=1"],

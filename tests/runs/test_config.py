@@ -105,6 +105,17 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rewards.model.dtype", "float16", "rewards.model.dtype='float16' must be one of"),
         ("warm_start.micro_batch_size", 7, "warm_start.micro_batch_size=7 must divide"),
         ("warm_start.forget_probability", 1.5, r"must be in \[0, 1\]"),
+        ("sft.row_format", "chat", "sft.row_format='chat' must be one of"),
+        ("sft.too_long", "cut", "sft.too_long='cut' must be one of"),
+        ("sft.schedule", "step", "sft.schedule='step' must be one of"),
+        ("sft.files", (1,), "sft.files has 1; it may have texts"),
+        ("sft.learning_rate", 0.0, "sft.learning_rate=0.0 must be above 0"),
+        ("sft.num_epochs", 0, "sft.num_epochs=0 must be above 0"),
+        ("sft.adam_b2", 1.0, r"sft.adam_b2=1.0 must be in \[0, 1\)"),
+        ("sft.warmup_fraction", 2.0, r"sft.warmup_fraction=2.0 must be in \[0, 1\]"),
+        ("sft.max_tokens", 1, "sft.max_tokens=1 must be at least 2"),
+        ("sft.batch_tokens", 100, "sft.batch_tokens=100 must be at least sft.max_tokens=2048"),
+        ("sft.micro_batch_tokens", 0, "sft.pack_sequences=True packs rows of sft.micro_batch"),
         ("algorithms.loss.entropy_coefficient", -1.0, "entropy_coefficient=-1.0 must be at least"),
         ("algorithms.loss.kl_coefficient", float("nan"), "kl_coefficient=nan must be a finite"),
         ("algorithms.advantage.epsilon", 0.0, "epsilon=0.0 must be above 0"),
@@ -277,3 +288,12 @@ def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     record = tmp_path / "config.json"  # of a run of an earlier release
     record.write_text(json.dumps({"config": {"training": {"rate": 0.5}}}))
     assert recorded.get_config(str(record)).training.learning_rate == 0.5
+
+
+def test_rows_of_fine_tuning_follow_the_longest_conversation():
+    config = quickstart.get_config()
+    config.sft.max_tokens = 4096
+    assert config.sft.micro_batch_tokens == 4096
+    config.sft.micro_batch_tokens = 8192
+    assert config.sft.max_tokens == 4096
+    validate(config)

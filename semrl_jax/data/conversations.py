@@ -1,0 +1,447 @@
+"""Conversations for supervised fine-tuning: token ids, and which of them the model learns.
+
+The text of a conversation is tokenised as a whole. The spans of the text that the model must learn
+come from the row's format; a token counts if its text begins inside such a span.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from semrl_jax.data.files import Row, RowError
+from semrl_jax.data.loading import FilePath, rows_of_files
+from semrl_jax.data.rows import BadRows, check_unicode, field_value, question_text
+from semrl_jax.data.templates import chat_template_text, prompt_renderer
+from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import one_of
+from semrl_jax.settings.sft import ROW_FORMATS, TOO_LONG
+
+ROLES = ("system", "user", "assistant")
+# Fields of a message that change what it means. Ignoring them would train on something else.
+UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "weight")
+
+_PROGRESS_S = 5.0
+_MARKS_RESPONSES = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+
+Message = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversation:
+    """One training sequence; it ends with the last token to learn.
+
+    Attributes:
+      token_ids: int32.
+      loss_mask: True on tokens to learn: those of assistant messages, end tokens included. False on
+        the first token, which nothing predicts.
+    """
+
+    token_ids: Int[np.ndarray, " S"]
+    loss_mask: Bool[np.ndarray, " S"]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConversationDataset:
+    """Conversations in file order, and how many were left out or truncated."""
+
+    conversations: tuple[Conversation, ...]
+    num_too_long: int = 0
+    num_truncated: int = 0
+    num_bad_rows: int = 0
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 over the token ids and the mask of every conversation, in order."""
+        digest = hashlib.sha256()
+        for conversation in self.conversations:
+            digest.update(len(conversation).to_bytes(8, "little"))  # keeps neighbours apart
+            digest.update(np.ascontiguousarray(conversation.token_ids, "<i4").tobytes())
+            digest.update(conversation.loss_mask.tobytes())
+        return digest.hexdigest()
+
+
+def load_conversations(
+    paths: Sequence[FilePath],
+    tokenizer: Tokenizer,
+    *,
+    row_format: str = "messages",
+    messages_field: str = "messages",
+    prompt_fields: Sequence[str] = ("prompt",),
+    completion_field: str = "completion",
+    template: str = "plain",
+    system_prompt: str = "",
+    add_special_tokens: bool = False,
+    skip_bad_rows: bool = False,
+    max_tokens: int = 2048,
+    too_long: str = "drop",
+    end_token_ids: Sequence[int] = (),
+    files_field: str = "sft.files",
+    report: Callable[[str], object] = lambda line: None,
+) -> ConversationDataset:
+    """Loads JSON Lines (.jsonl) and Parquet (.parquet) files, in the order given.
+
+    Args:
+      paths: the files.
+      tokenizer: a fast one, which knows the place of each token in the text.
+      row_format: "messages": a list of messages with role and content, rendered by the chat
+        template of the tokenizer. "prompt_completion": two texts; the prompt gets the template, and
+        the end token follows the completion.
+      messages_field: of "messages".
+      prompt_fields, completion_field, template, system_prompt, add_special_tokens: of
+        "prompt_completion"; as in `load_prompts`. The completion is not changed.
+      skip_bad_rows: leave bad rows out and count them, instead of raising.
+      max_tokens: the limit of a conversation, template included.
+      too_long: "drop" leaves out and counts a conversation above the limit; "truncate" keeps its
+        first tokens, and leaves it out if none of them is to be learned; "refuse" raises.
+      end_token_ids: the model's end tokens; a conversation that ends otherwise is reported.
+      files_field: the setting that names the files, for error messages.
+      report: gets lines about rows left out, and every few seconds the progress.
+
+    Raises:
+      UserError: if an argument is wrong; if a file is missing, unreadable, empty or given twice; if
+        a row is bad and bad rows are not skipped; or if no conversation is left. The message names
+        the file, the line (counted from 1) and the field.
+    """
+    one_of("sft.row_format", row_format, ROW_FORMATS)
+    one_of("sft.too_long", too_long, TOO_LONG)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            "the tokenizer cannot tell where its tokens begin in the text; give a model directory "
+            "with a tokenizer.json."
+        )
+    reader: MessagesReader | CompletionReader
+    if row_format == "messages":
+        reader = MessagesReader(tokenizer, messages_field)
+    else:
+        reader = CompletionReader(
+            tokenizer, tuple(prompt_fields), completion_field, template, system_prompt,
+            add_special_tokens,
+        )  # fmt: skip
+    files = [pathlib.Path(path) for path in paths]
+    names = ", ".join(map(str, files))
+    bad_rows = BadRows(skip_bad_rows, report)
+    kept: list[Conversation] = []
+    long_lengths: list[int] = []
+    num_truncated = num_unended = num_read = 0
+    reported_s = time.monotonic()
+    for found in rows_of_files(files, reader, bad_rows, files_field):
+        num_read += 1
+        if time.monotonic() - reported_s > _PROGRESS_S:
+            report(f"{num_read} conversations read")
+            reported_s = time.monotonic()
+        if found is None:
+            continue
+        where, conversation = found
+        if len(conversation) > max_tokens:
+            if too_long == "refuse":
+                raise UserError(
+                    f"{where}: the conversation has {len(conversation)} tokens, more than "
+                    f"sft.max_tokens={max_tokens}; raise it, or set sft.too_long to 'drop' or "
+                    "'truncate'."
+                )
+            long_lengths.append(len(conversation))
+            if too_long == "drop" or not conversation.loss_mask[:max_tokens].any():
+                continue
+            num_truncated += 1
+            conversation = conversation_of(
+                conversation.token_ids[:max_tokens], conversation.loss_mask[:max_tokens]
+            )
+        elif conversation.token_ids[-1] not in end_token_ids:
+            num_unended += 1
+        kept.append(conversation)
+    if bad_rows.count == num_read:
+        raise UserError(f"{names}: all {num_read} rows are bad; the first: {bad_rows.first}")
+    if not kept:
+        raise UserError(
+            f"{names}: none of the {len(long_lengths)} conversations can be used within "
+            f"sft.max_tokens={max_tokens} tokens; the shortest has {min(long_lengths)}; raise it."
+        )
+    if bad_rows.count:
+        report(f"{bad_rows.count} of {num_read} rows are bad and left out.")
+    if long_lengths:
+        report(
+            f"{len(long_lengths)} of {num_read} conversations have more than sft.max_tokens="
+            f"{max_tokens} tokens: {num_truncated} are truncated and "
+            f"{len(long_lengths) - num_truncated} left out."
+        )
+    if end_token_ids and num_unended:
+        ends = tokenizer.convert_ids_to_tokens(list(end_token_ids))
+        report(
+            f"{num_unended} of {num_read} conversations do not end with an end token of the model "
+            f"({', '.join(map(str, ends))}), so the model does not learn to stop there; if the "
+            "chat template ends a message with another token, name it in rollout.stop_token_ids "
+            "when you sample."
+        )
+    return ConversationDataset(
+        tuple(kept), len(long_lengths) - num_truncated, num_truncated, bad_rows.count
+    )
+
+
+def conversation_of(
+    token_ids: Int[np.ndarray, " N"], loss_mask: Bool[np.ndarray, " N"]
+) -> Conversation:
+    """Leaves out the tokens after the last one to learn: nothing that is learned depends on them.
+
+    Raises:
+      RowError: if no token can be learned.
+    """
+    loss_mask = loss_mask & (np.arange(len(loss_mask)) > 0)
+    places = np.flatnonzero(loss_mask)
+    if not len(places):
+        raise RowError("the tokenizer has no token for the text that is to be learned.")
+    return Conversation(token_ids[: places[-1] + 1], loss_mask[: places[-1] + 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionReader:
+    """Reads rows with a prompt and a completion."""
+
+    tokenizer: Tokenizer
+    prompt_fields: tuple[str, ...]
+    completion_field: str
+    template: str
+    system_prompt: str
+    add_special_tokens: bool
+
+    def __post_init__(self):
+        if not self.prompt_fields or not all((*self.prompt_fields, self.completion_field)):
+            raise UserError(
+                f"sft.prompt_fields={self.prompt_fields} and sft.completion_field="
+                f"{self.completion_field!r} must each name a field."
+            )
+        self._render(["1"])  # a wrong template is named before any file is read
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (*self.prompt_fields, self.completion_field)
+
+    def read(self, row: Row, default_source: str) -> Conversation:
+        """Tokenises prompt and completion; RowError if the row is bad."""
+        if isinstance(row, RowError):
+            raise row
+        completion = field_value(row, self.completion_field)
+        if not isinstance(completion, str) or not completion.strip():
+            raise RowError(
+                f"field {self.completion_field!r} must be text, not {completion!r:.80}; lists of "
+                "messages are read with sft.row_format='messages'."
+            )
+        check_unicode(self.completion_field, completion)
+        (prompt,) = self._render([question_text(row, self.prompt_fields)])
+        text = prompt + completion
+        token_ids, mask = tokens_in_spans(
+            self.tokenizer, text, [(len(prompt), len(text))], self.add_special_tokens
+        )
+        end = self.tokenizer.eos_token_id
+        if token_ids[-1:].tolist() != [end]:
+            token_ids, mask = np.append(token_ids, np.int32(end)), np.append(mask, True)
+        mask[-1] = True
+        return conversation_of(token_ids, mask)
+
+    @functools.cached_property
+    def _render(self) -> Callable[[Sequence[str]], list[str]]:
+        return prompt_renderer(
+            self.template, self.tokenizer, system_prompt=self.system_prompt, field_prefix="sft."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MessagesReader:
+    """Reads rows with a list of messages, and renders them by the tokenizer's chat template."""
+
+    tokenizer: Tokenizer
+    field: str
+
+    def __post_init__(self):
+        if not self.field:
+            raise UserError("sft.messages_field='' must name a field.")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                "sft.row_format='messages' needs a chat template, but the tokenizer has none; name "
+                "a file with one in sft.chat_template, or use sft.row_format='prompt_completion'."
+            )
+        try:  # a template that fails is named before any file is read
+            self.tokens(_EXAMPLE)
+        except RowError as error:
+            raise UserError(
+                f"the chat template cannot be used for training: {error} Name a file with another "
+                "one in sft.chat_template."
+            ) from None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def read(self, row: Row, default_source: str) -> Conversation:
+        """Tokenises the conversation; RowError if the row is bad."""
+        if isinstance(row, RowError):
+            raise row
+        if self.field not in row and {"prompt", "completion"} <= row.keys():
+            raise RowError(
+                f"field {self.field!r} is missing; rows with a prompt and a completion are read "
+                "with sft.row_format='prompt_completion'."
+            )
+        return self.tokens(check_messages(field_value(row, self.field), self.field))
+
+    def tokens(self, messages: Sequence[Message]) -> Conversation:
+        """Token ids and mask of checked messages; RowError if the template does not fit them."""
+        if _MARKS_RESPONSES.search(chat_template_text(self.tokenizer)):
+            token_ids, mask = self._marked_tokens(messages)
+        else:
+            text = self._render(messages)
+            spans = list(self._assistant_spans(messages, text))
+            token_ids, mask = tokens_in_spans(self.tokenizer, text, spans, False)
+            mask &= ~self._follows_end(token_ids, mask)
+        return conversation_of(token_ids, mask)
+
+    def _marked_tokens(self, messages: Sequence[Message]):
+        """By the {% generation %} blocks of the template."""
+        found = self._apply(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = np.array(found["assistant_masks"], bool)
+        num_runs = np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)
+        num_responses = sum(message["role"] == "assistant" for message in messages)
+        if num_runs != num_responses:
+            raise RowError(
+                f"the chat template marks {num_runs} texts as generated, but the number of "
+                f"assistant messages is {num_responses}."
+            )
+        return np.array(found["input_ids"], np.int32), mask
+
+    def _assistant_spans(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
+        """Begin and end of each assistant message, from the texts of shorter conversations."""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:index], add_generation_prompt=True)
+            after = text if index + 1 == len(messages) else self._render(messages[: index + 1])
+            if not (text.startswith(after) and after.startswith(before)) or before == after:
+                raise RowError(
+                    f"the chat template writes message {index + 1} or those before it in another "
+                    "way when the conversation goes on, so it cannot be told which tokens the "
+                    "assistant generates; use a template with {% generation %} marks, or rows that "
+                    "end with their first assistant message."
+                )
+            yield len(before), len(after)
+
+    def _follows_end(
+        self, token_ids: Int[np.ndarray, " S"], mask: Bool[np.ndarray, " S"]
+    ) -> Bool[np.ndarray, " S"]:
+        """Spaces that a template writes after an end token: a model that samples stops before."""
+        found = np.zeros_like(mask)
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+        for begin, end in edges.reshape(-1, 2):
+            ends = begin + np.flatnonzero(np.isin(token_ids[begin:end], self._special))
+            if len(ends) and not self.tokenizer.decode(token_ids[ends[-1] + 1 : end]).strip():
+                found[ends[-1] + 1 : end] = True
+        return found
+
+    @functools.cached_property
+    def _special(self) -> list[int]:
+        return [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), chat_template=chat_template_text(self.tokenizer), **options
+            )
+        except Exception as error:  # a chat template is a program, which may fail in any way
+            roles = ", ".join(message["role"] for message in messages)
+            reason = " ".join(str(error).split())[:200].rstrip(".")
+            raise RowError(
+                f"the chat template refuses messages with the roles {roles:.80}: {reason}."
+            ) from None
+
+
+def check_messages(messages: Any, field: str) -> list[Message]:
+    """The messages of a row with role and content only.
+
+    At most one system message comes first. Then user and assistant alternate. The first message is
+    not the assistant's: a response needs a prompt. At least one is.
+
+    Raises:
+      RowError: naming the message, counted from 1, and the rule.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RowError(f"field {field!r} must be a list of messages, not {messages!r:.80}.")
+    checked: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        where = f"message {number} of {field!r}"
+        if not isinstance(message, dict):
+            raise RowError(f"{where} must have a role and a content, not {message!r:.80}.")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise RowError(f"{where} has role={role!r:.80}, which must be one of {ROLES}.")
+        if not isinstance(content, str) or not (content.strip() or role == "system"):
+            raise RowError(
+                f"{where}, of the {role}, must have text as content, not {content!r:.80}."
+            )
+        for name in UNSUPPORTED:  # Parquet gives every message all fields
+            if message.get(name) not in (None, [], ""):
+                raise RowError(f"{where} has {name!r}, which is not supported; leave it out.")
+        if role == "system" and checked:
+            raise RowError(f"{where} is the system's, which must be the first one.")
+        if role == "assistant" and not checked:
+            raise RowError(
+                f"{where} is the assistant's; put the system's or the user's message before it."
+            )
+        if checked and checked[-1]["role"] == role:
+            raise RowError(
+                f"{where} is the {role}'s, as the one before; user and assistant must alternate: "
+                "join the two."
+            )
+        check_unicode(f"{field}.{number - 1}.content", content)
+        checked.append({"role": role, "content": content})
+    if not any(message["role"] == "assistant" for message in checked):
+        raise RowError(f"field {field!r} has no assistant message, so nothing can be learned.")
+    return checked
+
+
+def tokens_in_spans(
+    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], add_special_tokens: bool
+) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
+    """Token ids of the text, and whether the text of each token begins in one of the spans.
+
+    Args:
+      tokenizer: a fast one.
+      text: tokenised as a whole.
+      spans: first character and the one after the last.
+      add_special_tokens: whether the tokenizer adds its default special tokens, which are in no
+        span.
+    """
+    found = tokenizer(
+        text,
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+    )
+    token_ids = np.array(found["input_ids"], np.int32)
+    begins = np.array([begin for begin, _ in found["offset_mapping"]], np.int64)
+    mask = np.zeros(len(token_ids), bool)
+    for begin, end in spans:
+        mask |= (begins >= begin) & (begins < end)
+    if add_special_tokens:  # an added token has no text: its place is (0, 0)
+        added = np.array([begin == end for begin, end in found["offset_mapping"]])
+        mask &= ~(added & np.array(found["special_tokens_mask"], bool))
+    return token_ids, mask

@@ -1,0 +1,344 @@
+"""Supervised fine-tuning from start to exit code: reads conversations, trains, saves the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from semrl_jax import data, models
+from semrl_jax.clock import Clock
+from semrl_jax.cluster.agreement import run_phase
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Bar, Reporter, duration
+from semrl_jax.errors import Preempted, UserError
+from semrl_jax.files import read_json_object
+from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
+from semrl_jax.models import from_host, replicated
+from semrl_jax.runs.checkpoints import Checkpoints
+from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
+from semrl_jax.runs.run import Run
+from semrl_jax.runs.setup import check_micro_batches, record_inputs
+from semrl_jax.runs.workdir import Workdir
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.fine_tuning import FineTuner, batch_order, learning_rate_of, make_optimizer
+from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.packing import row_plan
+from semrl_jax.training.state import DataPosition, TrainState, abstract_state, init_state
+
+MAX_LINES = 100  # of steps, printed in equal distances
+RATE = ("learning_rate", "schedule", "warmup_fraction", "final_fraction")
+OPTIMIZER = ("adam_b1", "adam_b2", "weight_decay", "max_grad_norm")
+CONVERSATIONS = (
+    "row_format", "messages_field", "prompt_fields", "completion_field", "template",
+    "system_prompt", "add_special_tokens", "skip_bad_rows", "max_tokens", "too_long",
+)  # fmt: skip
+
+
+class Inputs:
+    """Inputs of a run, after all checks; `held_out` has the conversations of each file by name."""
+
+    def __init__(self, config: ml_collections.ConfigDict, mesh: Mesh, reporter: Reporter) -> None:
+        sft = config.sft
+        names = [pathlib.Path(path).stem for path in sft.evaluation_files]
+        for field in ("files", "evaluation_files"):
+            for path in sft[field]:
+                try:
+                    data.check_file(path)
+                except UserError as error:
+                    raise UserError(f"sft.{field}: {error}") from None
+        if len(set(names)) < len(names):
+            raise UserError(
+                f"sft.evaluation_files={tuple(sft.evaluation_files)}: two files have the same name "
+                "without ending, which names their loss in the log; rename one."
+            )
+        self.policy, self.tokenizer = build_policy(config)
+        architecture = self.policy.config
+        models.check_mesh(architecture, mesh)
+        if sft.max_tokens > architecture.max_position_embeddings:
+            raise UserError(
+                f"sft.max_tokens={sft.max_tokens} must be at most the model's context of "
+                f"{architecture.max_position_embeddings} tokens."
+            )
+        if sft.chat_template:
+            data.set_chat_template(self.tokenizer, sft.chat_template, "sft.chat_template")
+        ends = end_token_ids(config, self.tokenizer)
+
+        def read(field: str, paths: Sequence[str]) -> data.ConversationDataset:
+            found = data.load_conversations(
+                paths,
+                self.tokenizer,
+                **{name: sft[name] for name in CONVERSATIONS},
+                end_token_ids=ends,
+                files_field=f"sft.{field}",
+                report=reporter.line,
+            )
+            num_tokens = sum(map(len, found.conversations))
+            num_learned = sum(int(one.loss_mask.sum()) for one in found.conversations)
+            reporter.line(
+                f"{field}: {len(found)} conversations, {num_tokens} tokens, {num_learned} of them "
+                "to learn"
+            )
+            return found
+
+        self.conversations = read("files", sft.files)
+        self.held_out = {
+            name: read("evaluation_files", [path])
+            for name, path in zip(names, sft.evaluation_files, strict=True)
+        }
+
+    def hashes(self) -> dict[str, str]:
+        """Hash by name of the input."""
+        return {
+            "data": self.conversations.hash,
+            "tokenizer": data.tokenizer_hash(self.tokenizer),
+            "architecture": self.policy.config.hash,
+        }
+
+
+@dataclasses.dataclass
+class OpenFineTuning:
+    """The parts of an open run."""
+
+    run: Run
+    inputs: Inputs
+    tuner: FineTuner
+    batches: list[Int[np.ndarray, " _"]]  # the conversations of each step, by index
+    rate: dict[str, Any]  # options of the learning rate
+    model: pathlib.Path  # the model that training starts from
+    peers: Peers
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.batches)
+
+    @functools.cached_property
+    def consumed(self) -> Int[np.ndarray, " steps"]:
+        """Conversations read until after each step; one of two epochs counts twice."""
+        return np.cumsum(list(map(len, self.batches)))
+
+    def first_state(self) -> TrainState:
+        """The newest valid checkpoint, or the state before the first update."""
+        tuner, mesh = self.tuner, self.tuner.plan.mesh
+        shaping = init_shaping_state()  # of no use here, but part of every checkpoint
+        like = abstract_state(tuner.policy.shapes(), tuner.optimizer, shaping, mesh)
+        restored = self.run.checkpoints.restore(like)
+        if restored is not None:
+            return restored
+        params = starting_params(self.model, tuner.policy, mesh)
+        return init_state(params, tuner.optimizer, shaping, mesh)
+
+    def check_stop(self) -> None:
+        """Raises Preempted in all processes if one of them was asked to end."""
+        run_phase(self.peers, "check_stop", self.run.stop.check)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        every = self.run.config.sft.evaluation_every_steps
+        return bool(self.inputs.held_out and every) and (
+            step % every == 0 or step == self.num_steps
+        )
+
+    def evaluate(self, params: models.Params) -> dict[str, float]:
+        """The loss on each held-out file."""
+        batch_size = self.run.config.sft.batch_size
+        return {
+            f"eval/{name}/loss": self.tuner.loss(
+                params, held_out.conversations, batch_size, self.check_stop
+            )
+            for name, held_out in self.inputs.held_out.items()
+        }
+
+    def step(self, state: TrainState, clock: Clock) -> tuple[TrainState, dict[str, float]]:
+        """One update, and its scalars."""
+        step = int(state.step)
+        everything = self.inputs.conversations.conversations
+        batch = [everything[index] for index in self.batches[step]]
+        rate = learning_rate_of(state, **self.rate)
+        with clock("update"):
+            state, scalars = self.tuner.update(state, batch)
+        num_tokens = sum(map(len, batch))
+        consumed = int(self.consumed[step])
+        epoch, cursor = divmod(consumed, len(everything))
+        scalars |= {
+            "policy/learning_rate": rate,
+            "sft/epoch": consumed / len(everything),
+            "sft/num_tokens": float(num_tokens),
+            "sft/num_learned_tokens": float(sum(int(one.loss_mask.sum()) for one in batch)),
+            "sft/tokens_per_s": num_tokens / clock.seconds("update"),
+        }
+        done = from_host(np.int32(step + 1), replicated(self.tuner.plan.mesh))
+        return state._replace(step=done, position=DataPosition(epoch, cursor)), scalars
+
+    def save_model(self, params: models.Params) -> pathlib.Path:
+        """Writes the Hugging Face directory, with the settings of the one that training began with.
+
+        Only process 0 writes; all must call it.
+        """
+        directory = self.run.workdir.path / "model"
+        if self.peers.count > 1:
+            params = models.to_host(params)
+
+        def save() -> None:
+            if self.run.leads:
+                models.save_directory(
+                    directory,
+                    params,
+                    self.tuner.policy.config,
+                    self.run.tokenizer,
+                    eos_token_id=models.eos_token_ids(self.model) or None,
+                    base=read_json_object(self.model / "config.json"),
+                )
+
+        run_phase(self.peers, "save_model", save)
+        return directory
+
+
+@contextlib.contextmanager
+def open_fine_tuning(
+    config: ml_collections.ConfigDict,
+    workdir: Workdir,
+    reporter: Reporter,
+    stop: StopRequest,
+    peers: Peers,
+) -> Iterator[OpenFineTuning]:
+    """Builds all parts of a run, and closes them at the end of the block.
+
+    With several processes, all call it together. A user mistake in one process ends all.
+    """
+    sft = config.sft
+    mesh = models.make_mesh(config.mesh.to_dict())
+    check_micro_batches("sft", sft, mesh)
+
+    def check_inputs() -> Inputs:
+        with stop.interruptible():
+            return Inputs(config, mesh, reporter)
+
+    inputs = run_phase(peers, "check_inputs", check_inputs)
+    model = models.find_directory(config.model.path)
+    run_phase(peers, "check_inputs", lambda: models.check_params(model, inputs.policy.config))
+    record_inputs(peers, workdir, inputs.hashes(), config.model.path)
+    batches = batch_order(
+        list(map(len, inputs.conversations.conversations)),
+        seed=config.seed,
+        num_epochs=sft.num_epochs,
+        num_steps=sft.num_steps,
+        batch_size=sft.batch_size,
+        batch_tokens=sft.batch_tokens,
+    )
+    rate = {"num_steps": len(batches)} | {name: sft[name] for name in RATE}
+    tuner = FineTuner(
+        policy=dataclasses.replace(inputs.policy, mesh=mesh),
+        optimizer=make_optimizer(**rate, **{name: sft[name] for name in OPTIMIZER}),
+        plan=row_plan(mesh, sft),
+        max_tokens=sft.max_tokens,
+        max_skipped_updates=config.training.max_skipped_updates,
+        peers=peers,
+    )
+    checkpoints = Checkpoints(
+        workdir.path / "checkpoints", **config.checkpoints, warn=reporter.line, peers=peers
+    )
+    with contextlib.closing(checkpoints):
+        run = Run(
+            config=config,
+            workdir=workdir,
+            checkpoints=checkpoints,
+            tokenizer=inputs.tokenizer,
+            reporter=reporter,
+            stop=stop,
+            leads=peers.index == 0,
+        )
+        yield OpenFineTuning(run, inputs, tuner, batches, rate, model, peers)
+
+
+def fine_tune(config: ml_collections.ConfigDict, workdir: str) -> int:
+    """Starts a supervised fine-tuning, or resumes the one in the directory.
+
+    Returns:
+      0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written
+      to disk.
+
+    Raises:
+      UserError: for a wrong setting, file, row or directory, before any training.
+      RuntimeError: if the updates stay non-finite.
+    """
+    return start(config, workdir, open_fine_tuning, _fine_tune)
+
+
+def _fine_tune(config: ml_collections.ConfigDict, opened: OpenFineTuning) -> int:
+    run, num_steps = opened.run, opened.num_steps
+    state = opened.first_state()
+    first_step = int(state.step)
+    announce(run, first_step)
+    run.begin_rows(first_step)
+    try:
+        with run.reporter.bar("sft", num_steps, "steps", done=first_step) as bar:
+            for step in range(first_step, num_steps):
+                opened.check_stop()
+                clock = Clock(bar.status)
+                held_out = _evaluation(opened, step, state, clock)
+                state, scalars = opened.step(state, clock)
+                run.write_row(step, held_out | scalars | clock.scalars())
+                bar.advance(status=f"loss {scalars['sft/loss']:.3f}")
+                if (step + 1) % -(-num_steps // MAX_LINES) == 0 or step + 1 == num_steps:
+                    run.reporter.line(_step_line(step + 1, num_steps, scalars, bar))
+                if run.checkpoints.due(step + 1, num_steps):
+                    run.checkpoints.save(state)
+            clock = Clock(bar.status)
+            held_out = _evaluation(opened, num_steps, state, clock)
+            if held_out:
+                run.write_row(num_steps, held_out | clock.scalars())
+    except Preempted as preempted:
+        return end_early(run, state, preempted)
+    except NonFiniteUpdates as error:
+        file = run.keep_minibatch(error.minibatch)
+        raise RuntimeError(
+            f"{error}; the last batch is in {file}. Lower sft.learning_rate, or resume from an "
+            "earlier checkpoint."
+        ) from None
+    finally:
+        run.end_rows()
+    failure = run.checkpoints.failure()
+    run.draw_report()
+    if failure:
+        run.reporter.line(f"not done: {failure}; make room, the same command goes on")
+        return EXIT_NOT_SAVED
+    directory = opened.save_model(state.params)
+    run.reporter.line(
+        f"done: {num_steps} steps; {directory} is a Hugging Face model directory, for example for "
+        f"launch.train --config.model.path={directory}"
+    )
+    return 0
+
+
+def _evaluation(
+    opened: OpenFineTuning, step: int, state: TrainState, clock: Clock
+) -> dict[str, float]:
+    """The held-out losses of the weights before `step`, if they are due; prints them."""
+    if not opened.evaluation_is_due(step):
+        return {}
+    with clock("evaluate"):
+        found = opened.evaluate(state.params)
+    for key, loss in found.items():
+        opened.run.reporter.line(f"eval {step}  {key.split('/')[1]}  loss {loss:.4f}")
+    return found
+
+
+def _step_line(step: int, num_steps: int, scalars: Mapping[str, float], bar: Bar) -> str:
+    parts = [
+        f"step {step:>4}/{num_steps}",
+        f"loss {scalars['sft/loss']:.4f}",
+        f"rate {scalars['policy/learning_rate']:.2e}",
+        f"{scalars['sft/tokens_per_s']:.0f} tokens/s",
+    ]
+    if bar.left_s() is not None:
+        parts.append(f"left {duration(bar.left_s())}")
+    return "  ".join(parts)

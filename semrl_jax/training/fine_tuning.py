@@ -1,0 +1,254 @@
+"""Supervised fine-tuning on conversations: batches, learning rate, one step, held-out loss.
+
+A step is an update of `training.update` with the likelihood as its loss. A conversation is a row
+with a prompt of one token; of the rest, the tokens to learn are those of the response mask. Rows,
+packing and micro-batches are therefore those of the reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Int
+
+from semrl_jax import data
+from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.models import Params, Policy, from_host, replicated
+from semrl_jax.training import likelihood
+from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.packing import RowPlan
+from semrl_jax.training.rollout_batch import bucket
+from semrl_jax.training.state import TrainState, num_optimizer_updates
+from semrl_jax.training.update import batch_logprobs, update_policy
+from semrl_jax.types import RolloutBatch
+
+LIKELIHOOD = Algorithm(likelihood, None)
+
+
+def batch_order(
+    lengths: Sequence[int],
+    *,
+    seed: int,
+    num_epochs: int,
+    num_steps: int,
+    batch_size: int,
+    batch_tokens: int,
+) -> list[Int[np.ndarray, " _"]]:
+    """The conversations of each step, by index.
+
+    Every epoch has its own order, a function of (seed, epoch). A batch may reach into the next
+    epoch; the last one may be smaller.
+
+    Args:
+      lengths: of the conversations, in tokens.
+      seed: not negative.
+      num_epochs: over the conversations.
+      num_steps: above 0, replaces `num_epochs`.
+      batch_size: conversations of a batch.
+      batch_tokens: above 0, replaces `batch_size`: a batch takes conversations up to this number of
+        tokens. At least the longest conversation.
+    """
+    found: list[Int[np.ndarray, " _"]] = []
+    batch: list[int] = []
+    num_tokens = 0
+    for epoch in itertools.count() if num_steps else range(num_epochs):
+        for index in data.prompt_order(len(lengths), seed, epoch).tolist():
+            is_full = (
+                num_tokens + lengths[index] > batch_tokens
+                if batch_tokens
+                else len(batch) == batch_size
+            )
+            if batch and is_full:
+                found.append(np.array(batch))
+                batch, num_tokens = [], 0
+                if num_steps and len(found) == num_steps:
+                    return found
+            batch.append(index)
+            num_tokens += lengths[index]
+    return [*found, np.array(batch)]
+
+
+def learning_rate_at(
+    count: Any,
+    *,
+    num_steps: int,
+    learning_rate: float,
+    schedule: str,
+    warmup_fraction: float,
+    final_fraction: float,
+) -> Any:
+    """Rate of the update after `count` others.
+
+    Args:
+      count: may be traced.
+      num_steps: of the whole training.
+      learning_rate: the highest one, after a linear rise over `warmup_fraction` of the steps.
+      schedule: what follows: "constant", or "linear" or "cosine" down to `final_fraction` of the
+        rate, which the step after the last would have.
+      warmup_fraction, final_fraction: in [0, 1].
+    """
+    num_warmup = math.ceil(warmup_fraction * num_steps)
+    # (count + 1): the first update already moves.
+    warmed = jnp.minimum((count + 1) / max(num_warmup, 1), 1.0)
+    progress = jnp.clip((count - num_warmup) / max(num_steps - num_warmup, 1), 0.0, 1.0)
+    left = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
+    }[schedule]
+    return learning_rate * warmed * (final_fraction + (1.0 - final_fraction) * left)
+
+
+@functools.cache  # static under jit: equal settings give one program
+def make_optimizer(
+    *,
+    adam_b1: float,
+    adam_b2: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    **rate: Any,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW at the rate of `learning_rate_at`, which gets the rest."""
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(
+            functools.partial(learning_rate_at, **rate),
+            b1=adam_b1,
+            b2=adam_b2,
+            weight_decay=weight_decay,
+        ),
+    )
+
+
+def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: int) -> RolloutBatch:
+    """Conversations as NumPy rows [first token | the rest]; `response_mask` is the loss mask.
+
+    Args:
+      conversations: each of 2 to `max_tokens` tokens.
+      max_tokens: limit of the columns, which are rounded up to one of a few numbers.
+    """
+    longest = max(map(len, conversations))
+    num_columns = bucket(longest - 1, max_tokens - 1)
+    rows = data.pad_rows(
+        [conversation.token_ids[:1] for conversation in conversations],
+        [conversation.token_ids[1:] for conversation in conversations],
+        prompt_length=1,
+        response_length=num_columns,
+        pad_id=0,
+    )
+    mask = data.pad_response_values(
+        [conversation.loss_mask[1:] for conversation in conversations], num_columns, bool
+    )
+    return RolloutBatch(
+        token_ids=rows.token_ids,
+        positions=rows.positions,
+        segment_ids=rows.segment_ids,
+        response_mask=mask,
+        rollout_logprobs=np.zeros(mask.shape, np.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTuner:
+    """Updates and measures a policy on conversations.
+
+    Attributes:
+      policy: on the mesh of the plan.
+      optimizer: from `make_optimizer`.
+      plan: how batches are laid out; no choice changes a number beyond rounding.
+      max_tokens: of a conversation.
+      max_skipped_updates: non-finite updates in a row that end the training.
+      peers: the processes that hold the policy; all call a method together.
+    """
+
+    policy: Policy
+    optimizer: optax.GradientTransformation
+    plan: RowPlan
+    max_tokens: int
+    max_skipped_updates: int
+    peers: Peers
+
+    def update(
+        self, state: TrainState, conversations: Sequence[data.Conversation]
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One optimiser step on the mean loss over all tokens to learn of a batch.
+
+        The parameters and optimiser state of `state` are donated. The result has the same `step`
+        and `position`.
+
+        Returns:
+          The state after the update, and scalars; `sft/loss` is that before the update, in nats per
+          token.
+
+        Raises:
+          NonFiniteUpdates: after `max_skipped_updates` non-finite updates in a row.
+        """
+        batch = conversation_batch(conversations, self.max_tokens)
+        with self.peers.phase("update"):
+            params, opt_state, scalars = update_policy(
+                state.params,
+                state.optimizer,
+                batch,
+                None,
+                None,
+                np.ones(batch.response_mask.shape, np.float32),
+                policy=self.policy,
+                optimizer=self.optimizer,
+                temperature=1.0,
+                plan=self.plan,
+                algorithm=LIKELIHOOD,
+            )
+            found = {name: float(value) for name, value in scalars.items()}
+        found["sft/loss"] = found.pop("policy/loss")
+        skipped = int(state.skipped_in_row) + 1 if found["policy/update_skipped"] else 0
+        if skipped >= self.max_skipped_updates:
+            raise NonFiniteUpdates(skipped, batch)
+        state = state._replace(
+            params=params,
+            optimizer=opt_state,
+            skipped_in_row=from_host(np.int32(skipped), replicated(self.plan.mesh)),
+        )
+        return state, found
+
+    def loss(
+        self,
+        params: Params,
+        conversations: Sequence[data.Conversation],
+        batch_size: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Mean negative log-probability over all tokens to learn, in nats; changes nothing.
+
+        Args:
+          params: of the policy.
+          conversations: in batches of `batch_size`.
+          batch_size: as above; it changes the result only by rounding.
+          check: called before every batch; may raise, then in all processes.
+        """
+        total, num_tokens = 0.0, 0
+        for start in range(0, len(conversations), batch_size):
+            check()
+            batch = conversation_batch(conversations[start : start + batch_size], self.max_tokens)
+            mask = batch.response_mask
+            with self.peers.phase("evaluate"):
+                found = batch_logprobs(
+                    params, batch, policy=self.policy, temperature=1.0, plan=self.plan
+                )
+                logprobs = np.asarray(found.logprobs)[mask]
+            total -= float(np.sum(logprobs, dtype=np.float64))
+            num_tokens += int(mask.sum())
+        return total / num_tokens
+
+
+def learning_rate_of(state: TrainState, **rate: Any) -> float:
+    """The rate of the next update; skipped updates do not count."""
+    return float(learning_rate_at(num_optimizer_updates(state.optimizer), **rate))

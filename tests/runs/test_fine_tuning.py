@@ -1,0 +1,70 @@
+"""Mistakes of a fine-tuning are named before any training, and leave no files."""
+
+import json
+
+import jax
+import pytest
+
+from configs import default
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
+from semrl_jax.runs import fine_tune
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Hugging Face directory with a random Qwen2 and a trained tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = data.train_tokenizer(["What is 1 plus 1?"], 270)
+    config = models.DecoderConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=128, tie_embeddings=True,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(directory, params, config, tokenizer)
+    return directory
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    file.write_text(json.dumps({"messages": chat}) + "\n")
+    config = default.get_config()
+    config.model.path = str(model)
+    config.sft.files = (str(file),)
+    config.sft.max_tokens = 128
+    return config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sft.files": ("/nowhere.jsonl",)}, "sft.files: prompt file '/nowhere.jsonl' does not"),
+        ({"sft.evaluation_files": ("/no.jsonl",)}, "sft.evaluation_files: prompt file '/no.jsonl'"),
+        ({"sft.evaluation_files": ("CHATS", "CHATS")}, "two files have the same name"),
+        ({"sft.max_tokens": 256}, "sft.max_tokens=256 must be at most the model's context of 128"),
+        ({"sft.max_tokens": 9}, "none of the 1 conversations can be used within sft.max_tokens=9"),
+        ({"sft.chat_template": "/no.jinja"}, "sft.chat_template='/no.jinja' cannot be read"),
+        ({"sft.row_format": "prompt_completion"}, "chats.jsonl, line 1: field 'completion' is mis"),
+        (
+            {"sft.pack_sequences": False, "sft.micro_batch_tokens": 0, "sft.micro_batch_size": 3},
+            "sft.micro_batch_size=3 must be a multiple of the 8 data shards",
+        ),
+        (
+            {"sft.micro_batch_tokens": 129, "mesh.sequence": 2},
+            "must be a multiple of mesh.sequence",
+        ),
+        ({"model.path": "/nowhere"}, "model directory '/nowhere' does not exist"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_no_files(config, tmp_path, fields, message):
+    chats = config.sft.files[0]
+    for name, value in fields.items():
+        if isinstance(value, tuple):
+            value = tuple(chats if item == "CHATS" else item for item in value)
+        config.update_from_flattened_dict({name: value})
+    with pytest.raises(UserError) as caught:
+        fine_tune(config, str(tmp_path / "run"))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
