@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -65,6 +66,63 @@ def starting_params(
     shardings = models.parameter_shardings(policy.shapes(), mesh)
     params = models.load_params(directory, policy.config, shardings)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+class ModelFiles(NamedTuple):
+    """A checked directory of a critic or reward model.
+
+    Attributes:
+      model: its architecture, on the mesh.
+      directory: where its weights are.
+      has_head: whether it is a classifier.
+    """
+
+    model: models.ValueModel
+    directory: pathlib.Path
+    has_head: bool
+
+
+def find_value_model(
+    field: str,
+    path: str,
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    mesh: Mesh,
+) -> ModelFiles:
+    """The critic or reward model of a Hugging Face directory, checked without reading its weights.
+
+    Args:
+      field: of the config that names `path`, for error messages.
+      config: of the run.
+      policy, tokenizer: whose responses it reads.
+
+    Raises:
+      UserError: if it is no language model or classifier with one label that this library supports,
+        has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+    """
+    place = f"{field}={path!r}"
+    try:
+        directory = models.find_directory(path)
+        architecture = models.load_config(directory)
+        models.check_mesh(architecture, mesh)
+        model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
+        head = models.read_head(directory, model)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    data.check_same_tokens(field, directory, tokenizer)
+    if architecture.vocab_size < policy.config.vocab_size:
+        raise UserError(
+            f"{place} has vocab_size={architecture.vocab_size}, but the policy may sample each of "
+            f"{policy.config.vocab_size} tokens; name a model with at least as many."
+        )
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"{place} has a context of {architecture.max_position_embeddings} tokens, less than "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
+        )
+    return ModelFiles(model, directory, bool(head))
 
 
 def value_params(

@@ -181,7 +181,7 @@ def rows_of_files(
     seen: dict[tuple[int, int], pathlib.Path] = {}
     readers = []
     for path in files:
-        whole_rows = reader.keep_columns
+        whole_rows = getattr(reader, "keep_columns", False)
         readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,), whole_rows=whole_rows))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:

@@ -96,6 +96,16 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"rewards, but rollout.group_size={config.rollout.group_size}; raise it to 2 or more, "
             "or set max_sampling_rounds=0."
         )
+    if (
+        rounds
+        and config.algorithms.batch_rules.keep_groups_by == "reward"
+        and config.rewards.model.path
+    ):
+        raise UserError(
+            f"algorithms.batch_rules.max_sampling_rounds={rounds} keeps groups by their rewards "
+            "while responses are sampled, but the scores of rewards.model come later; set "
+            "batch_rules.keep_groups_by='correctness'."
+        )
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:

@@ -25,7 +25,14 @@ from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.interface import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
-from semrl_jax.model_setup import build_policy, end_token_ids, starting_params, value_params
+from semrl_jax.model_setup import (
+    ModelFiles,
+    build_policy,
+    end_token_ids,
+    find_value_model,
+    starting_params,
+    value_params,
+)
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
@@ -42,7 +49,7 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
-from semrl_jax.training.reward_model import ModelFiles, RewardModel, find_reward_model
+from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState, make_optimizer
 
 T = TypeVar("T")
@@ -59,6 +66,7 @@ class Inputs(NamedTuple):
     algorithm: Algorithm
     policy: models.Policy
     critic: models.ValueModel | None
+    critic_directory: pathlib.Path | None  # None: the policy's weights
     tokenizer: Any
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
@@ -69,11 +77,13 @@ class Inputs(NamedTuple):
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
         columns, files = data.columns_hash(self.prompts), self.reward_model
+        critic = self.critic_directory
         return {
             # Only if a verifier takes the rows: columns that nothing reads may change.
             **({"columns of the data": columns} if columns else {}),
             # A sample is enough to tell two models apart, and reading all would take long.
             **({"reward model": models.weights_sample(files.directory)} if files else {}),
+            **({"critic": models.weights_sample(critic)} if critic else {}),
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
@@ -90,6 +100,7 @@ class OpenRun:
     evaluator: Evaluator
     learner: Learner
     start: pathlib.Path  # model directory that training starts from
+    critic_start: pathlib.Path | None = None  # of the critic; None: the policy's parameters
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
@@ -98,9 +109,8 @@ class OpenRun:
         if restored is not None:
             return restored
         critic = None
-        if learner.critic is not None and self.run.config.critic.path:
-            directory = models.find_directory(self.run.config.critic.path)
-            critic = value_params(directory, learner.critic.model, learner.mesh)
+        if self.critic_start is not None:
+            critic = value_params(self.critic_start, learner.critic.model, learner.mesh)
         if learner.reference is not None and self.run.config.model.reference_dtype == "float32":
             return learner.first_state(None, critic)
         params = starting_params(self.start, learner.policy, learner.mesh)
@@ -164,27 +174,28 @@ def open_run(
             if config.rewards.function or verifiers:
                 first = prompts.examples[0]
                 verifier.validate(f"\\boxed{{{first.answer}}}", first.answer, first.columns)
-            value_model = (
-                critic_model(config, policy, tokenizer) if algorithm.needs.values else None
-            )
-            if value_model is not None:
-                models.check_mesh(value_model.decoder.config, mesh)
-            reward_model = find_reward_model(config, policy, tokenizer, mesh)
+            critic = critic_directory = None
+            if algorithm.needs.values:
+                critic = models.ValueModel.of(dataclasses.replace(policy, mesh=mesh))
+            if path := config.critic.path:
+                of_policy = config, policy, tokenizer, mesh
+                critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
             return Inputs(
-                algorithm,
-                policy,
-                value_model,
-                tokenizer,
-                end_tokens,
-                prompts,
-                problems,
-                scores,
-                reward_model,
+                algorithm=algorithm,
+                policy=policy,
+                critic=critic,
+                critic_directory=critic_directory,
+                tokenizer=tokenizer,
+                end_token_ids=end_tokens,
+                prompts=prompts,
+                problems=problems,
+                scores=scores,
+                reward_model=find_reward_model(config, policy, tokenizer, mesh),
             )
 
         inputs = agreed("check_inputs", check_inputs)
         policy, tokenizer = inputs.policy, inputs.tokenizer
-        record_inputs(peers, workdir, inputs.hashes(), config.model.path, config.critic.path)
+        record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
         def connect() -> RolloutClient | None:
             if peers.index not in sampling:
@@ -239,8 +250,7 @@ def open_run(
         stack.enter_context(contextlib.closing(checkpoints))
         critic = None
         if inputs.critic is not None:
-            decoder = dataclasses.replace(inputs.critic.decoder, mesh=mesh)
-            critic = Critic(models.ValueModel(decoder), optimizer_of(config.critic))
+            critic = Critic(inputs.critic, optimizer_of(config.critic))
         learner = Learner(
             config=config,
             algorithm=inputs.algorithm,
@@ -278,7 +288,7 @@ def open_run(
             leads=peers.index == 0,
         )
         evaluator = Evaluator(config, inputs.problems, inputs.scores, sampler)
-        yield OpenRun(run, sampler, evaluator, learner, start)
+        yield OpenRun(run, sampler, evaluator, learner, start, inputs.critic_directory)
 
 
 def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mesh) -> None:
@@ -301,50 +311,16 @@ def optimizer_of(section: ml_collections.ConfigDict) -> optax.GradientTransforma
     return make_optimizer(**{name: section[name] for name in OPTIMIZER})
 
 
-def critic_model(
-    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any
-) -> models.ValueModel:
-    """The architecture of the critic: that of `critic.path`, or the policy's.
-
-    Raises:
-      UserError: if the directory cannot be used, or has other tokens than the policy.
-    """
-    if not config.critic.path:
-        return models.ValueModel.of(policy)
-    directory = models.find_directory(config.critic.path)
-    data.check_same_tokens("critic.path", directory, tokenizer)
-    architecture = models.load_config(directory)
-    model = models.ValueModel.of(dataclasses.replace(policy, config=architecture))
-    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if length > architecture.max_position_embeddings:
-        raise UserError(
-            f"critic.path={config.critic.path!r} has a context of "
-            f"{architecture.max_position_embeddings} tokens, less than rollout.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {length}; name another model or lower these limits."
-        )
-    models.read_head(directory, model)  # checks all tensors
-    return model
-
-
-def record_inputs(
-    peers: Peers,
-    workdir: Workdir,
-    hashes: dict[str, str],
-    model_path: str,
-    critic_path: str = "",
-) -> None:
+def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:
     """Checks that the inputs are the same in all processes, and the same as at the first start.
 
     The weights in `model_path` are an input too, because the KL penalty refers to them. A warm
-    start is not: the run makes it. Of `critic_path`, a sample is compared.
+    start is not: the run makes it.
 
     Raises:
       UserError: if an input differs.
     """
     directory = models.find_directory(model_path) if model_path else None
-    if critic_path:
-        sample = models.weights_sample(models.find_directory(critic_path))
-        hashes = hashes | {"critic weights": sample}
     own = hashes | ({"weights": models.weights_sample(directory)} if directory else {})
     found = peers.gather("inputs", own)
 

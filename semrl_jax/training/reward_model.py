@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
-from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
-from semrl_jax.model_setup import value_params
+from semrl_jax.model_setup import ModelFiles, find_value_model, value_params
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import ScoredRollout
@@ -27,52 +25,24 @@ from semrl_jax.training.update import to_batch
 from semrl_jax.types import RolloutBatch
 
 
-class ModelFiles(NamedTuple):
-    """A checked model directory: its architecture, and where its weights are."""
-
-    model: ValueModel
-    directory: pathlib.Path
-
-
 def find_reward_model(
     config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, mesh: Mesh
 ) -> ModelFiles | None:
-    """The directory of `rewards.model.path`, checked without reading its weights; None without one.
+    """The model of `rewards.model.path`; None without one.
 
     Raises:
-      UserError: if it is no classifier with one label that this library supports, has another
-        tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+      UserError: as `find_value_model`, or if it is no classifier.
     """
     path = config.rewards.model.path
     if not path:
         return None
-    field = f"rewards.model.path={path!r}"
-    try:
-        directory = models.find_directory(path)
-        architecture = models.load_config(directory)
-        models.check_mesh(architecture, mesh)
-        model = ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
-        head = models.read_head(directory, model)
-    except UserError as error:
-        raise UserError(f"{field}: {error}") from None
-    if not head:
+    found = find_value_model("rewards.model.path", path, config, policy, tokenizer, mesh)
+    if not found.has_head:
         raise UserError(
-            f"{field} has no score.weight; name a sequence classifier with one label, such as "
-            "transformers saves for AutoModelForSequenceClassification."
+            f"rewards.model.path={path!r} has no score.weight; name a sequence classifier with one "
+            "label, such as transformers saves for AutoModelForSequenceClassification."
         )
-    data.check_same_tokens("rewards.model.path", directory, tokenizer)
-    if architecture.vocab_size < policy.config.vocab_size:
-        raise UserError(
-            f"{field} has vocab_size={architecture.vocab_size}, but the policy may sample each of "
-            f"{policy.config.vocab_size} tokens; name a model with at least as many."
-        )
-    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if length > architecture.max_position_embeddings:
-        raise UserError(
-            f"{field} has a context of {architecture.max_position_embeddings} tokens, less than "
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
-        )
-    return ModelFiles(model, directory)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
