@@ -181,7 +181,7 @@ def inputs(config, saved):
 
 
 def test_the_model_computes_as_the_policy_does(inputs, saved):
-    model, directory = find_reward_model(*inputs)
+    model, directory, _ = find_reward_model(*inputs)
     assert directory == saved[1] and model.decoder.compute_dtype == "bfloat16"
     assert model.decoder.config.hidden_size == 64 and model.decoder.mesh == mesh_of(2)
     inputs[0].rewards.model.path = ""
