@@ -1,5 +1,6 @@
 """Makes docs/algorithms.md from the docstrings: `python docs/make_algorithms.py`."""
 
+import dataclasses
 import importlib
 import inspect
 import pathlib
@@ -7,7 +8,7 @@ import re
 
 from semrl_jax.algorithms import SURROGATES
 from semrl_jax.algorithms.algorithm import PARTS
-from semrl_jax.choices import KL_ESTIMATORS
+from semrl_jax.algorithms.objective import Objective
 from semrl_jax.modules import module_names
 
 PAGE = pathlib.Path(__file__).with_name("algorithms.md")
@@ -19,6 +20,23 @@ current. An algorithm of your own is one file: [extending.md](extending.md).
 
 `--config.algorithms.name=NAME` chooses the advantages, `--config.algorithms.loss.surrogate=NAME`
 the loss of a token. Any pair can be combined, and VERL's shaping acts on the advantages of each.
+For example, RLOO with the loss of GSPO:
+
+```bash
+python -m launch.train --config=configs/quickstart.py --workdir=runs/rloo_gspo \\
+    --config.algorithms.name=rloo --config.algorithms.loss.surrogate=gspo \\
+    --config.algorithms.loss.clip_epsilon=3e-4 --config.algorithms.loss.clip_epsilon_high=4e-4 \\
+    --config.algorithms.aggregation=response_mean
+```
+
+r is the reward of a response. A group is the G responses to one prompt (`rollout.group_size`), and
+mean and std are over the group. Settings are fields of `config.algorithms.advantage`, with their
+defaults. Where one response per prompt is enough, `rollout.group_size=1` works.
+"""
+KL_ESTIMATES = """
+`--config.algorithms.loss.kl_estimator` names the KL of a token, x = logprobs - ref_logprobs: `kl` x
+(k1), `abs` |x|, `mse` x^2 / 2 (k2), `low_var_kl` exp(-x) + x - 1, at most 10 (k3), `low_var_kl+`
+the value of k3 with the gradient of k2. Source: Schulman, "Approximating KL divergence", 2020.
 """
 CORRECTIONS = """## Corrections against the rollout engine
 
@@ -40,17 +58,28 @@ the policy's to the engine's probability. Row `policy/importance_weight/capped_f
 An algorithm with a critic (`ppo`) trains a second model with a scalar head, on the same
 mini-batches. `critic.path` is its Hugging Face directory: a language model, or a classifier with
 one label whose head is kept, such as a reward model. If it is empty, the critic starts from the
-policy's weights. A new head is 0. `critic.*` are the settings of its optimiser. In the first
-`critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened advantages. The
-returns that the critic learns are not shaped.
+policy's weights. The weights of a new head are 0, so the first values are 0. `critic.*` are the
+settings of its optimiser, and `algorithms.loss.value_clip` bounds the change of a value in a step.
+In the first `critic.warmup_steps` steps only the critic is trained. Shaping acts on the whitened
+advantages. The returns that the critic learns are not shaped. `critic/explained_variance` and the
+other [log keys](log_keys.md#ours) of the critic show how well it predicts.
 
 ## KL in the reward
 
 `algorithms.advantage.kl_reward_coefficient` (`ppo`, `reinforce_plus_plus`) subtracts the KL from
-the reward of each token; `algorithms.loss.kl_coefficient` must be 0 then. With
-`algorithms.advantage.kl_target` the coefficient is adaptive: after each step it is multiplied by
-1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593). It is part of
-the checkpoints and logged as `algorithm/kl_coefficient`.
+the reward of each token. `algorithms.loss.kl_coefficient` must then be set to 0; its default is
+0.001. With `algorithms.advantage.kl_target` the coefficient is adaptive. It starts at
+`kl_reward_coefficient`. After each step it is multiplied by
+1 + clip(KL / kl_target - 1, -0.2, 0.2) * responses / kl_horizon (arXiv:1909.08593), with the mean
+KL per token of the step's responses. It is part of the checkpoints and logged as
+`algorithm/kl_coefficient`; `policy/kl` is the KL during the update.
+
+```bash
+python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl \\
+    --config.algorithms.loss.kl_coefficient=0 \\
+    --config.algorithms.advantage.kl_reward_coefficient=0.05 \\
+    --config.algorithms.advantage.kl_target=0.01
+```
 
 ## Batch rules
 
@@ -106,34 +135,46 @@ micro-batches or over devices changes nothing.
 """
 
 
-def row(name: str, text: str) -> str:
-    """Summary, equation and source of a docstring, as a row of a table."""
+def row(name: str, text: str, settings: str | None = None) -> str:
+    """Summary, equation and source of a docstring, as a row of a table.
+
+    With `settings`, equation and settings have columns of their own.
+    """
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
     (source,) = (part.removeprefix("Source: ") for part in paragraphs if "Source: " in part)
     before = [part for part in paragraphs if "Source: " not in part]
-    equation = [
-        part for part in before if re.match(r"(A|A_i|A_t|x_t|delta_t|low) = |high = ", part)
-    ]
+    equation = [part for part in before if re.match(r"(A|A_i|A_t|x_t|delta_t) = ", part)]
     rest = " ".join(part for part in before if part not in equation)
-    cells = (f"`{name}`", rest, " ; ".join(equation), source)
+    cells = (f"`{name}`", rest, "<br>".join(equation), settings, source)
+    if settings is None:
+        cells = (f"`{name}`", " ".join(before), source)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def settings_of(options: type) -> str:
+    """The fields of `Options` that the algorithm adds to those of the loss, with defaults."""
+    of_loss = {field.name for field in dataclasses.fields(Objective)} | {"value_clip"}
+    fields = [field for field in dataclasses.fields(options) if field.name not in of_loss]
+    return "<br>".join(f"`{field.name}={field.default}`" for field in fields)
+
+
 def page() -> str:
+    modules = {
+        name: importlib.import_module(f"{PACKAGE}.{name}") for name in module_names(PACKAGE, PARTS)
+    }
     advantages = [
-        row(name, importlib.import_module(f"{PACKAGE}.{name}").__doc__)
-        for name in module_names(PACKAGE, PARTS)
+        row(name, module.__doc__, settings_of(module.Options)) for name, module in modules.items()
     ]
     losses = [row(name, surrogate.loss.__doc__) for name, surrogate in SURROGATES.items()]
     lines = [
         HEAD,
-        "## Advantages\n\n| `name` | | Equation | Source |\n|---|---|---|---|",
+        "## Advantages\n\n| `name` | | Equation | Settings | Source |\n|---|---|---|---|---|",
         *advantages,
         "\n## Losses\n\nr = exp(logprobs - old_logprobs), A the advantage; sg stops the gradient.",
         "",
-        "| `loss.surrogate` | | Equation | Source |\n|---|---|---|---|",
+        "| `loss.surrogate` | Loss of a token | Source |\n|---|---|---|",
         *losses,
-        f"\n`--config.algorithms.loss.kl_estimator`: {', '.join(KL_ESTIMATORS)}.\n",
+        KL_ESTIMATES,
         CORRECTIONS,
     ]
     return "\n".join(lines)

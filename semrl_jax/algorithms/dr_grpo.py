@@ -2,8 +2,8 @@
 
 A = r - mean
 
-With `aggregation="constant_length"` neither easy and hard problems nor short and long responses
-are weighted differently.
+With `aggregation="constant_length"` and `constant_length` tokens, the limit of a response, the
+weight of a token depends neither on the spread of the rewards nor on the length of the response.
 
 Source: arXiv:2503.20783.
 """

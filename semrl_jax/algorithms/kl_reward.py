@@ -39,9 +39,10 @@ class KLReward(Objective):
         coefficient = self.kl_reward_coefficient
         check_options(
             self,
-            kl_reward_coefficient=(
-                coefficient >= 0 and not (coefficient and self.kl_coefficient),
-                "be at least 0, and 0 if kl_coefficient is not: the KL would count twice",
+            kl_reward_coefficient=(coefficient >= 0, "be at least 0"),
+            kl_coefficient=(
+                not (coefficient and self.kl_coefficient),
+                f"be 0 with kl_reward_coefficient={coefficient}: the KL would count twice",
             ),
             kl_reward_estimator=(
                 self.kl_reward_estimator in KL_ESTIMATORS,

@@ -1,6 +1,6 @@
 """OPO: the baseline of a group weighs its rewards by the lengths of the responses.
 
-A_i = r_i - (sum_j L_j r_j) / (sum_j L_j), L the number of tokens of the policy
+A_i = r_i - (sum_j L_j r_j) / (sum_j L_j), L_j the number of tokens of response j
 
 It is the baseline of least variance if the squared norm of a response's gradient grows with its
 length.

@@ -132,7 +132,7 @@ def gspo(tokens: Tokens, bounds: Bounds) -> Terms:
 def dcpo(tokens: Tokens, bounds: Bounds) -> Terms:
     """`clip` with bounds that widen for tokens that were improbable, q = exp(old_logprobs).
 
-    low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2
+    low = 1/2 + sqrt(max(1 - 4 clip_epsilon / q, 0)) / 2,
     high = 1/2 + sqrt(1 + 4 clip_epsilon_high / q) / 2, at most 10
 
     Source: arXiv:2509.02333, Sec. 3: the bounds solve |r - 1| r q <= epsilon. Values there 0.16 and

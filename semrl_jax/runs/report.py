@@ -72,6 +72,11 @@ PANELS = (
             "critic/clip_fraction": "clipped values",
         },
     ),
+    (
+        "Values of the critic",
+        "reward",
+        {"critic/value/mean": "mean value", "critic/return/mean": "mean return"},
+    ),
     ("State of the algorithm", "value", {"algorithm/*": ""}),
     (
         "Time of a step",
@@ -144,7 +149,11 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
             # The first step compiles and is slow. Its value would make all others look like zero.
             usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
             axes.set_ylim(0, 2.5 * usual)
-        if len(keys) > 1 or title == "Shaping":
+        elif title == "Critic":
+            # A new critic can be much worse than a constant. Its first values would hide the rest.
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(max(bottom, -1), max(top, 0))
+        if len(keys) > 1 or title in ("Shaping", "State of the algorithm"):
             place = {}
             if len(keys) > MAX_LABELS_INSIDE:
                 place = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}

@@ -386,7 +386,7 @@ def test_needs_follow_the_options():
         (
             "reinforce_plus_plus",
             {"kl_reward_coefficient": 0.1},
-            "advantage.kl_reward.*the KL would count twice",
+            r"loss.kl_coefficient=0.001 must be 0 with kl_reward_coefficient=0.1: the KL .* twice",
         ),
         (
             "grpo",

@@ -311,6 +311,17 @@ def test_panels_without_data_are_left_out():
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Reward"]
 
 
+def test_panels_of_a_critic_and_of_a_single_state_can_be_read():
+    """One bad step of the critic does not hide the others, and a state has its name."""
+    rows = [
+        {"step": step, "critic/explained_variance": variance, "algorithm/kl_coefficient": 0.05}
+        for step, variance in enumerate([-80.0, 0.1, 0.3])
+    ]
+    critic, state = draw_curves(rows).axes
+    assert critic.get_ylim()[0] == -1 and critic.get_ylim()[1] > 0.3
+    assert [text.get_text() for text in state.get_legend().get_texts()] == ["kl_coefficient"]
+
+
 def test_the_accuracy_of_every_benchmark_has_its_own_line():
     benchmarks = ["_gsm8k", "cost in $", "a$b$\\frac{", *(f"set{i}" for i in range(12))]
     rows = [
