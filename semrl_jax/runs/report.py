@@ -48,6 +48,7 @@ PANELS = (
             "reward/mean": "mean",
             "reward/mean_sampled": "mean of all sampled groups",
             "reward/group_std": "spread within groups",
+            "reward/*/mean": "mean of",
         },
     ),
     ("Effective rank (ER)", "rank", _by_correctness("metrics/effective_rank")),
