@@ -163,7 +163,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.advantage.group_baseline = False  # reinforce_plus_plus
     config.algorithms.advantage.gamma = 1.0  # ppo: discount per token
     config.algorithms.advantage.gae_lambda = 1.0  # ppo
-    # ppo, reinforce_plus_plus: KL in the reward; needs loss.kl_coefficient=0
+    # ppo, reinforce_plus_plus: KL in the reward; above 0, loss.kl_coefficient must be 0
     config.algorithms.advantage.kl_reward_coefficient = 0.0
     config.algorithms.advantage.kl_reward_estimator = "kl"  # as loss.kl_estimator
     config.algorithms.advantage.kl_target = 0.0  # nats per token; 0: the coefficient is fixed
@@ -177,7 +177,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.loss.kl_coefficient = 0.001  # 0: no reference is loaded or computed
     config.algorithms.loss.entropy_coefficient = 0.001
     config.algorithms.loss.kl_estimator = "low_var_kl"  # kl, abs, mse, low_var_kl or low_var_kl+
-    config.algorithms.loss.value_clip = 0.5  # ppo: largest change of a value, as rewards
+    config.algorithms.loss.value_clip = 0.5  # ppo: largest change of a value in a step
     # Correction for the difference between rollout engine and policy; docs/verl.md
     config.algorithms.importance = ml_collections.ConfigDict()
     config.algorithms.importance.level = "none"  # token, sequence, geometric or total_variation
@@ -193,8 +193,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.ace_alpha = 0.0  # penalty of confident errors; loads a reference
     config.algorithms.batch_rules.arm_alpha = 0.0  # bonus for responses that are less sure
     config.algorithms.batch_rules.arm_low_fraction = 0.2  # share of tokens that say how sure
-    # Dynamic sampling: a step samples rounds of prompts_per_step prompts until so many groups have
-    # unequal rewards, and trains on these; it ends the run after this many rounds. 0: off.
+    # Dynamic sampling: a step samples rounds of prompts_per_step prompts until prompts_per_step
+    # groups have unequal rewards, and trains on these. The run ends if so many rounds do not
+    # suffice. 0: off.
     config.algorithms.batch_rules.max_sampling_rounds = 0
     config.algorithms.batch_rules.keep_groups_by = "reward"  # or correctness, as in the paper
     config.algorithms.aggregation = "token_mean"  # response_mean or constant_length

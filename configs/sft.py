@@ -1,9 +1,9 @@
 """Supervised fine-tuning on GSM8K's worked solutions, with any model.
 
-The rows have a question and a solution, so the row format is prompt_completion. For rows of
-messages, leave row_format and the fields as they are in configs/default.py. The small random model
-learns only which words are frequent. For a real model, set its path, the lengths and the learning
-rate; keep the template of the later reinforcement learning, here that of configs/gsm8k.py.
+The rows have a question and a solution, so the row format is prompt_completion. For data of your
+own, start from configs/default.py, as docs/data.md shows. The small random model learns only which
+words are frequent. For a real model, set its path, the lengths and the learning rate; keep the
+template of the later reinforcement learning, here that of configs/gsm8k.py.
 
     python -m launch.prepare_data --dataset=gsm8k --output=data/gsm8k.jsonl
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny

@@ -1,6 +1,6 @@
 """Trains a model on conversations of your own; or runs only the warm start of a config.
 
-    python -m launch.sft --config=configs/sft.py --workdir=runs/sft \\
+    python -m launch.sft --config=configs/default.py --workdir=runs/sft \\
         --config.model.path=MODEL --config.sft.files=chats.jsonl
 
 With sft.files: supervised fine-tuning of model.path with the loss on assistant tokens, see

@@ -52,8 +52,8 @@ class Options(Objective):
             ),
             false_negative_rate=(
                 0 <= fn < 1 - fp,
-                f"be at least 0 and below 1 - false_positive_rate={1 - fp:g}: a verifier with "
-                "more errors tells nothing about the response",
+                f"be at least 0 and below {1 - fp:g}, which is 1 - false_positive_rate: a verifier "
+                "with more errors tells nothing about the response",
             ),
         )
 

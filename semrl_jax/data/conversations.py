@@ -237,6 +237,11 @@ class CompletionReader:
         """Tokenises prompt and completion; RowError if the row is bad."""
         if isinstance(row, RowError):
             raise row
+        if self.completion_field not in row and "messages" in row:
+            raise RowError(
+                f"field {self.completion_field!r} is missing; rows of messages are read with "
+                "sft.row_format='messages'."
+            )
         completion = field_value(row, self.completion_field)
         if not isinstance(completion, str) or not completion.strip():
             raise RowError(

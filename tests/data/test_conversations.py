@@ -168,6 +168,11 @@ def test_bad_rows_can_be_skipped(load):
         load(bad, skip_bad_rows=True)
 
 
+def test_rows_of_messages_read_as_completions_name_the_other_format(load):
+    with pytest.raises(UserError, match="'completion' is missing; .* sft.row_format='messages'"):
+        load({"messages": TURNS}, row_format="prompt_completion")
+
+
 def test_long_conversations(tokenizer, load):
     short, long = {"messages": [USER, ANSWER]}, {"messages": TURNS}
     sizes = [len(one) for one in load(short, long).conversations]
