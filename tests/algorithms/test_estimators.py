@@ -381,7 +381,7 @@ def test_needs_follow_the_options():
         (
             "noisy_rewards",
             {"false_positive_rate": 0.4, "false_negative_rate": 0.6},
-            "advantage.false_negative_rate=0.6 must be at least 0 and below 0.6, which is 1 - false_p",
+            "advantage.false_negative_rate=0.6 must be at least 0 and below 0.6, which is 1 - f",
         ),
         (
             "reinforce_plus_plus",

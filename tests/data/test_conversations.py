@@ -169,7 +169,7 @@ def test_bad_rows_can_be_skipped(load):
 
 
 def test_rows_of_messages_read_as_completions_name_the_other_format(load):
-    with pytest.raises(UserError, match="'completion' is missing; .* sft.row_format='messages'"):
+    with pytest.raises(UserError, match=r"'completion' is missing; .* sft\.row_format='messages'"):
         load({"messages": TURNS}, row_format="prompt_completion")
 
 
