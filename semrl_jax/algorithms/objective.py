@@ -40,7 +40,8 @@ class Objective(Bounds):
             self,
             clip_epsilon=(0 < self.clip_epsilon <= 1, "be in (0, 1]"),
             clip_epsilon_high=(
-                high == 0 or high >= self.clip_epsilon,
+                # CISPO may have no lower bound, and any upper one.
+                high == 0 or high >= self.clip_epsilon or (high > 0 and self.surrogate == "cispo"),
                 f"be at least clip_epsilon={self.clip_epsilon}, or 0 for the same value",
             ),
             dual_clip=(self.dual_clip == 0 or self.dual_clip > 1, "be above 1, or 0 for none"),

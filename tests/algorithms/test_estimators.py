@@ -406,6 +406,12 @@ def test_wrong_options_are_refused_in_one_line(name, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_cispo_may_have_an_upper_bound_alone():
+    """arXiv:2506.13585 has no lower bound, which is clip_epsilon=1."""
+    found = algorithm("grpo", surrogate="cispo", clip_epsilon=1.0, clip_epsilon_high=0.3)
+    assert found.options.high == 0.3
+
+
 def test_the_defaults_of_the_config_are_those_of_the_options():
     section = get_config().algorithms.to_dict()
     fields = {**section["advantage"], **section["loss"]}
