@@ -11,6 +11,7 @@ from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
 from semrl_jax.runs import train
+from semrl_jax.training import loop
 from tests.fixtures import read_rows, stable
 
 pytestmark = pytest.mark.slow
@@ -94,6 +95,26 @@ def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     assert coefficients[0] == pytest.approx(0.1) and len(set(coefficients)) == 3
     assert first["critic/explained_variance"] == 0  # the head begins with zeros
     assert third["critic/explained_variance"] != 0
+
+
+def test_a_critic_whose_updates_are_not_finite_ends_the_run(
+    config, tmp_path, rewarded, monkeypatch
+):
+    """The policy's updates are finite, so its learning rate is not the way out."""
+    real = loop.value_targets
+
+    def spoiled(*arguments):
+        returns, report = real(*arguments)
+        return returns.at[0, 0].set(np.inf), report
+
+    monkeypatch.setattr(loop, "value_targets", spoiled)
+    config.update_from_flattened_dict(
+        PPO | {"training.prompts_per_minibatch": 16, "training.max_skipped_updates": 1}
+    )
+    with pytest.raises(RuntimeError, match=r"\(critic\); .*Lower critic.learning_rate, or"):
+        train(config, str(tmp_path / "run"))
+    saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
+    assert [name for name in saved if np.isinf(saved[name]).any()] == ["[3]"]  # the returns
 
 
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
