@@ -54,7 +54,11 @@ def value_loss(
 def explained_variance(
     values: Float[Array, "B T"], returns: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> Float[Array, ""]:
-    """1 - var(returns - values) / var(returns) over valid tokens; 0.0 if the returns are equal."""
+    """1 - var(returns - values) / var(returns) over valid tokens; 0.0 if the returns are equal.
+
+    Returns are equal if their standard deviation is below 1e-4 of the largest return or value: they
+    are sums over the tokens of a response, whose rounding would be taken for variance.
+    """
     values, returns = (jnp.where(mask, x.astype(jnp.float32), 0.0) for x in (values, returns))
     count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
@@ -63,4 +67,6 @@ def explained_variance(
 
     total = variance(returns)
     residual = variance(returns - values)
-    return jnp.where(total > 0, 1.0 - residual / jnp.where(total > 0, total, 1.0), 0.0)
+    largest = jnp.maximum(jnp.max(jnp.abs(returns)), jnp.max(jnp.abs(values)))
+    differ = total > (1e-4 * largest) ** 2
+    return jnp.where(differ, 1.0 - residual / jnp.where(differ, total, 1.0), 0.0)

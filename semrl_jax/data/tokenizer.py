@@ -187,7 +187,10 @@ def check_same_tokens(field: str, path: str | os.PathLike[str], tokenizer: Token
     Raises:
       UserError: naming a token whose ids differ, or as `load_tokenizer`.
     """
-    theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    try:
+        theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    except UserError as error:
+        raise UserError(f"{field}={str(path)!r}: {error}") from None
     for token in sorted(theirs.keys() | ours.keys(), key=lambda t: (ours.get(t, len(ours)), t)):
         if theirs.get(token) != ours.get(token):
             raise UserError(

@@ -100,7 +100,7 @@ def load_config(path: str | os.PathLike[str], family: str = "") -> DecoderConfig
         content = read_json_object(path / CONFIG_FILE)
     except FileNotFoundError:
         raise UserError(
-            f"{path / CONFIG_FILE} is missing: model.path must be a Hugging Face model directory."
+            f"{path / CONFIG_FILE} is missing: a Hugging Face model directory has one."
         ) from None
     if "run_id" in content:
         raise UserError(

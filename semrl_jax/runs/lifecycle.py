@@ -213,9 +213,11 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     except NonFiniteUpdates as error:
         file = run.keep_minibatch(error.minibatch)
         run.draw_report()
+        sections = {"policy": "training", "critic": "critic"}
+        rates = " and ".join(f"{sections[model]}.learning_rate" for model in error.models)
         raise RuntimeError(
-            f"{error}; the last mini-batch is in {file}. Lower training.learning_rate, or resume "
-            "from an earlier checkpoint."
+            f"{error} ({' and '.join(error.models)}); the last mini-batch is in {file}. Lower "
+            f"{rates}, or resume from an earlier checkpoint."
         ) from None
     except Exception:
         run.draw_report()

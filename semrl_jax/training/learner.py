@@ -49,11 +49,12 @@ class NonFiniteUpdates(RuntimeError):
 
     Attributes:
       minibatch: the arrays of the last one.
+      models: "policy", "critic" or both: whose last update it was.
     """
 
-    def __init__(self, num_updates: int, minibatch: Any):
+    def __init__(self, num_updates: int, minibatch: Any, models: Sequence[str] = ("policy",)):
         super().__init__(f"the loss or gradient of {num_updates} updates in a row was not finite")
-        self.minibatch = minibatch
+        self.minibatch, self.models = minibatch, tuple(models)
 
 
 class ForwardPasses(NamedTuple):
@@ -234,10 +235,10 @@ class Learner:
                     scalars |= found
                 jax.block_until_ready((policy, critic))
             history.append({name: float(value) for name, value in scalars.items()})
-            is_skipped = any(history[-1].get(f"{m}/update_skipped") for m in ("policy", "critic"))
-            skipped = skipped + 1 if is_skipped else 0
+            of = [m for m in ("policy", "critic") if history[-1].get(f"{m}/update_skipped")]
+            skipped = skipped + 1 if of else 0
             if skipped >= training.max_skipped_updates:
-                raise NonFiniteUpdates(skipped, minibatch)
+                raise NonFiniteUpdates(skipped, minibatch, of)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
         return (
             state._replace(

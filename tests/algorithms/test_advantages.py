@@ -110,6 +110,21 @@ def test_explained_variance_by_hand():
     assert explained(returns, np.ones((1, 3), np.float32), mask) == 0.0
 
 
+def test_rounding_of_equal_returns_is_no_variance():
+    """All responses have one reward, so all returns are equal but for the rounding of the sums."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(64) < rng.integers(1, 65, 16)[:, None]
+    last = mask & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
+    values = rng.normal(size=mask.shape).astype(np.float32)
+    rewards = -last.astype(np.float32)
+    _, returns = jax.jit(algorithms.generalized_advantages)(rewards, values, mask)
+    assert np.ptp(np.asarray(returns)[mask]) > 0
+    explained = jax.jit(algorithms.explained_variance)
+    assert explained(values, returns, mask) == 0.0
+    same = np.full(mask.shape, 0.1, np.float32)  # their mean is not 0.1
+    assert explained(values, same, mask) == 0.0
+
+
 def test_advantages_match_the_recorded_ones(golden):
     data = np.load(golden / "rl_losses.npz")
     mask = data["mask"].astype(bool)

@@ -216,3 +216,6 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
     theirs.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"critic.path=.*token 'y' is 34 there and missing in"):
         check_same_tokens("critic.path", tmp_path, ours)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"critic.path=.*empty' holds no tokenizer"):
+        check_same_tokens("critic.path", tmp_path / "empty", ours)

@@ -66,6 +66,8 @@ def test_a_language_model_gets_a_head_of_zeros(tmp_path, tied):
     jax.tree.map(np.testing.assert_array_equal, decoder, policy)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model.shapes())
+    of_policy = models.with_head(pair.params)  # a critic begins with the parameters of the policy
+    assert jax.tree.structure(of_policy) == jax.tree.structure(params)
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path):

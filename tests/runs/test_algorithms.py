@@ -11,7 +11,9 @@ from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
 from semrl_jax.runs import train
+from semrl_jax.training import loop
 from tests.fixtures import read_rows, stable
+from tests.launch.comparison import restore_on_host
 
 pytestmark = pytest.mark.slow
 # Each combines parts that need different passes and arrays. The tiny policy never ends a response
@@ -94,6 +96,30 @@ def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     assert coefficients[0] == pytest.approx(0.1) and len(set(coefficients)) == 3
     assert first["critic/explained_variance"] == 0  # the head begins with zeros
     assert third["critic/explained_variance"] != 0
+    saved = restore_on_host(tmp_path / "whole" / "checkpoints" / "2" / "state")
+    # Four updates by Adam of about 1e-2 towards the positive returns; training.learning_rate, in
+    # its warm-up, would give about half.
+    assert saved["critic"]["params"]["value_head"]["bias"] > 0.03
+
+
+def test_a_critic_whose_updates_are_not_finite_ends_the_run(
+    config, tmp_path, rewarded, monkeypatch
+):
+    """The policy's updates are finite, so its learning rate is not the way out."""
+    real = loop.value_targets
+
+    def spoiled(*arguments):
+        returns, report = real(*arguments)
+        return returns.at[0, 0].set(np.inf), report
+
+    monkeypatch.setattr(loop, "value_targets", spoiled)
+    config.update_from_flattened_dict(
+        PPO | {"training.prompts_per_minibatch": 16, "training.max_skipped_updates": 1}
+    )
+    with pytest.raises(RuntimeError, match=r"\(critic\); .*Lower critic.learning_rate, or"):
+        train(config, str(tmp_path / "run"))
+    saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
+    assert [name for name in saved if np.isinf(saved[name]).any()] == ["[3]"]  # the returns
 
 
 def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
@@ -112,6 +138,9 @@ def test_a_critic_of_its_own_directory(config, tmp_path, rewarded):
     assert train(config, str(tmp_path / "run")) == 0
     row = read_rows(tmp_path / "run")[0]
     assert row["critic/explained_variance"] != 0 and row["critic/update_skipped"] == 0
+    save_file(load_file(file) | {"score.weight": np.full((1, 16), 0.25, np.float32)}, file)
+    with pytest.raises(UserError, match="began with other critic"):
+        train(config, str(tmp_path / "run"))
     config.algorithms.name, config.algorithms.advantage.gae_lambda = "reinforce_plus_plus", 1.0
     with pytest.raises(UserError, match=r"critic.path=.*'reinforce_plus_plus' has no critic"):
         train(config, str(tmp_path / "other"))

@@ -237,8 +237,8 @@ def test_a_directory_that_does_not_exist_is_named_with_its_field(inputs):
 
 def test_a_policy_of_more_tokens_is_refused(inputs):
     config, policy, *rest = inputs
-    larger = dataclasses.replace(policy.config, vocab_size=64)
-    with pytest.raises(UserError, match="vocab_size=34, but the policy may sample each of 64"):
+    larger = dataclasses.replace(policy.config, vocab_size=35)
+    with pytest.raises(UserError, match="vocab_size=34, but the policy may sample each of 35"):
         find_reward_model(config, dataclasses.replace(policy, config=larger), *rest)
 
 
