@@ -83,6 +83,11 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             f"critic.path={config.critic.path!r}: algorithms.name={config.algorithms.name!r} has "
             "no critic; choose one that has, such as 'ppo', or leave the path empty."
         )
+    if algorithm.needs.values and 0 < config.training.num_steps <= config.critic.warmup_steps:
+        raise UserError(
+            f"critic.warmup_steps={config.critic.warmup_steps} must be below training.num_steps="
+            f"{config.training.num_steps}: the policy would never be trained."
+        )
     least = 2 if algorithm.needs.groups else 1
     if config.rollout.group_size < least:
         raise UserError(

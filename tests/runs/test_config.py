@@ -5,16 +5,23 @@ import json
 
 import pytest
 
-from configs import default, quickstart, recorded
+from configs import default, quickstart, quickstart_ppo, recorded
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 
 
-@pytest.mark.parametrize("module", [default, quickstart])
+@pytest.mark.parametrize("module", [default, quickstart, quickstart_ppo])
 def test_shipped_configs_are_valid(module):
     validate(module.get_config().lock())
+
+
+def test_a_warm_up_of_the_critic_leaves_steps_for_the_policy():
+    config = quickstart_ppo.get_config()
+    config.critic.warmup_steps = config.training.num_steps
+    with pytest.raises(UserError, match="critic.warmup_steps=40 must be below training.num_steps"):
+        validate(config)
 
 
 def test_evaluation_settings_follow_data_until_they_are_set():
