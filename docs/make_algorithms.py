@@ -86,7 +86,7 @@ python -m launch.train --config=configs/quickstart_ppo.py --workdir=runs/ppo_kl 
 `algorithms.batch_rules.overlong_tokens=N`: over the last N tokens before
 `rollout.max_response_tokens` the reward falls by up to 1 (DAPO, arXiv:2503.14476, Eq. 13).
 `algorithms.batch_rules.mask_truncated=True`: a response that was cut off is not trained on, but
-counts in the statistics of its group.
+counts in the statistics of its group, and under `ppo` in the whitening.
 
 `algorithms.batch_rules.max_sampling_rounds=N` is dynamic sampling (DAPO). A group of equal rewards
 has advantages of 0. Such groups are dropped, and the step samples further rounds of

@@ -20,7 +20,7 @@ def test_shipped_configs_are_valid(module):
 def test_a_warm_up_of_the_critic_leaves_steps_for_the_policy():
     config = quickstart_ppo.get_config()
     config.critic.warmup_steps = config.training.num_steps
-    with pytest.raises(UserError, match="critic.warmup_steps=40 must be below training.num_steps"):
+    with pytest.raises(UserError, match=r"critic.warmup_steps=40 must be below training.num_steps"):
         validate(config)
 
 
