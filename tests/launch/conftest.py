@@ -12,9 +12,16 @@ TINY = ROOT / "tests" / "launch" / "tiny_config.py"
 TOKEN = "a-token-for-tests"
 
 
+def xla_flags(num_devices: int | None = None) -> str:
+    """The flags of this process, with this number of CPU devices; None: without forced devices."""
+    forced = "--xla_force_host_platform_device_count"
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if not flag.startswith(forced)]
+    return " ".join(flags + [f"{forced}={num_devices}"] * (num_devices is not None))
+
+
 def environment() -> dict[str, str]:
     """The environment of this process without the forced devices."""
-    return {**os.environ, "XLA_FLAGS": "", "SEMRL_ROLLOUT_TOKEN": TOKEN}
+    return {**os.environ, "XLA_FLAGS": xla_flags(), "SEMRL_ROLLOUT_TOKEN": TOKEN}
 
 
 def start(*arguments, **options) -> subprocess.Popen:

@@ -2,7 +2,7 @@
 
 import socket
 
-from tests.launch.conftest import TINY, start
+from tests.launch.conftest import TINY, start, xla_flags
 
 
 def free_port() -> int:
@@ -25,7 +25,7 @@ def start_processes(workdir, count, *flags, own_flags=None, own_launcher=None, d
             f"--config.distributed.process_id={index}",
             "--config.distributed.heartbeat_timeout_s=10",
             *flags, *(own_flags or {}).get(index, ()),
-            env={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+            env={"XLA_FLAGS": xla_flags(devices)},
         )
         for index in range(count)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.fixtures import read_rows
-from tests.launch.conftest import ROOT, TINY, environment, run
+from tests.launch.conftest import ROOT, TINY, environment, run, xla_flags
 from tests.launch.test_bad_input import assert_one_line
 
 # A process in place of launch.train; its first argument says what it does.
@@ -100,7 +100,7 @@ def test_each_process_gets_its_place(monkeypatch):
             "config.distributed.num_processes": "2",
             "config.distributed.process_id": str(index),
         }
-        assert each["xla"].split() == ["--xla_force_host_platform_device_count=3"]
+        assert each["xla"].split() == xla_flags(3).split()
         assert each["argv"] == ["tell", "30.0"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import assert_same_run, assert_same_state, restore_on_host
-from tests.launch.conftest import TINY, read_until, run, start, start_replica
+from tests.launch.conftest import TINY, read_until, run, start, start_replica, xla_flags
 from tests.launch.processes import finish, start_processes
 
 NUM_STEPS = 6
@@ -52,7 +52,7 @@ def assert_close_rows(workdir, expected, first=0):
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one_on_the_same_mesh(uninterrupted, tmp_path):
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    devices = {"XLA_FLAGS": xla_flags(4)}
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}/one", env=devices,
                  timeout=300)  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -80,7 +80,7 @@ def test_states_of_the_policy_are_measured_in_their_own_process(tmp_path, sequen
     )  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
     result = run("launch.train", f"--config={TINY}", f"--workdir={one}", *flags, timeout=300,
-                 env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})  # fmt: skip
+                 env={"XLA_FLAGS": xla_flags(2)})  # fmt: skip
     assert result.returncode == 0, result.stderr
     for code, _, err in finish(start_processes(two, 2, *flags, devices=1)):
         assert code == 0, err
@@ -217,7 +217,7 @@ def test_slurm_environment_is_sufficient(uninterrupted, warmed):
     variables = {
         "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": xla_flags(2),
     }  # fmt: skip
     tasks = [
         start("launch.train", f"--config={TINY}", f"--workdir={warmed}",

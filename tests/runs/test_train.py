@@ -344,8 +344,7 @@ def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkeypatch, level):
+def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkeypatch):
     """An engine with bfloat16 weights samples from a slightly different distribution."""
     real_update, real_shaping, seen = Learner.update, loop.shaped_advantages, {}
 
@@ -353,9 +352,9 @@ def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkey
         seen["shaped"], report = real_shaping(*arguments)
         return seen["shaped"], report
 
-    def update(learner, state, batch, passes, advantages):
+    def update(learner, state, batch, passes, advantages, *returns):
         seen.update(batch=batch, old=passes.old.logprobs, advantages=advantages)
-        return real_update(learner, state, batch, passes, advantages)
+        return real_update(learner, state, batch, passes, advantages, *returns)
 
     monkeypatch.setattr(loop, "shaped_advantages", shaping)
     monkeypatch.setattr(Learner, "update", update)
@@ -363,34 +362,33 @@ def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkey
     config.rollout.weight_dtype = "bfloat16"
     cap = config.algorithms.importance.cap = 1.01
     rows, params = {}, {}
-    for name in ("none", level):
-        config.algorithms.importance.level = name
-        assert train(config, str(tmp_path / name)) == 0
-        rows[name], params[name] = (
-            stable(read_rows(tmp_path / name))[0],
-            final_params(tmp_path / name, 1),
-        )
-        if name == "none":
+    for level in ("none", "token", "sequence"):
+        config.algorithms.importance.level = level
+        assert train(config, str(tmp_path / level)) == 0
+        row = rows[level] = stable(read_rows(tmp_path / level))[0]
+        params[level] = final_params(tmp_path / level, 1)
+        if level == "none":
             assert seen["advantages"] is seen["shaped"]
-    batch = seen["batch"]
-    weights, share = oracle.importance_weights(
-        seen["old"], batch.rollout_logprobs, batch.response_mask, level, cap
-    )
-    np.testing.assert_allclose(
-        seen["advantages"], weights * np.asarray(seen["shaped"]), rtol=1e-5, atol=1e-7
-    )
-    weights, row = weights[batch.response_mask], rows[level]
-    prefix = "policy/importance_weight"
-    for kind, expected in (
-        ("mean", weights.mean()), ("max", weights.max()), ("min", weights.min()),
-        ("capped_fraction", share),
-    ):  # fmt: skip
-        assert row.pop(f"{prefix}/{kind}") == pytest.approx(expected, rel=1e-5), kind
-    assert 0 < share < 1 and weights.min() < 0.999
-    assert row.keys() == rows["none"].keys()
-    changed = {key for key, value in rows["none"].items() if row[key] != value}
-    assert "policy/pg_loss" in changed and all(key.startswith("policy/") for key in changed)
-    assert largest_difference(params["none"], params[level]) > 0
+            continue
+        batch = seen["batch"]
+        weights, share = oracle.importance_weights(
+            seen["old"], batch.rollout_logprobs, batch.response_mask, level, cap
+        )
+        np.testing.assert_allclose(
+            seen["advantages"], weights * np.asarray(seen["shaped"]), rtol=1e-5, atol=1e-7
+        )
+        weights = weights[batch.response_mask]
+        prefix = "policy/importance_weight"
+        for kind, expected in (
+            ("mean", weights.mean()), ("max", weights.max()), ("min", weights.min()),
+            ("capped_fraction", share),
+        ):  # fmt: skip
+            assert row.pop(f"{prefix}/{kind}") == pytest.approx(expected, rel=1e-5), kind
+        assert 0 < share < 1 and weights.min() < 0.999
+        assert row.keys() == rows["none"].keys()
+        changed = {key for key, value in rows["none"].items() if row[key] != value}
+        assert "policy/pg_loss" in changed and all(key.startswith("policy/") for key in changed)
+        assert largest_difference(params["none"], params[level]) > 0
 
 
 @pytest.mark.slow

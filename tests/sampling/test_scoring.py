@@ -8,12 +8,11 @@ import time
 import types
 import weakref
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.metrics import MetricKey, hidden_state_metrics
+from semrl_jax.metrics import MetricKey
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measurer import Measured, Measurer
@@ -124,15 +123,9 @@ def test_each_requested_layer_is_measured_at_any_index(layers):
         for row, layer in enumerate(layers):
             plane = states[:, item.rollout.layers.index(layer)]
             np.testing.assert_allclose(item.mean_states[row], plane.mean(axis=0), atol=1e-6)
-            expected = hidden_state_metrics(
-                jnp.asarray(plane[None]), jnp.ones((1, len(plane)), bool), **OPTIONS
-            )
-            # Padding to a bucket changes the order of float32 sums.
-            np.testing.assert_allclose(
-                item.rollout.metrics[RANK._replace(layer=layer)].value,
-                expected[RANK].value[0],
-                rtol=1e-4,
-            )
+            found = item.rollout.metrics[RANK._replace(layer=layer)].value
+            # float32 products, whose rounding the square root of the Gram matrix's values enlarges.
+            np.testing.assert_allclose(found, rank_series_f64(plane, 4)[0], rtol=1e-3)
 
 
 def test_only_policy_tokens_are_measured_in_each_layer():

@@ -100,15 +100,18 @@ def test_logprobs_and_states_are_those_of_the_policy(policy, params, max_batch):
         assert [s.version for s in rollout.versions] == [version]
 
 
-def test_inner_layers_are_those_of_the_full_pass(policy, params):
-    """Index i is the input of layer i; index 0 is the embedding of the previous token."""
+@pytest.fixture(scope="module")
+def of_layers(policy, params):
+    """Responses with states of the indices 0, 1, 2 and -1."""
     states = HiddenStateParams((0, 1, 2, -1), "float32")
     with synced_client(policy, params) as (client, version):
-        rollouts = list(
-            client.generate(make_requests(), SamplingParams(20), states, version=version)
-        )
+        return list(client.generate(make_requests(), SamplingParams(20), states, version=version))
+
+
+def test_inner_layers_are_those_of_the_full_pass(policy, params, of_layers):
+    """Index i is the input of layer i; index 0 is the embedding of the previous token."""
     table = np.asarray(params["embed"]["embedding"])
-    for rollout, final_states, _ in full_forward(policy, params, rollouts):
+    for rollout, final_states, _ in full_forward(policy, params, of_layers):
         assert rollout.layers == (0, 1, 2, -1)
         read = np.concatenate([rollout.prompt_ids[-1:], rollout.response_ids[:-1]])
         np.testing.assert_array_equal(rollout.hidden_states[:, 0], table[read])
@@ -119,26 +122,22 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params):
             )
 
 
-def test_metrics_of_each_layer_are_those_of_its_states(policy, params):
+def test_metrics_of_each_layer_are_those_of_its_states(policy, params, of_layers):
     """Compared in float64 with embeddings and states of the full pass."""
-    layers, states = (-1, 0), HiddenStateParams((-1, 0), "float32")
-    with synced_client(policy, params) as (client, version):
-        rollouts = list(
-            client.generate(make_requests(), SamplingParams(20), states, version=version)
-        )
+    layers = (-1, 0)
     options = {"stride": 4, "method": "svd", "names": ("effective_rank", "curvature")}
     with Measurer(max_tokens=20, num_threads=1, layers=layers, **options) as measurer:
         futures = [
-            {layer: measurer.submit(r.hidden_states[:, i]) for i, layer in enumerate(layers)}
-            for r in rollouts
+            {i: measurer.submit(r.hidden_states[:, r.layers.index(i)]) for i in layers}
+            for r in of_layers
         ]
         measurer.flush()
         measured = {
             rollout.sample_id: join_layers({layer: f.result() for layer, f in found.items()})
-            for rollout, found in zip(rollouts, futures)
+            for rollout, found in zip(of_layers, futures)
         }
     table = np.asarray(params["embed"]["embedding"])
-    for rollout, final_states, _ in full_forward(policy, params, rollouts):
+    for rollout, final_states, _ in full_forward(policy, params, of_layers):
         read = np.concatenate([rollout.prompt_ids[-1:], rollout.response_ids[:-1]])
         found = measured[rollout.sample_id]
         assert len(found.metrics) == 2 * len(layers) * len(ORDERS)
@@ -254,16 +253,16 @@ def test_an_annealed_temperature_counts_the_tokens_of_each_response(policy, para
 
 
 def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):
-    sampling = SamplingParams(30, eos_token_ids=(EOS,))
-    states = HiddenStateParams((-1,), "float32")
-    with synced_client(policy, params, max_batch=8, chunk=5) as (client, version):
+    sampling = SamplingParams(40, eos_token_ids=(EOS,))
+    states = HiddenStateParams((-1,), "float32")  # programs of tests above
+    with synced_client(policy, params, max_batch=8, chunk=7) as (client, version):
         first = as_bytes(client.generate(make_requests(), sampling, states, version=version))
-        list(client.generate(make_requests(3, 2, seed=9), sampling, version=version))
+        list(client.generate(make_requests(3, 2, seed=9), sampling, states, version=version))
         again = as_bytes(client.generate(make_requests(), sampling, states, version=version))
         other = as_bytes(client.generate(make_requests(seed=1), sampling, states, version=version))
     assert first == again
     assert first != other
-    with synced_client(policy, params, max_batch=8, chunk=5) as (client, version):
+    with synced_client(policy, params, max_batch=8, chunk=7) as (client, version):
         assert first == as_bytes(
             client.generate(make_requests(), sampling, states, version=version)
         )
@@ -299,12 +298,12 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
         return real(params, slots, *arguments, **options)
 
     monkeypatch.setattr(decoding, "decode_chunk", spy)
-    sampling = SamplingParams(200, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
-    call = make_call(policy, params, make_requests(16, 4), sampling)
+    sampling = SamplingParams(64, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+    call = make_call(policy, params, make_requests(8, 4), sampling)
     rollouts = []
     while not call.done:
         rollouts += call.step()
-    assert batches[0] == 64 and batches[-1] == 8
+    assert batches[0] == 32 and batches[-1] == 8
     assert batches == sorted(batches, reverse=True)
     longest = max(len(r.response_ids) for r in rollouts)
     assert 4 * len(batches) < longest + 4 + 4  # no step after the last response
