@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import ml_collections
 
+from configs.default import get_config
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
@@ -273,13 +274,15 @@ def versions() -> dict[str, str]:
 def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
     """The changed settings; UserError if one of them may not change."""
     old, new = with_present_names(flatten(recorded)), flatten(settings)
+    named = old.keys()
+    # A setting that is newer than the run had its default, and may have any value now.
+    old = flatten(jsonable(get_config().to_dict())) | old
     changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
             continue
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
-        # A setting that did not exist at the first start may have any value.
-        if field in old and not field.startswith(MAY_DIFFER):
+        if field in named and not field.startswith(MAY_DIFFER):
             raise UserError(
                 f"workdir={path} holds a run with another config ({line}); restore the setting or "
                 "name a new directory."
