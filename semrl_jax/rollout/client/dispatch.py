@@ -79,9 +79,11 @@ class _Dispatcher:
         last_report = time.monotonic()
         while self._pending:
             self._use_idle_replicas()
+            asked = time.monotonic()
             try:
                 stream, event = self._events.get(timeout=poll_s)
             except queue.Empty:
+                self._forgive(time.monotonic() - asked - poll_s)
                 last_report = self._check_clocks(last_report)
                 continue
             if isinstance(event, Rollout):
@@ -101,6 +103,13 @@ class _Dispatcher:
                 del self._streams[stream.replica]
                 self._join(stream)
                 self._end(stream, event)
+
+    def _forgive(self, stopped_s: float) -> None:
+        """Leaves out a time in which this process did not run, such as after Ctrl-Z."""
+        if stopped_s > 0:
+            self._deadline += stopped_s
+            for stream in self._streams.values():
+                stream.forgive(stopped_s)
 
     def close(self) -> None:
         """Cancels the running calls and joins their threads."""
@@ -270,6 +279,10 @@ class _Stream:
     def silent_s(self, now: float) -> float:
         """Seconds since the client began to wait for the next message."""
         return now - self._waiting_since
+
+    def forgive(self, stopped_s: float) -> None:
+        """Does not count these seconds as silence."""
+        self._waiting_since += stopped_s
 
     def _read(self) -> None:
         try:

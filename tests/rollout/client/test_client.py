@@ -464,6 +464,26 @@ def test_hung_replica_is_given_up(world):
     assert hung.engine.num_closed == 1  # the call was cancelled there
 
 
+def test_a_trainer_that_was_stopped_does_not_blame_its_replica(world, monkeypatch):
+    client = world.client(world.replica(FakeScript(delay_s=2.6)), stall_timeout_s=1.5)
+    version = sync(client)
+    get, stopped = queue.Queue.get, []
+
+    def get_and_stop(self, block=True, timeout=None):
+        try:
+            return get(self, block, timeout)
+        except queue.Empty:
+            if not stopped:  # as SIGSTOP for 2 s, while the response is not there yet
+                stopped.append(time.sleep(2.0))
+            raise
+
+    monkeypatch.setattr(queue.Queue, "get", get_and_stop)
+    requests, sampling = make_requests(1, 1), SamplingParams(16)
+    rollouts = list(client.generate(requests, sampling, version=version))
+    assert_complete(rollouts, requests, sampling, version=version)
+    assert stopped and client.counters["replica_failures"] == 0
+
+
 def test_only_replica_recovers(world):
     replica = world.replica(FakeScript(hang_after=2))
     client = world.client(replica, stall_timeout_s=1.0)
