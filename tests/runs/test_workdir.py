@@ -160,18 +160,6 @@ def test_a_resumed_run_may_have_other_devices_and_workers(config, tmp_path, sect
     assert reopened.changed == (f"{section}.{field}: {old} -> {value}",)
 
 
-def test_a_setting_newer_than_the_run_had_its_default(config, tmp_path):
-    open_workdir(str(tmp_path / "run"), config).close()
-    file = tmp_path / "run" / "config.json"
-    record = json.loads(file.read_text())
-    del record["config"]["critic"], record["config"]["rollout"]["top_p"]
-    file.write_text(json.dumps(record))
-    config.rollout.top_p = 0.5
-    reopened = open_workdir(str(tmp_path / "run"), config)
-    reopened.close()
-    assert reopened.changed == ("rollout.top_p: 1.0 -> 0.5",)
-
-
 def test_a_resumed_run_may_not_have_other_sampling(config, tmp_path):
     open_workdir(str(tmp_path / "run"), config).close()
     config.rollout.temperature = 0.5
