@@ -241,7 +241,7 @@ LIMITS = """What this does not show:
 - One learning rate, chosen for GRPO with VERL. Other variants may have a better one.
 - With one update per step, every ratio of probabilities is 1. No clip acts, and GSPO differs from
   GRPO only in how tokens are weighted.
-- A bootstrap over 5 seeds gives intervals that are about 10 % too narrow.
+- A bootstrap over 3 to 5 seeds gives intervals that are 10 to 20 % too narrow.
 """
 
 
