@@ -33,11 +33,10 @@ from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, learning_rate_of, make_optimizer
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.state import DataPosition, TrainState, abstract_state, init_state
+from semrl_jax.training.state import ADAMW, DataPosition, TrainState, abstract_state, init_state
 
 MAX_LINES = 100  # of steps, printed in equal distances
 RATE = ("learning_rate", "schedule", "warmup_fraction", "final_fraction")
-OPTIMIZER = ("adam_b1", "adam_b2", "weight_decay", "max_grad_norm")
 CONVERSATIONS = (
     "row_format", "messages_field", "prompt_fields", "completion_field", "template",
     "system_prompt", "add_special_tokens", "skip_bad_rows", "max_tokens", "too_long",
@@ -237,7 +236,7 @@ def open_fine_tuning(
     rate = {"num_steps": len(batches)} | {name: sft[name] for name in RATE}
     tuner = FineTuner(
         policy=dataclasses.replace(inputs.policy, mesh=mesh),
-        optimizer=make_optimizer(**rate, **{name: sft[name] for name in OPTIMIZER}),
+        optimizer=make_optimizer(**rate, **{name: sft[name] for name in ADAMW}),
         plan=row_plan(mesh, sft),
         max_tokens=sft.max_tokens,
         max_skipped_updates=config.training.max_skipped_updates,

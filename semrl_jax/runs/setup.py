@@ -50,13 +50,10 @@ from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
-from semrl_jax.training.state import TrainState, make_optimizer
+from semrl_jax.training.state import ADAMW, TrainState, make_optimizer
 
 T = TypeVar("T")
-OPTIMIZER = (
-    "learning_rate", "learning_rate_warmup_steps", "adam_b1", "adam_b2", "weight_decay",
-    "max_grad_norm",
-)  # fmt: skip
+OPTIMIZER = ("learning_rate", "learning_rate_warmup_steps", *ADAMW)
 METRIC_OPTIONS = ("stride", "window", "method", "window_growth")
 
 

@@ -10,6 +10,7 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import split_entry
 
 # Default settings of a file, see `data.load_prompts`.
 ROW_DEFAULTS = {
@@ -142,27 +143,20 @@ def sampled_problems(
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
     """Splits entries of `evaluation.files` into path and settings.
 
-    A value ends before the next `:setting=`. Only `question_fields` may occur several times.
+    Only `question_fields` may occur several times.
 
     Raises:
       UserError: for a setting that is unknown, occurs twice or has a value out of range.
     """
     files = []
     for entry in entries:
-        path, *parts = re.split(r":(?=\w+=)", entry)
-        settings: dict[str, Any] = {}
-        for name, _, value in (part.partition("=") for part in parts):
-            if name not in FILE_SETTINGS:
-                raise UserError(
-                    f"evaluation.files={entry!r}: {name!r} is not a setting of a file; choose "
-                    f"from {', '.join(FILE_SETTINGS)}."
-                )
-            if name == "question_fields":
-                settings[name] = (*settings.get(name, ()), value)
-            elif name in settings:
-                raise UserError(f"evaluation.files={entry!r}: {name} is set twice; keep one.")
-            else:
-                settings[name] = _checked(entry, name, value)
+        path, found = split_entry(
+            "evaluation.files", entry, "file", FILE_SETTINGS, repeatable=("question_fields",)
+        )
+        settings: dict[str, Any] = {
+            name: tuple(values) if name == "question_fields" else _checked(entry, name, *values)
+            for name, values in found.items()
+        }
         files.append(EvaluationFile(entry, path, settings))
     return files
 

@@ -16,6 +16,7 @@ from semrl_jax.settings.rules import (
     at_most,
     items_are,
     one_of,
+    split_entry,
 )
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
@@ -99,17 +100,8 @@ def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
     functions: list[RewardFunction] = []
     for entry in entries:
         field = f"rewards.functions={entry!r}"
-        function, *parts = re.split(r":(?=\w+=)", entry)
-        settings: dict[str, str] = {}
-        for name, _, value in (part.partition("=") for part in parts):
-            if name not in FUNCTION_SETTINGS:
-                raise UserError(
-                    f"{field}: {name!r} is not a setting of a reward; choose from "
-                    f"{', '.join(FUNCTION_SETTINGS)}."
-                )
-            if name in settings:
-                raise UserError(f"{field}: {name} is set twice; keep one.")
-            settings[name] = value
+        function, found = split_entry("rewards.functions", entry, "reward", FUNCTION_SETTINGS)
+        settings = {name: value for name, (value,) in found.items()}
         if function != MODEL:
             _check_function("rewards.functions", function)
         elif split_functions(functions)[1]:

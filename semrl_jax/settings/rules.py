@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,33 @@ def items_are(kind: type, name: str, section: Section, *fields: str) -> None:
                 raise UserError(
                     f"{name}.{field} has {item!r}; it may have {kinds}, one for each flag."
                 )
+
+
+def split_entry(
+    field: str, entry: str, kind: str, allowed: Sequence[str], repeatable: Sequence[str] = ()
+) -> tuple[str, dict[str, list[str]]]:
+    """Splits `NAME:setting=value:setting=value` into the name and the values of each setting.
+
+    A value ends before the next `:setting=`.
+
+    Args:
+      field: of the config, a list that has this entry.
+      kind: what an entry is, for messages.
+      allowed: the settings.
+      repeatable: those that may occur several times.
+    """
+    first, *parts = re.split(r":(?=\w+=)", entry)
+    settings: dict[str, list[str]] = {}
+    for name, _, value in (part.partition("=") for part in parts):
+        if name not in allowed:
+            raise UserError(
+                f"{field}={entry!r}: {name!r} is not a setting of a {kind}; choose from "
+                f"{', '.join(allowed)}."
+            )
+        if name in settings and name not in repeatable:
+            raise UserError(f"{field}={entry!r}: {name} is set twice; keep one.")
+        settings.setdefault(name, []).append(value)
+    return first, settings
 
 
 def optimizer(name: str, section: Section) -> None:

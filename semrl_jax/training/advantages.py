@@ -77,7 +77,7 @@ def shaped_advantages(
         shaping=tuple(config.shaping.items()),
         rules=tuple(config.algorithms.batch_rules.items()),
     )
-    return shaped, {name: float(value) for name, value in jax.device_get(report).items()}
+    return shaped, _floats(report)
 
 
 def corrected_advantages(
@@ -100,7 +100,7 @@ def corrected_advantages(
         batch.response_mask,
         options=tuple(options.items()),
     )
-    return corrected, {name: float(value) for name, value in jax.device_get(report).items()}
+    return corrected, _floats(report)
 
 
 def value_targets(
@@ -114,7 +114,7 @@ def value_targets(
     if not algorithm.needs.values:
         return None, {}
     targets, report = _value_targets(rewards, passes, response_mask, state, algorithm=algorithm)
-    return targets, {name: float(value) for name, value in jax.device_get(report).items()}
+    return targets, _floats(report)
 
 
 def next_algorithm_state(
@@ -195,6 +195,11 @@ def _corrected_advantages(advantages, old_logprobs, rollout_logprobs, mask, *, o
     report = _extent("policy/importance_weight", weights, mask)
     what = {"truncate": "capped", "mask": "masked"}[options["outside"]]
     return advantages * weights, report | {f"policy/importance_weight/{what}_fraction": outside}
+
+
+def _floats(report: dict[str, Array]) -> dict[str, float]:
+    """For the log, in one transfer."""
+    return {name: float(value) for name, value in jax.device_get(report).items()}
 
 
 def _extent(prefix: str, values: Array, mask: Array) -> dict[str, Array]:

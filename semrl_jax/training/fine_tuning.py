@@ -27,7 +27,7 @@ from semrl_jax.training import likelihood
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.rollout_batch import bucket
-from semrl_jax.training.state import TrainState, num_optimizer_updates
+from semrl_jax.training.state import ADAMW, TrainState, clipped_adamw, num_optimizer_updates
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import RolloutBatch
 
@@ -109,24 +109,10 @@ def learning_rate_at(
 
 
 @functools.cache  # static under jit: equal settings give one program
-def make_optimizer(
-    *,
-    adam_b1: float,
-    adam_b2: float,
-    weight_decay: float,
-    max_grad_norm: float,
-    **rate: Any,
-) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW at the rate of `learning_rate_at`, which gets the rest."""
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(
-            functools.partial(learning_rate_at, **rate),
-            b1=adam_b1,
-            b2=adam_b2,
-            weight_decay=weight_decay,
-        ),
-    )
+def make_optimizer(**settings: Any) -> optax.GradientTransformation:
+    """`clipped_adamw` with its settings, at the rate of `learning_rate_at`, which gets the rest."""
+    adamw = {name: settings.pop(name) for name in ADAMW}
+    return clipped_adamw(functools.partial(learning_rate_at, **settings), **adamw)
 
 
 def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: int) -> RolloutBatch:

@@ -16,6 +16,8 @@ from semrl_jax.algorithms.algorithm import State
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 
+ADAMW = ("adam_b1", "adam_b2", "weight_decay", "max_grad_norm")  # settings of `clipped_adamw`
+
 
 class DataPosition(NamedTuple):
     """Where the next unread prompt is; a pure function of the seed orders each epoch."""
@@ -83,20 +85,26 @@ def _is_schedule(node: Any) -> bool:
 
 @functools.cache  # static under jit: equal settings give one program
 def make_optimizer(
-    *,
-    learning_rate: float,
-    learning_rate_warmup_steps: int,
-    adam_b1: float,
-    adam_b2: float,
-    weight_decay: float,
-    max_grad_norm: float,
+    *, learning_rate: float, learning_rate_warmup_steps: int, **adamw: float
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW at the rate of `learning_rate_at`."""
+    """`clipped_adamw` at the rate of `learning_rate_at`; `adamw` are its settings."""
     rate = functools.partial(
         learning_rate_at,
         learning_rate=learning_rate,
         learning_rate_warmup_steps=learning_rate_warmup_steps,
     )
+    return clipped_adamw(rate, **adamw)
+
+
+def clipped_adamw(
+    rate: optax.Schedule,
+    *,
+    adam_b1: float,
+    adam_b2: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
         optax.adamw(rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay),
