@@ -8,7 +8,9 @@ Eight responses per problem are sampled from the unmodified policy, at temperatu
 
 import math
 
-from semrl_jax.evaluation.interface import Plan
+import numpy as np
+
+from semrl_jax.evaluation.interface import PerProblem, Plan
 
 NUM_SAMPLES = 8
 
@@ -17,15 +19,11 @@ def plan(options):
     return Plan(num_samples=NUM_SAMPLES, temperature=1.0)
 
 
-def scalars(benchmark, responses, num_problems):
-    """`eval/<benchmark>/pass_at_<k>` in [0, 1], for k = 1, 2, 4, 8.
-
-    Problems without a response count as unsolved.
-    """
-    correct = [sum(item.verdict.correct for item in items) for items in responses]
+def per_problem(problems, options):
+    """`pass_at_<k>` in [0, 1], for k = 1, 2, 4, 8."""
+    correct = [sum(sample.correct for sample in samples) for samples in problems]
     return {
-        f"eval/{benchmark}/pass_at_{k}": sum(pass_at_k(NUM_SAMPLES, c, k) for c in correct)
-        / num_problems
+        f"pass_at_{k}": PerProblem(np.array([pass_at_k(NUM_SAMPLES, c, k) for c in correct]))
         for k in (1, 2, 4, 8)
     }
 

@@ -12,7 +12,7 @@ ALGORITHMS = "semrl_jax.algorithms"
 
 
 def test_modules_are_found_by_name_and_by_path(tmp_path, monkeypatch):
-    (tmp_path / "users_score.py").write_text("plan = scalars = print")
+    (tmp_path / "users_score.py").write_text("plan = per_problem = print")
     monkeypatch.syspath_prepend(tmp_path)
     assert "greedy" in module_names(SCORES)
     assert load_module("a.field", "greedy", SCORES, ("plan",)).__name__ == f"{SCORES}.greedy"
@@ -41,7 +41,7 @@ def test_a_helper_beside_the_modules_of_a_kind_is_not_one_of_them():
         ("nowhere", "", r"cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("odd_import", "", r"cannot be imported .OSError: two lines"),
         ("ends_python", "", r"cannot be imported .SystemExit: 0"),
-        ("tests.tiny", SCORES, "tests.tiny has no 'plan'; it has to define plan, scalars"),
+        ("tests.tiny", SCORES, "tests.tiny has no 'plan'; it has to define plan, per_problem"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(name, package, message, tmp_path, monkeypatch):
@@ -49,5 +49,5 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, package, message, tmp_
     (tmp_path / "ends_python.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message) as error:
-        load_module("a.field", name, package, ("plan", "scalars"))
+        load_module("a.field", name, package, ("plan", "per_problem"))
     assert "\n" not in str(error.value)

@@ -133,8 +133,10 @@ def load_prompts(
                         "wrong."
                     )
             ids = np.array(ids, np.int32)
-            columns = problem.columns
-            examples.append(PromptExample(prompt, ids, problem.answer, source, index, columns))
+            question = problem.question if too_long == "keep" else ""  # benchmarks show it
+            examples.append(
+                PromptExample(prompt, ids, problem.answer, source, index, problem.columns, question)
+            )
         if report and time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")
             reported_s = time.monotonic()

@@ -33,6 +33,8 @@ class PromptExample:
       data_source: where it came from; statistics are computed per data source.
       index: its row, counted from 0 over all files before any row is left out.
       columns: its row as a JSON object, for a verifier that takes it; "" if none does.
+      question: without the template; "" if only the prompt is known.
+      problem_type: of a problem of a benchmark, such as "Algebra"; "" if it has none.
     """
 
     prompt: str
@@ -41,6 +43,8 @@ class PromptExample:
     data_source: str
     index: int
     columns: str = ""
+    question: str = ""
+    problem_type: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
+import numpy as np
 
 from semrl_jax import data
 from semrl_jax.clock import Clock
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.interface import Plan
+from semrl_jax.evaluation import statistics
+from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
 from semrl_jax.modules import running
 from semrl_jax.sampling.prompt_sources import sampled_problems
 from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
@@ -69,7 +72,12 @@ class Evaluator:
                 found = self._sample(plan, step, clock, num_before=len(scored))
             # Metrics have one set of log keys, for the responses of the first plan.
             logs_metrics = self.config.evaluation.metrics and not scored
-            scalars = _joined(scalars, self._scalars(found, scores, logs_metrics))
+            for name, value in self._scalars(found, plan, scores, logs_metrics).items():
+                if name in scalars and not name.endswith("/num_problems"):
+                    raise UserError(
+                        f"evaluation.scores: two scores have the key {name!r}; rename one."
+                    )
+                scalars[name] = value
             scored += found
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
@@ -100,26 +108,89 @@ class Evaluator:
         )
 
     def _scalars(
-        self, scored: Sequence[ScoredRollout], scores: Sequence[ModuleType], logs_metrics: bool
+        self,
+        scored: Sequence[ScoredRollout],
+        plan: Plan,
+        scores: Sequence[ModuleType],
+        logs_metrics: bool,
     ) -> dict[str, float]:
         scalars: dict[str, float] = {}
-        sizes = collections.Counter(problem.data_source for problem in self.problems)
-        for benchmark, num_problems in sizes.items():
-            responses = [item for item in scored if self._benchmark(item) == benchmark]
-            groups = itertools.groupby(responses, key=lambda item: item.rollout.group_id)
-            by_problem = [list(group) for _, group in groups]
-            for score in dict.fromkeys(scores):
-                scalars = _joined(scalars, _numbers(score, benchmark, by_problem, num_problems))
-            if logs_metrics and responses:
-                prefix = f"eval/{benchmark}/metrics"
-                scalars |= metric_scalars(responses, prefix)
-                means = [item.mean_states for item in responses]
+        groups = itertools.groupby(scored, key=lambda item: item.rollout.group_id)
+        responses = {index: list(items) for index, items in groups}
+        for benchmark, places in self._places().items():
+            prefix = f"eval/{benchmark}"
+            problems = [
+                [sampled(item, self.problems[index], place) for item in responses[index]]
+                if index in responses
+                else not_sampled(self.problems[index], place, plan.num_samples)
+                for place, index in enumerate(places)
+            ]
+            figures = figures_of(scores, problems, self.config.evaluation)
+            scalars |= {f"{prefix}/{name}": value for name, value in logged(figures).items()}
+            scalars[f"{prefix}/num_problems"] = float(len(problems))
+            found = [item for index in places for item in responses.get(index, ())]
+            if logs_metrics and found:
+                scalars |= metric_scalars(found, f"{prefix}/metrics")
+                means = [item.mean_states for item in found]
                 of_set = self.sampler.measurer.submit_batch(means).result()
-                scalars |= {f"{prefix}/{name}": value for name, value in of_set.items()}
+                scalars |= {f"{prefix}/metrics/{name}": value for name, value in of_set.items()}
         return scalars
+
+    def _places(self) -> dict[str, list[int]]:
+        """The indices of the problems of each benchmark."""
+        places: dict[str, list[int]] = {}
+        for index, problem in enumerate(self.problems):
+            places.setdefault(problem.data_source, []).append(index)
+        return places
 
     def _benchmark(self, item: ScoredRollout) -> str:
         return self.problems[item.rollout.group_id].data_source
+
+
+def figures_of(
+    scores: Sequence[ModuleType],
+    problems: Sequence[Sequence[Sample]],
+    options: ml_collections.ConfigDict,
+) -> dict[str, PerProblem]:
+    """The figures of all scores for one benchmark.
+
+    Raises:
+      UserError: if a score of the user fails or has a wrong result, or two have one name.
+    """
+    figures: dict[str, PerProblem] = {}
+    for score in dict.fromkeys(scores):
+        with running("evaluation.scores", score, "per_problem"):
+            found = score.per_problem(problems, options)
+            for name, figure in found.items():
+                _check_figure(name, figure, len(problems))
+        if twice := sorted(figures.keys() & found.keys()):
+            raise UserError(f"evaluation.scores: two scores have the key {twice[0]!r}; rename one.")
+        figures |= found
+    return figures
+
+
+def logged(figures: Mapping[str, PerProblem]) -> dict[str, float]:
+    """The figures for the log of a training run; those without a response are left out."""
+    scalars = {}
+    for name, figure in figures.items():
+        if not math.isnan(value := statistics.mean(figure)):
+            scalars[name] = value
+            if figure.with_error:
+                scalars[f"{name}_stderr"] = statistics.standard_error(figure)
+    return scalars
+
+
+def _check_figure(name: str, figure: Any, num_problems: int) -> None:
+    if not isinstance(figure, PerProblem):
+        raise TypeError(f"{name!r} must be a PerProblem, not {figure!r:.100}")
+    weights = np.ones(num_problems) if figure.weights is None else np.asarray(figure.weights, float)
+    values = np.asarray(figure.values, float)
+    if values.shape != (num_problems,) or weights.shape != (num_problems,):
+        raise ValueError(f"{name!r} must have a value for each of {num_problems} problems")
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        raise ValueError(f"{name!r}: weights must be finite and at least 0")
+    if not np.isfinite(values[weights > 0]).all():
+        raise ValueError(f"{name!r}: values must be finite where the weight is above 0")
 
 
 def plans_of(
@@ -148,17 +219,6 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError(f"top_p={plan.top_p} must be in (0, 1]")
 
 
-def _numbers(
-    score: ModuleType, benchmark: str, responses: list[list[ScoredRollout]], num_problems: int
-) -> dict[str, float]:
-    with running("evaluation.scores", score, "scalars"):
-        found = score.scalars(benchmark, responses, num_problems)
-        for name in found:
-            if not name.startswith(f"eval/{benchmark}/"):
-                raise ValueError(f"the key {name!r} must begin with 'eval/{benchmark}/'")
-        return {name: float(value) for name, value in found.items()}
-
-
 def most_requests(
     problems: Sequence[data.PromptExample],
     scores: Sequence[ModuleType],
@@ -168,9 +228,3 @@ def most_requests(
     sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
     plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
     return len(sampled) * max((plan.num_samples for plan in plans), default=0)
-
-
-def _joined(scalars: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    if twice := sorted(scalars.keys() & others.keys()):
-        raise UserError(f"evaluation.scores: two scores have the key {twice[0]!r}; rename one.")
-    return scalars | others

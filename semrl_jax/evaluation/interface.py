@@ -3,9 +3,11 @@
 A score is a module with two functions:
 
 - `plan(options) -> Plan`: how responses are sampled; `options` is `config.evaluation`.
-- `scalars(benchmark, responses, num_problems)`: numbers by log key, `eval/<benchmark>/...`.
-  Each item of `responses` is the list of scored responses to one problem. Problems with a too long
-  prompt have no item, but are counted in `num_problems`.
+- `per_problem(problems, options)`: `PerProblem` by name of the figure, such as "pass@8". Each item
+  of `problems` is the list of `Sample` of one problem. A problem whose prompt is too long has
+  samples too, which are wrong.
+
+The name of a figure in the log is `eval/<benchmark>/<name>`.
 
 A benchmark is a module with `problems(config, tokenizer)`: one or more `data.PromptExample`. Their
 `data_source` is the name of the benchmark in log keys.
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
+from jaxtyping import Float
 
 from semrl_jax import data
 from semrl_jax.errors import UserError
@@ -36,10 +39,25 @@ class Plan(NamedTuple):
     top_k: int = 0
 
 
+class PerProblem(NamedTuple):
+    """One figure of a benchmark, as a value per problem; the figure is their weighted mean.
+
+    Attributes:
+      values: [P], finite where the weight is above 0.
+      weights: [P], at least 0; None: all are 1. With the number of responses as weight of a mean
+        over responses, the figure is the mean over all responses.
+      with_error: whether the log of a training run has its standard error, too.
+    """
+
+    values: Float[np.ndarray, " P"]
+    weights: Float[np.ndarray, " P"] | None = None
+    with_error: bool = False
+
+
 def load_scores(names: Sequence[str]) -> list[ModuleType]:
     """The modules of `evaluation.scores`; UserError if one, or a function of it, is missing."""
     field, package = "evaluation.scores", "semrl_jax.evaluation.scores"
-    return [load_module(field, name, package, ("plan", "scalars")) for name in names]
+    return [load_module(field, name, package, ("plan", "per_problem")) for name in names]
 
 
 def load_problems(

@@ -10,16 +10,16 @@ import pytest
 from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import evaluator, interface
-from semrl_jax.evaluation.interface import Plan
+from semrl_jax.evaluation.interface import PerProblem, Plan
 
 
 def fails(*args):
     raise KeyError("two\nlines")
 
 
-def score(plan=lambda options: Plan(), scalars=lambda *args: {}):
+def score(plan=lambda options: Plan(), per_problem=lambda *args: {}):
     module = types.ModuleType("users.score")
-    module.plan, module.scalars = plan, scalars
+    module.plan, module.per_problem = plan, per_problem
     return module
 
 
@@ -45,18 +45,24 @@ def test_a_wrong_plan_is_refused(plan, message):
     ("found", "message"),
     [
         (None, "NoneType"),
-        ({"eval/b/x": "high"}, "could not convert"),
-        ({"reward/mean": 1.0}, "must begin with 'eval/b/'"),
+        ({"x": 0.5}, "'x' must be a PerProblem"),
+        ({"x": PerProblem(np.ones(1))}, "a value for each of 2 problems"),
+        ({"x": PerProblem(np.ones(2), np.ones(1))}, "a value for each of 2 problems"),
+        ({"x": PerProblem(np.array([1, np.nan]))}, "values must be finite"),
+        ({"x": PerProblem(np.ones(2), np.array([1, -1]))}, "weights must be finite"),
+        ({"x": PerProblem(np.array(["a", "b"]))}, "could not convert"),
     ],
 )
-def test_wrong_scalars_are_refused(found, message):
-    with pytest.raises(UserError, match=f"scalars of users.score failed .*{message}"):
-        evaluator._numbers(score(scalars=lambda *args: found), "b", [], 1)
+def test_wrong_figures_are_refused(found, message):
+    users = score(per_problem=lambda *args: found)
+    with pytest.raises(UserError, match=f"per_problem of users.score failed .*{message}"):
+        evaluator.figures_of([users], [[], []], ml_collections.ConfigDict())
 
 
-def test_two_scores_with_one_key_are_refused():
-    with pytest.raises(UserError, match="two scores have the key 'eval/b/x'; rename one"):
-        evaluator._joined({"eval/b/x": 1.0}, {"eval/b/x": 2.0})
+def test_two_scores_with_one_name_are_refused():
+    one, two = (score(per_problem=lambda *args: {"x": PerProblem(np.ones(0))}) for _ in range(2))
+    with pytest.raises(UserError, match="two scores have the key 'x'; rename one"):
+        evaluator.figures_of([one, two], [], ml_collections.ConfigDict())
 
 
 def problem(**wrong):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from semrl_jax.evaluation.interface import Plan
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 
 
 def plan(options: ml_collections.ConfigDict) -> Plan:
@@ -16,41 +16,31 @@ def plan(options: ml_collections.ConfigDict) -> Plan:
     return Plan()
 
 
-def scalars(
-    benchmark: str, responses: Sequence[Sequence[ScoredRollout]], num_problems: int
-) -> dict[str, float]:
+def per_problem(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> dict[str, PerProblem]:
     """Accuracy, and statistics of the responses.
 
-    Args:
-      benchmark: its name.
-      responses: one response per sampled problem.
-      num_problems: of the benchmark, at least 1; problems without a response count as wrong.
-
     Returns:
-      `eval/<benchmark>/...`: `greedy_accuracy` in [0, 1], its standard error, and `num_problems`.
-      If there are responses, also `boxed_fraction`, `finished_fraction` (ended by an end or stop
-      token, not by the limit), `mean_score` and `mean_length` in tokens; if there are correct
-      (incorrect) responses, their `mean_length_correct` (`_incorrect`).
+      `greedy_accuracy` in [0, 1]. Over the sampled responses: `boxed_fraction`, `finished_fraction`
+      (ended by an end or stop token, not by the limit), `mean_score`, and `mean_length` in tokens,
+      also of the correct and the incorrect responses.
     """
-    scored = [item for items in responses for item in items]
-    rollouts, verdicts = [item.rollout for item in scored], [item.verdict for item in scored]
-    accuracy = sum(verdict.correct for verdict in verdicts) / num_problems
-    found = {
-        "greedy_accuracy": accuracy,
-        "greedy_accuracy_stderr": np.sqrt(accuracy * (1 - accuracy) / num_problems),
-        "num_problems": num_problems,
+    samples = [sample for (sample,) in problems]
+    correct = np.array([sample.correct for sample in samples], float)
+    sampled = np.array([sample.finish_reason != NOT_SAMPLED for sample in samples], float)
+    lengths = np.array([sample.num_tokens for sample in samples], float)
+    finished = [sample.finish_reason in ("eos", "stop") for sample in samples]
+
+    def over(weights, values):
+        return PerProblem(np.array(values, float), weights)
+
+    return {
+        "greedy_accuracy": PerProblem(correct, with_error=True),
+        "boxed_fraction": over(sampled, [sample.boxed for sample in samples]),
+        "finished_fraction": over(sampled, finished),
+        "mean_score": over(sampled, [sample.score for sample in samples]),
+        "mean_length": over(sampled, lengths),
+        "mean_length_correct": over(sampled * correct, lengths),
+        "mean_length_incorrect": over(sampled * (1 - correct), lengths),
     }
-    if rollouts:
-        finished = [rollout.finish_reason in ("eos", "stop") for rollout in rollouts]
-        correct = np.array([verdict.correct for verdict in verdicts])
-        lengths = np.array([rollout.num_policy_tokens for rollout in rollouts])
-        for kind, mask in (("correct", correct), ("incorrect", ~correct)):
-            if mask.any():
-                found[f"mean_length_{kind}"] = lengths[mask].mean()
-        found |= {
-            "boxed_fraction": np.mean([verdict.boxed for verdict in verdicts]),
-            "finished_fraction": np.mean(finished),
-            "mean_score": np.mean([verdict.score for verdict in verdicts]),
-            "mean_length": lengths.mean(),
-        }
-    return {f"eval/{benchmark}/{name}": float(value) for name, value in found.items()}
