@@ -15,7 +15,6 @@ from rich.table import Table
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.results import (
-    ACCURACIES,
     Figures,
     Results,
     as_results,
