@@ -13,7 +13,6 @@ docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong setting (one lin
 ended by a signal.
 """
 
-import itertools
 import pathlib
 import re
 import sys
@@ -22,12 +21,11 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-import configs
 from launch import cli
+from launch.fields import config_of_policy, fields_of_flags, first_run
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
 from semrl_jax.runs.config import check_sections
-from semrl_jax.runs.run_directory import run_of
 
 POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
@@ -89,15 +87,9 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     """
     given = flags.FLAGS["config"].override_values
     fields = {field: value for field, value in DEFAULTS.items() if field not in given}
-    for name, (field, kind, _) in FIELDS.items():
-        value = GIVEN[name].value
-        if value is None:
-            continue
-        if field in given:
-            raise UserError(f"--{name} and --config.{field} set the same field; give one of them.")
-        if name == "k":
-            value = [whole_number("k", text) for text in value]
-        fields[field] = tuple(value) if kind == "list" else value
+    fields |= fields_of_flags(FIELDS, {name: flag.value for name, flag in GIVEN.items()}, given)
+    if GIVEN["k"].value is not None:
+        fields["evaluation.k"] = tuple(whole_number("k", text) for text in GIVEN["k"].value)
     has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     if not of_run:
@@ -126,18 +118,6 @@ def whole_number(flag: str, text: str) -> int:
     return int(text)
 
 
-def first_run(arguments: list[str]) -> pathlib.Path | None:
-    """The run of the first policy; None if it is no run."""
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if found := re.fullmatch(r"--?policy(?:=(.*))?", argument):
-            return run_of(pathlib.Path(following if found[1] is None else found[1]))
-    return None
-
-
 if __name__ == "__main__":
-    CONFIG_GIVEN = any(re.match(r"--?config(=|$)", argument) for argument in sys.argv)
-    if not CONFIG_GIVEN:
-        root, run = pathlib.Path(configs.__file__).parent, first_run(sys.argv)
-        default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
-        sys.argv.insert(1, f"--config={default}")
+    CONFIG_GIVEN = config_of_policy()
     cli.run(main, __doc__)

@@ -7,17 +7,13 @@ on nothing outside the call, so an interrupted evaluation has the same results, 
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import functools
 import itertools
 import pathlib
 import secrets
-import threading
-import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -25,7 +21,7 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Bar, Reporter
+from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
@@ -33,16 +29,12 @@ from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.model_setup import build_policy
 from semrl_jax.rewards import VerifierPool
+from semrl_jax.runs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
 from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
-from semrl_jax.types import Rollout
 
-EXIT_PREEMPTED = 75
-GRACE_S = 10.0
-NUM_PARALLEL = 2
-PROGRESS_S = 10.0  # between two lines where the output is no terminal
 # Settings of all benchmarks that decide which responses are sampled.
 SAMPLING_FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
@@ -244,7 +236,7 @@ def _sample_calls(
     done = total - sum(call.num_responses for call in todo)
     if done:
         reporter.line(f"{name}: {done} of {total} responses are there already")
-    with reporter.bar(name, total, "responses", done=done) as bar, _workers(evaluator) as run:
+    with reporter.bar(name, total, "responses", done=done) as bar, workers(evaluator.config) as run:
         progress = Progress(name, total, done, bar, reporter)
 
         def sample(call: Call) -> None:
@@ -262,53 +254,6 @@ def _sample_calls(
                 )
 
         run(sample, todo)
-
-
-@contextlib.contextmanager
-def _workers(
-    evaluator: Evaluator,
-) -> Iterator[Callable[[Callable[[Call], None], list[Call]], None]]:
-    """A function that does the calls: one after the other, or two at a time.
-
-    vLLM samples two calls together, so that no slot is idle at the end of a call. The JAX engine
-    would sample them one after the other.
-    """
-    if evaluator.config.rollout.engine == "jax" and not evaluator.config.rollout.addresses:
-        yield lambda work, calls: collections.deque(map(work, calls), maxlen=0)
-        return
-    threads = concurrent.futures.ThreadPoolExecutor(NUM_PARALLEL, "calls")
-    try:
-
-        def run(work: Callable[[Call], None], calls: list[Call]) -> None:
-            futures = [threads.submit(work, call) for call in calls]
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-
-        yield run
-    finally:
-        # The threads end when the client is closed, which comes next.
-        threads.shutdown(wait=False, cancel_futures=True)
-
-
-class Progress:
-    """Counts responses: on the bar, or in a line every few seconds."""
-
-    def __init__(self, name: str, total: int, done: int, bar: Bar, reporter: Reporter):
-        self._name, self._total, self._done = name, total, done
-        self._bar, self._reporter = bar, reporter
-        self._printed_s = time.monotonic()
-        self._lock = threading.Lock()
-
-    def count(self, _rollout: Rollout) -> None:
-        """Counts one response."""
-        with self._lock:
-            self._done += 1
-            pace = self._bar.reach(self._done)
-            now = time.monotonic()
-            if self._reporter.is_terminal or now - self._printed_s < PROGRESS_S:
-                return
-            self._printed_s = now
-            self._reporter.line(f"{self._name}: {self._done}/{self._total} responses, {pace}")
 
 
 def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:

@@ -20,24 +20,26 @@ from semrl_jax.evaluation.samples import Sample
 from semrl_jax.files import jsonable, read_json_object, replacing, through_no_link, write_json
 
 RECORD, SAMPLES, PARTS = "evaluation.json", "samples.parquet", "parts"
-MADE_BEFORE_RECORD = {".lock", "replica0", RECORD.replace(".json", ".writing")}
+MADE_BEFORE_RECORD = {".lock", "replica0"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultDirectory:
     """A directory that this process has locked.
 
-    `evaluation.json` records what decides the responses. `parts/` has the responses of finished
-    calls, and samples.parquet those of finished benchmarks.
+    Its record has what decides the responses. `parts/` has the responses of finished calls, and
+    samples.parquet those of finished benchmarks.
 
     Attributes:
       run_id: of the weights on the replicas, the same at every start.
       lock: closing it releases the directory.
+      record: name of the file with the record.
     """
 
     path: pathlib.Path
     run_id: str
     lock: Any
+    record: str = RECORD
 
     def check(self, shared: Mapping[str, Any], benchmarks: Mapping[str, Mapping[str, Any]]) -> None:
         """Records what decides the responses; compares it with the record of earlier responses.
@@ -60,14 +62,18 @@ class ResultDirectory:
                         f"({old[field]!r:.80}, now {value!r:.80}); restore it or name a new "
                         "directory."
                     )
-        record["settings"] = jsonable(shared)
+        record.setdefault("settings", {}).update(jsonable(shared))
         for name, new in benchmarks.items():
             record["benchmarks"].setdefault(name, {}).update(jsonable(new))
         self._write_record(record)
 
+    def note(self, **facts: Any) -> None:
+        """Adds facts to the record that are never compared."""
+        self._write_record(self._record() | jsonable(facts))
+
     def has_part(self, name: str) -> bool:
         """Whether the responses of a call are there."""
-        return self._part(name).exists()
+        return self.part(name).exists()
 
     def write_part(
         self, name: str, samples: Sequence[Sample], mean_states: Float[np.ndarray, "B L D"] | None
@@ -77,15 +83,15 @@ class ResultDirectory:
         if mean_states is not None:  # first, because the other file marks the part as complete
             content = io.BytesIO()
             np.save(content, mean_states)
-            with replacing(self._part(name, ".npy")) as out:
+            with replacing(self.part(name, ".npy")) as out:
                 out.write(content.getvalue())
-        write_samples(self._part(name), samples)
+        write_samples(self.part(name), samples)
 
     def read_part(self, name: str) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
         """What `write_part` wrote; UserError if a file is damaged."""
-        states = self._part(name, ".npy")
+        states = self.part(name, ".npy")
         found = np.load(states, allow_pickle=False) if states.exists() else None
-        return read_samples(self._part(name)), found
+        return read_samples(self.part(name)), found
 
     def finished(self) -> dict[str, list[Sample]]:
         """The samples of finished benchmarks."""
@@ -120,17 +126,22 @@ class ResultDirectory:
         self.lock.close()
 
     def _record(self) -> dict[str, Any]:
-        return read_json_object(self.path / RECORD)
+        return read_json_object(self.path / self.record)
 
     def _write_record(self, record: dict[str, Any]) -> None:
-        write_json(self.path / RECORD, record)
+        write_json(self.path / self.record, record)
 
-    def _part(self, name: str, suffix: str = ".parquet") -> pathlib.Path:
+    def part(self, name: str, suffix: str = ".parquet") -> pathlib.Path:
+        """A file of the part of this name."""
         return self.path / PARTS / f"{name}{suffix}"
 
 
-def open_results(path: pathlib.Path) -> ResultDirectory:
+def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
     """Makes or reopens a directory of results, and locks it for this process.
+
+    Args:
+      path: of the directory.
+      name: of its record.
 
     Raises:
       UserError: if it cannot be written, holds something else, or another process uses it.
@@ -140,10 +151,11 @@ def open_results(path: pathlib.Path) -> ResultDirectory:
         if path.exists() and not path.is_dir():
             raise UserError(f"--output={path} is a file; name a directory.")
         contents = {entry.name for entry in path.iterdir()} if path.exists() else set()
-        if RECORD not in contents and contents - MADE_BEFORE_RECORD:
+        before = {*MADE_BEFORE_RECORD, name.replace(".json", ".writing")}
+        if name not in contents and contents - before:
             raise UserError(
-                f"--output={path} is not empty and holds no evaluation ({RECORD} is missing); name "
-                "a new directory."
+                f"--output={path} is not empty and has no record of earlier responses ({name} is "
+                "missing); name a new directory."
             )
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - see close()
@@ -151,18 +163,18 @@ def open_results(path: pathlib.Path) -> ResultDirectory:
         raise UserError(f"--output={path} cannot be used: {error.strerror or error}.") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if RECORD not in contents:
-            write_json(path / RECORD, {"run_id": secrets.token_hex(8), "benchmarks": {}})
-        record = read_json_object(path / RECORD)
+        if name not in contents:
+            write_json(path / name, {"run_id": secrets.token_hex(8), "benchmarks": {}})
+        record = read_json_object(path / name)
         if not isinstance(record.get("run_id"), str) or not isinstance(
             record.get("benchmarks"), dict
         ):
-            raise UserError(f"{path / RECORD} is no record of an evaluation; name a new directory.")
-        return ResultDirectory(path, record["run_id"], lock)
+            raise UserError(f"{path / name} is no record of responses; name a new directory.")
+        return ResultDirectory(path, record["run_id"], lock, name)
     except BlockingIOError:
         lock.close()
         raise UserError(
-            f"--output={path} belongs to an evaluation that is still running; stop it or name "
+            f"--output={path} belongs to a process that is still running; stop it or name "
             "another directory."
         ) from None
     except BaseException:

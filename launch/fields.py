@@ -1,0 +1,60 @@
+"""Flags of commands on a policy: its run gives the config, and short flags set fields of it."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import configs
+from semrl_jax.errors import UserError
+from semrl_jax.runs.run_directory import run_of
+
+
+def config_of_policy() -> bool:
+    """Adds --config to the arguments unless it is given: that of the run, or the default.
+
+    Returns whether it was given.
+    """
+    given = any(re.match(r"--?config(=|$)", argument) for argument in sys.argv)
+    if not given:
+        root, run = pathlib.Path(configs.__file__).parent, first_run(sys.argv)
+        default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
+        sys.argv.insert(1, f"--config={default}")
+    return given
+
+
+def first_run(arguments: list[str]) -> pathlib.Path | None:
+    """The run of the first policy; None if it is no run."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if found := re.fullmatch(r"--?policy(?:=(.*))?", argument):
+            return run_of(pathlib.Path(following if found[1] is None else found[1]))
+    return None
+
+
+def fields_of_flags(
+    fields: Mapping[str, tuple[str, str, str]],
+    values: Mapping[str, Any],
+    overridden: Collection[str],
+) -> dict[str, Any]:
+    """Values by field of the config.
+
+    Args:
+      fields: field, kind and help of each flag.
+      values: of the flags; None if not given.
+      overridden: fields that a flag --config.FIELD sets.
+
+    Raises:
+      UserError: if two flags set one field.
+    """
+    found = {}
+    for name, (field, kind, _) in fields.items():
+        if values[name] is None:
+            continue
+        if field in overridden:
+            raise UserError(f"--{name} and --config.{field} set the same field; give one of them.")
+        found[field] = tuple(values[name]) if kind == "list" else values[name]
+    return found
