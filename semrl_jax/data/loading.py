@@ -48,6 +48,7 @@ def load_prompts(
     num_rows: int = 0,
     data_source: str = "",
     keep_columns: bool = False,
+    needs_answer: bool = True,
     field_prefix: str = "data.",
     report: Callable[[str], object] | None = None,
 ) -> PromptDataset:
@@ -66,7 +67,9 @@ def load_prompts(
         size must not change. Both count it.
       num_rows: maximum number of rows to read over all files, bad ones included; 0 reads all.
       data_source: replaces the data source of every row; "" does not.
-      keep_columns: whether the examples keep their rows, for a verifier that takes them.
+      keep_columns: whether the examples keep their rows, for a verifier that takes them, and their
+        questions.
+      needs_answer: whether a row without an answer is bad; else its answer is "".
       field_prefix: stands before the names of these arguments in error messages.
       report: gets one line for each of the first bad rows and of the first long prompts that are
         kept, totals at the end, and every few seconds the progress.
@@ -84,6 +87,7 @@ def load_prompts(
         answer_field,
         answer_after,
         keep_columns=keep_columns,
+        needs_answer=needs_answer,
         field_prefix=field_prefix,
     )
     if row_format == "simplerl" and template != "plain":
@@ -133,7 +137,8 @@ def load_prompts(
                         "wrong."
                     )
             ids = np.array(ids, np.int32)
-            question = problem.question if too_long == "keep" else ""  # benchmarks show it
+            # Benchmarks and files of generated responses show it.
+            question = problem.question if too_long == "keep" or keep_columns else ""
             examples.append(
                 PromptExample(prompt, ids, problem.answer, source, index, problem.columns, question)
             )
@@ -184,7 +189,8 @@ def rows_of_files(
     readers = []
     for path in files:
         whole_rows = getattr(reader, "keep_columns", False)
-        readers.append(read_rows(path, reader.fields, (DATA_SOURCE_FIELD,), whole_rows=whole_rows))
+        optional = getattr(reader, "optional_fields", (DATA_SOURCE_FIELD,))
+        readers.append(read_rows(path, reader.fields, optional, whole_rows=whole_rows))
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
             raise UserError(f"{field} has {str(path)!r} twice (as {str(seen[identity])!r}).")

@@ -45,16 +45,27 @@ class RowReader:
       answer_field: a text, or a finite number; 27.0 becomes "27".
       answer_after: the answer is the text after the last such mark; "" means the whole field.
       keep_columns: whether to keep the whole row, which needs memory.
+      needs_answer: whether a row without an answer is bad; else its answer is "".
     """
 
     question_fields: tuple[str, ...]
     answer_field: str
     answer_after: str = ""
     keep_columns: bool = False
+    needs_answer: bool = True
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (*self.question_fields, self.answer_field)
+        return (
+            (*self.question_fields, self.answer_field)
+            if self.needs_answer
+            else (self.question_fields)
+        )
+
+    @property
+    def optional_fields(self) -> tuple[str, ...]:
+        """Fields that a file may lack."""
+        return (DATA_SOURCE_FIELD,) if self.needs_answer else (DATA_SOURCE_FIELD, self.answer_field)
 
     def read(self, row: Row, default_source: str) -> QuestionAnswer:
         """Reads a row; without a field "data_source" it gets the default source.
@@ -65,7 +76,7 @@ class RowReader:
         if isinstance(row, RowError):
             raise row
         question = question_text(row, self.question_fields)
-        answer = self._answer(row)
+        answer = self._answer(row) if self.needs_answer or self._has_answer(row) else ""
         source = row.get(DATA_SOURCE_FIELD)
         if source is None:
             source = default_source
@@ -75,9 +86,15 @@ class RowReader:
         columns = _columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
 
+    def _has_answer(self, row: dict[str, Any]) -> bool:
+        try:
+            return field_value(row, self.answer_field) is not None
+        except RowError:
+            return False
+
     def _answer(self, row: dict[str, Any]) -> str:
         value = field_value(row, self.answer_field)
-        answer = _answer_text(value)
+        answer = answer_text(value)
         if not answer:
             raise RowError(
                 f"field {self.answer_field!r} must be text or a finite number, not {value!r:.80}."
@@ -102,6 +119,7 @@ def row_reader(
     answer_after: str = "",
     *,
     keep_columns: bool = False,
+    needs_answer: bool = True,
     field_prefix: str = "data.",
 ) -> RowReader:
     """Makes the reader of a format.
@@ -110,8 +128,8 @@ def row_reader(
       row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
         question is the text of the first message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
-      question_fields, answer_field, answer_after, keep_columns: see `RowReader`; "simplerl" has its
-        own fields.
+      question_fields, answer_field, answer_after, keep_columns, needs_answer: see `RowReader`;
+        "simplerl" has its own fields.
       field_prefix: stands before the names of these arguments in error messages.
 
     Raises:
@@ -134,7 +152,7 @@ def row_reader(
             f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
             "must each name a field."
         )
-    return RowReader(question_fields, answer_field, answer_after, keep_columns)
+    return RowReader(question_fields, answer_field, answer_after, keep_columns, needs_answer)
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
@@ -202,14 +220,14 @@ def _columns_text(row: dict[str, Any]) -> str:
     except (TypeError, ValueError):  # dates, bytes, NaN
         name = next(name for name, value in row.items() if not _is_json(value))
         raise RowError(
-            f"field {name!r} is {row[name]!r:.80}, but the verifier takes the row, whose columns "
+            f"field {name!r} is {row[name]!r:.80}, but the row is kept as JSON, so its columns "
             "must be texts, finite numbers, bools, null, lists and objects; convert the column to "
             "text or remove it."
         ) from None
     if len(text) > MAX_COLUMNS_CHARS:
         raise RowError(
-            f"has {len(text)} characters as JSON, but the verifier takes the row, which may have "
-            f"{MAX_COLUMNS_CHARS}; remove columns that it does not use."
+            f"has {len(text)} characters as JSON, but the row is kept, which may have "
+            f"{MAX_COLUMNS_CHARS}; remove columns that are not used."
         )
     return text
 
@@ -222,7 +240,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _answer_text(value: Any) -> str | None:
+def answer_text(value: Any) -> str | None:
     """The answer as text. 27.0 becomes "27": number columns turn whole answers into floats."""
     if isinstance(value, str):
         return value.strip()

@@ -76,6 +76,38 @@ def training_prompts(
     return prompts
 
 
+def prompts_of_files(
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    report: Callable[[str], None],
+    *,
+    num_rows: int = 0,
+    needs_answer: bool = True,
+) -> data.PromptDataset:
+    """Prompts of `data.files` with questions and rows, whose responses are not trained on.
+
+    Args:
+      num_rows: at most, over all files; 0 reads all.
+      needs_answer: whether a row without an answer is bad.
+
+    Raises:
+      UserError: for a file, row or template that cannot be used.
+    """
+    return data.load_prompts(
+        config.data.files,
+        tokenizer,
+        **_row_settings(config.data),
+        system_prompt=config.data.system_prompt,
+        add_special_tokens=config.data.add_special_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        skip_bad_rows=config.data.skip_bad_rows,
+        num_rows=num_rows,
+        keep_columns=True,
+        needs_answer=needs_answer,
+        report=report,
+    )
+
+
 def held_out_problems(
     config: ml_collections.ConfigDict,
     tokenizer: Any,

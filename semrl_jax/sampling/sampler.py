@@ -44,7 +44,7 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-TRAINING, EVALUATION = 1, 2  # streams of the sampling seeds
+TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds
 
 
 REPLICA_OPTIONS = ("stride", "window", "method", "window_growth", "num_threads")
@@ -221,7 +221,7 @@ class Sampler:
             columns={first + draw: example.columns for draw, example in draws.items()},
             **self._distribution(step),
             measuring=self._measuring(),
-            keep_states=self.compares(step),
+            states=HiddenStateParams((FINAL_LAYER,)) if self.compares(step) else None,
             clock=clock,
             arrived=arrived,
         )
@@ -391,11 +391,17 @@ class Sampler:
         columns: Mapping[int, str] | None = None,
         verifier: VerifierPool | None = None,
         measuring: Measuring | None = None,
-        keep_states: bool = False,
+        states: HiddenStateParams | None = None,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
         **distribution: Any,  # temperature, top_p, top_k, annealing
     ) -> list[ScoredRollout]:
+        """The responses of these requests, in (group, sample) order.
+
+        Args:
+          states: layers and kinds of hidden states that stay in the rollouts, beside those that are
+            only measured. Their dtype is `hidden_states.dtype` of the config.
+        """
         params, version, step = self.weights
 
         def resync() -> WeightVersion:
@@ -411,17 +417,20 @@ class Sampler:
             **distribution,
         )
         measurer = metrics = None
-        layers = (FINAL_LAYER,) if keep_states else ()
+        layers, kinds = (), ("decode",)
         dtype = self.config.hidden_states.dtype
         if measuring is not None and measuring.options.placement == "rollout":
             options = {name: measuring.options[name] for name in REPLICA_OPTIONS}
             metrics = MetricParams(names=tuple(measuring.options.names), dtype=dtype, **options)
         elif measuring is not None:
             measurer, layers = measuring.measurer, tuple(measuring.options.layers)
+        if states is not None:
+            kinds = tuple(sorted({*states.kinds, *(kinds if measurer else ())}))
+            layers = tuple(dict.fromkeys((*layers, *states.layers)))
         rollouts = self.client.generate(
             requests,
             sampling,
-            HiddenStateParams(layers, dtype),
+            HiddenStateParams(layers, dtype, kinds),
             version=version,
             metrics=metrics,
             resync=resync,
@@ -434,7 +443,7 @@ class Sampler:
                 columns=columns,
                 verifier=verifier or self.verifier,
                 measurer=measurer,
-                keep_states=keep_states,
+                keep_states=states is not None,
                 arrived=arrived,
             )
 

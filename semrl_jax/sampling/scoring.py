@@ -13,6 +13,8 @@ from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rollout.measurer import Measured, Measurer, join_layers
 from semrl_jax.types import Rollout
 
+UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
@@ -45,7 +47,7 @@ def score_and_measure(
     decode: Callable[[np.ndarray], str],
     references: Mapping[int, str],
     columns: Mapping[int, str] | None = None,
-    verifier: VerifierPool,
+    verifier: VerifierPool | None,
     measurer: Measurer | None,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
@@ -57,6 +59,7 @@ def score_and_measure(
       decode: converts the token ids of a response to the text for the verifier.
       references: reference answer by group.
       columns: row of the prompt by group, see `data.PromptExample`; None: no prompt has one.
+      verifier: None: no response is graded; all verdicts are `UNGRADED`.
       measurer: measures the hidden states of its layers; None: `metrics` stay as the replica sent
         them.
       keep_states: whether to keep the hidden states in memory after measuring.
@@ -66,7 +69,10 @@ def score_and_measure(
     for rollout in rollouts:
         response = decode(rollout.response_ids)
         reference = references[rollout.group_id]
-        verdict = verifier.submit(response, reference, (columns or {}).get(rollout.group_id, ""))
+        verdict = None
+        if verifier is not None:
+            row = (columns or {}).get(rollout.group_id, "")
+            verdict = verifier.submit(response, reference, row)
         layers = () if measurer is None else measurer.layers
         metrics = {layer: measurer.submit(rollout.policy_states(layer)) for layer in layers}
         if not keep_states:
@@ -79,9 +85,10 @@ def score_and_measure(
     scored = []
     for rollout, response, reference, verdict, metrics in started:
         means = None if rollout.mean_state is None else rollout.mean_state[None]
-        item = ScoredRollout(rollout, response, reference, verdict.result(), means)
+        found = UNGRADED if verdict is None else verdict.result()
+        item = ScoredRollout(rollout, response, reference, found, means)
         if metrics:
-            found = {layer: future.result() for layer, future in metrics.items()}
-            item = item.with_measured(join_layers(found))
+            measured = {layer: future.result() for layer, future in metrics.items()}
+            item = item.with_measured(join_layers(measured))
         scored.append(item)
     return scored

@@ -1,0 +1,155 @@
+"""Generates responses to the prompts of a file, for studies and distillation.
+
+    python -m launch.generate --policy=runs/quickstart --prompts=questions.jsonl --n=4 \\
+        --output=generated --logprobs --hidden_states=-1
+
+The policy is a run directory, one of its checkpoints, or a Hugging Face directory. Writes
+responses.parquet into --output; with --hidden_states, safetensors shards; with --conversations,
+conversations.jsonl for launch.sft. The same command continues an interrupted generation. Any field
+of the config can be set, --config.data.question_fields=problem. The config is that of the run, or
+the default. docs/generation.md has the columns. Exit codes: 0 done, 2 wrong setting (one line names
+it), 75 ended by a signal.
+"""
+
+import pathlib
+import re
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from launch import cli
+from launch.fields import config_of_policy, fields_of_flags
+from semrl_jax import compilation, data
+from semrl_jax.errors import UserError
+from semrl_jax.runs.config import check_sections
+from semrl_jax.types import HiddenStateParams
+
+STATE_KINDS = ("decode", "prefill")
+
+POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
+OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "experiment file; default: the config of the run, or configs/default.py"
+)
+NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 0, "rows to read, at most; 0: all", lower_bound=0)
+LOGPROBS = flags.DEFINE_bool("logprobs", False, "write log-probabilities per token")
+HIDDEN_STATES = flags.DEFINE_list(
+    "hidden_states", [], "layers to write, -1,12; -1: the final one; i: the input of layer i"
+)
+STATES = flags.DEFINE_list(
+    "states", ["decode"], "tokens whose states are written: of the response, decode; of the "
+    "prompt, prefill"
+)  # fmt: skip
+CONVERSATIONS = flags.DEFINE_enum(
+    "conversations",
+    "none",
+    ("none", "all", "correct"),
+    "responses to write as conversations for launch.sft; correct needs --verifier",
+)
+# Flags that set a field of the config: name -> (field, kind, help).
+FIELDS = {
+    "prompts": ("data.files", "list", ".jsonl or .parquet files, separated by commas"),
+    "n": ("rollout.group_size", "integer", "responses per prompt; default 1"),
+    "temperature": ("rollout.temperature", "float", "default 1; 0 is greedy"),
+    "top_p": ("rollout.top_p", "float", "default 1: all tokens"),
+    "top_k": ("rollout.top_k", "integer", "default 0: all tokens"),
+    "template": ("data.template", "string", "prompt template, docs/data.md"),
+    "verifier": ("evaluation.verifier", "string", "grades the responses, docs/verifiers.md"),
+    "metrics": ("evaluation.metrics", "bool", "measure the hidden states"),
+    "states_dtype": ("hidden_states.dtype", "string", "bfloat16 or float32"),
+    "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts are left out"),
+    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
+    "engine": ("rollout.engine", "string", "jax or vllm"),
+    "seed": ("seed", "integer", "of the sampling"),
+}
+GIVEN = {
+    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
+    for name, (field, kind, text) in FIELDS.items()
+}
+DEFAULTS = {
+    "rollout.group_size": 1,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
+    "rollout.top_k": 0,
+    "evaluation.verifier": "",
+    "evaluation.metrics": False,
+}
+# Settings of training that would have no meaning here.
+FIXED = {
+    "data.task": "files",
+    "data.prompts_per_step": 1,
+    "rollout.annealing.enabled": False,
+    "hidden_states.source": "none",
+}
+
+
+def main() -> int:
+    policy, output = cli.required(POLICY), pathlib.Path(cli.required(OUTPUT))
+    config = cli.checked_config(CONFIG, prepare)
+    states = chosen_states(HIDDEN_STATES.value, STATES.value, config.hidden_states.dtype)
+    if CONVERSATIONS.value == "correct" and not config.evaluation.verifier:
+        raise UserError(
+            "--conversations=correct needs a verdict on every response; give --verifier=NAME, or "
+            "choose --conversations=all."
+        )
+    from semrl_jax.runs import generation, policies  # here: mistakes and --help need no JAX
+
+    (source,) = policies.find_policies(policy, None)
+    compilation.keep_programs()
+    contents = generation.Contents(NUM_PROMPTS.value, LOGPROBS.value, states, CONVERSATIONS.value)
+    return generation.generate(config, source, output, contents)
+
+
+def prepare(config: ml_collections.ConfigDict) -> None:
+    """Sets the fields of the flags, and defaults other than those of training; checks the config.
+
+    Raises:
+      UserError: for a wrong value.
+    """
+    given = flags.FLAGS["config"].override_values
+    if fixed := sorted(FIXED.keys() & given.keys()):
+        raise UserError(f"--config.{fixed[0]} has no meaning in launch.generate; leave it out.")
+    fields = {field: value for field, value in DEFAULTS.items() if field not in given}
+    fields |= fields_of_flags(FIELDS, {name: flag.value for name, flag in GIVEN.items()}, given)
+    if not {"data.files"} & {*fields, *given}:
+        raise UserError("--prompts is needed: a .jsonl or .parquet file; see --help.")
+    config.update_from_flattened_dict(fields | FIXED)
+    check_sections(config)
+    n = config.rollout.group_size
+    if config.rollout.temperature == 0 and n > 1:
+        raise UserError(
+            f"--temperature=0 is greedy, which gives --n={n} equal responses; set a temperature "
+            "such as 0.6, or --n=1."
+        )
+    for file in config.data.files:
+        try:
+            data.check_file(file)
+        except UserError as error:
+            raise UserError(f"--prompts: {error}") from None
+
+
+def chosen_states(layers: list[str], kinds: list[str], dtype: str) -> HiddenStateParams | None:
+    """The hidden states that the flags ask for; None for no layers. UserError for wrong values."""
+    for layer in layers:
+        if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):
+            raise UserError(
+                f"--hidden_states has {layer!r}; it must be layers separated by commas: -1 for the "
+                "final one, i for the input of layer i."
+            )
+    if len(set(map(int, layers))) < len(layers):
+        raise UserError(f"--hidden_states={','.join(layers)} names a layer twice; name each once.")
+    if wrong := [kind for kind in kinds if kind not in STATE_KINDS]:
+        raise UserError(f"--states has {wrong[0]!r}; choose from {', '.join(STATE_KINDS)}.")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise UserError(f"--states={','.join(kinds)} must name decode, prefill or both, once each.")
+    if not layers:
+        if STATES.present:
+            raise UserError("--states needs layers; add --hidden_states=-1, or leave it out.")
+        return None
+    return HiddenStateParams(tuple(map(int, layers)), dtype, tuple(kinds))
+
+
+if __name__ == "__main__":
+    config_of_policy()
+    cli.run(main, __doc__)
