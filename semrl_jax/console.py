@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from semrl_jax import compilation
 
 RECENT_UNITS = 8
+MAX_WIDTH = 400  # of a table, in columns
 
 
 class StatusColumn(rich_progress.ProgressColumn):
@@ -44,6 +45,13 @@ class Reporter:
     def line(self, text: str) -> None:
         """Prints one line, above any bar."""
         self._console.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        """Prints a table; it may be wide if the output is no terminal."""
+        console = self._console
+        if not console.is_terminal:
+            console = Console(width=MAX_WIDTH, highlight=False, quiet=console.quiet)
+        console.print(table)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:

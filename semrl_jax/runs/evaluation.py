@@ -23,10 +23,10 @@ from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
+from semrl_jax.evaluation import comparison, results
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
-from semrl_jax.evaluation.samples import Sample
 from semrl_jax.model_setup import build_policy
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
@@ -69,18 +69,16 @@ class Call(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The samples of one policy, and metrics over all responses of a benchmark."""
+    """The figures of one policy, by benchmark."""
 
     source: PolicySource
-    directory: pathlib.Path
-    samples: list[Sample]
-    over_set: dict[str, dict[str, float]]
+    figures: dict[str, results.Figures]
 
 
 def evaluate(
     config: ml_collections.ConfigDict, sources: Sequence[PolicySource], output: pathlib.Path
-) -> tuple[int, list[Evaluated]]:
-    """Samples and grades the responses of all policies; continues where it was interrupted.
+) -> int:
+    """Samples, grades and scores the responses of all policies, and compares the policies.
 
     Args:
       config: settings of rollout and evaluation; `model.path` is not read.
@@ -88,7 +86,7 @@ def evaluate(
       output: results of a single policy are in it, of several in a directory each below it.
 
     Returns:
-      The exit code, 0 or 75 after a signal, and what was evaluated.
+      The exit code: 0, or 75 after a signal.
 
     Raises:
       UserError: for a wrong setting, file, policy or replica.
@@ -106,8 +104,11 @@ def evaluate(
                 found.extend(_evaluate_model(config, of_model, reporter, stop))
     except Preempted as preempted:
         reporter.line(f"{preempted}: stopped; the same command continues")
-        return EXIT_PREEMPTED, found
-    return 0, found
+        return EXIT_PREEMPTED
+    if len(found) > 1:
+        _write_comparison(found, output, reporter)
+    reporter.line(f"done: see {output}")
+    return 0
 
 
 def _evaluate_model(
@@ -219,7 +220,37 @@ def _evaluate_policy(
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
-    return Evaluated(source, directory.path, samples, over_set)
+    figures = results.evaluate(samples, evaluator.scores, config.evaluation)
+    found = results.as_results(figures)
+    for name, values in over_set.items():
+        found[name] |= {f"metrics/{label}": value for label, value in values.items()}
+    results.write_results(directory.path / "results.json", found)
+    reporter.line(f"{source.name}, {_sampling_text(config)}")
+    reporter.table(results.results_table(found))
+    if (table := results.selection_table(found)) is not None:
+        reporter.table(table)
+    return Evaluated(source, figures)
+
+
+def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
+    """Writes comparison.json, and curves.png if a run has several steps; prints the table."""
+    compared = comparison.compare({item.source.name: item.figures for item in found})
+    results.write_results(output / "comparison.json", compared)
+    reporter.table(comparison.comparison_table(compared))
+    runs: dict[str, dict[int, results.Results]] = {}
+    for item in found:
+        run = item.source.name.removesuffix(f"-step{item.source.step}")
+        runs.setdefault(run, {})[item.source.step] = results.as_results(item.figures)
+    if runs := {run: steps for run, steps in runs.items() if len(steps) > 1}:
+        comparison.write_curves(output / "curves.png", runs)
+
+
+def _sampling_text(config: ml_collections.ConfigDict) -> str:
+    options = config.evaluation
+    return (
+        f"temperature {options.temperature:g}, top-p {options.top_p:g}, at most "
+        f"{config.rollout.max_response_tokens} tokens"
+    )
 
 
 def _sample_calls(
