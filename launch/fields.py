@@ -6,12 +6,15 @@ import itertools
 import pathlib
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import configs
 from semrl_jax.errors import UserError
 from semrl_jax.runs.run_directory import run_of
+from semrl_jax.types import HiddenStateParams
+
+STATE_KINDS = ("decode", "prefill")
 
 
 def config_of_policy() -> bool:
@@ -58,3 +61,36 @@ def fields_of_flags(
             raise UserError(f"--{name} and --config.{field} set the same field; give one of them.")
         found[field] = tuple(values[name]) if kind == "list" else values[name]
     return found
+
+
+def chosen_states(
+    layers: Sequence[str], kinds: Sequence[str] | None, dtype: str
+) -> HiddenStateParams | None:
+    """The hidden states that flags ask for.
+
+    Args:
+      layers: texts such as "-1"; none: no states.
+      kinds: None: the states of the response.
+      dtype: of the states.
+
+    Raises:
+      UserError: for a wrong layer or kind.
+    """
+    given, kinds = kinds, kinds if kinds is not None else STATE_KINDS[:1]
+    for layer in layers:
+        if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):
+            raise UserError(
+                f"--hidden_states has {layer!r}; it must be layers separated by commas: -1 for the "
+                "final one, i for the input of layer i."
+            )
+    if len(set(map(int, layers))) < len(layers):
+        raise UserError(f"--hidden_states={','.join(layers)} names a layer twice; name each once.")
+    if wrong := [kind for kind in kinds if kind not in STATE_KINDS]:
+        raise UserError(f"--states has {wrong[0]!r}; choose from {', '.join(STATE_KINDS)}.")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise UserError(f"--states={','.join(kinds)} must name decode, prefill or both, once each.")
+    if not layers:
+        if given is not None:
+            raise UserError("--states needs layers; add --hidden_states=-1, or leave it out.")
+        return None
+    return HiddenStateParams(tuple(map(int, layers)), dtype, tuple(kinds))

@@ -12,20 +12,16 @@ it), 75 ended by a signal.
 """
 
 import pathlib
-import re
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from launch.fields import config_of_policy, fields_of_flags
+from launch.fields import chosen_states, config_of_policy, fields_of_flags
 from semrl_jax import compilation, data
 from semrl_jax.errors import UserError
 from semrl_jax.runs.config import check_sections
-from semrl_jax.types import HiddenStateParams
-
-STATE_KINDS = ("decode", "prefill")
 
 POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
@@ -38,8 +34,8 @@ HIDDEN_STATES = flags.DEFINE_list(
     "hidden_states", [], "layers to write, -1,12; -1: the final one; i: the input of layer i"
 )
 STATES = flags.DEFINE_list(
-    "states", ["decode"], "tokens whose states are written: of the response, decode; of the "
-    "prompt, prefill"
+    "states", None, "default decode; tokens whose states are written: decode, of the response; "
+    "prefill, of the prompt"
 )  # fmt: skip
 CONVERSATIONS = flags.DEFINE_enum(
     "conversations",
@@ -50,10 +46,10 @@ CONVERSATIONS = flags.DEFINE_enum(
 # Flags that set a field of the config: name -> (field, kind, help).
 FIELDS = {
     "prompts": ("data.files", "list", ".jsonl or .parquet files, separated by commas"),
-    "n": ("rollout.group_size", "integer", "responses per prompt; default 1"),
-    "temperature": ("rollout.temperature", "float", "default 1; 0 is greedy"),
-    "top_p": ("rollout.top_p", "float", "default 1: all tokens"),
-    "top_k": ("rollout.top_k", "integer", "default 0: all tokens"),
+    "n": ("evaluation.n", "integer", "responses per prompt; default 1"),
+    "temperature": ("evaluation.temperature", "float", "default 1; 0 is greedy"),
+    "top_p": ("evaluation.top_p", "float", "default 1: all tokens"),
+    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
     "template": ("data.template", "string", "prompt template, docs/data.md"),
     "verifier": ("evaluation.verifier", "string", "grades the responses, docs/verifiers.md"),
     "metrics": ("evaluation.metrics", "bool", "measure the hidden states"),
@@ -68,10 +64,10 @@ GIVEN = {
     for name, (field, kind, text) in FIELDS.items()
 }
 DEFAULTS = {
-    "rollout.group_size": 1,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
+    "evaluation.n": 1,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_p": 1.0,
+    "evaluation.top_k": 0,
     "evaluation.verifier": "",
     "evaluation.metrics": False,
 }
@@ -79,6 +75,8 @@ DEFAULTS = {
 FIXED = {
     "data.task": "files",
     "data.prompts_per_step": 1,
+    "rollout.group_size": 1,
+    "evaluation.k": (1,),
     "rollout.annealing.enabled": False,
     "hidden_states.source": "none",
 }
@@ -87,7 +85,8 @@ FIXED = {
 def main() -> int:
     policy, output = cli.required(POLICY), pathlib.Path(cli.required(OUTPUT))
     config = cli.checked_config(CONFIG, prepare)
-    states = chosen_states(HIDDEN_STATES.value, STATES.value, config.hidden_states.dtype)
+    dtype = config.hidden_states.dtype
+    states = chosen_states(HIDDEN_STATES.value, STATES.value, dtype)
     if CONVERSATIONS.value == "correct" and not config.evaluation.verifier:
         raise UserError(
             "--conversations=correct needs a verdict on every response; give --verifier=NAME, or "
@@ -116,38 +115,11 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         raise UserError("--prompts is needed: a .jsonl or .parquet file; see --help.")
     config.update_from_flattened_dict(fields | FIXED)
     check_sections(config)
-    n = config.rollout.group_size
-    if config.rollout.temperature == 0 and n > 1:
-        raise UserError(
-            f"--temperature=0 is greedy, which gives --n={n} equal responses; set a temperature "
-            "such as 0.6, or --n=1."
-        )
     for file in config.data.files:
         try:
             data.check_file(file)
         except UserError as error:
             raise UserError(f"--prompts: {error}") from None
-
-
-def chosen_states(layers: list[str], kinds: list[str], dtype: str) -> HiddenStateParams | None:
-    """The hidden states that the flags ask for; None for no layers. UserError for wrong values."""
-    for layer in layers:
-        if not re.fullmatch(r"-1|[0-9]{1,6}", layer.strip()):
-            raise UserError(
-                f"--hidden_states has {layer!r}; it must be layers separated by commas: -1 for the "
-                "final one, i for the input of layer i."
-            )
-    if len(set(map(int, layers))) < len(layers):
-        raise UserError(f"--hidden_states={','.join(layers)} names a layer twice; name each once.")
-    if wrong := [kind for kind in kinds if kind not in STATE_KINDS]:
-        raise UserError(f"--states has {wrong[0]!r}; choose from {', '.join(STATE_KINDS)}.")
-    if not kinds or len(set(kinds)) < len(kinds):
-        raise UserError(f"--states={','.join(kinds)} must name decode, prefill or both, once each.")
-    if not layers:
-        if STATES.present:
-            raise UserError("--states needs layers; add --hidden_states=-1, or leave it out.")
-        return None
-    return HiddenStateParams(tuple(map(int, layers)), dtype, tuple(kinds))
 
 
 if __name__ == "__main__":

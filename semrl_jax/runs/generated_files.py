@@ -134,7 +134,8 @@ def write_states(
             is_decode = name.endswith("decode")
             states = rollout.hidden_states if is_decode else rollout.prompt_states
             tensors[name] = np.ascontiguousarray(states[:, planes])
-    metadata = {"layers": ",".join(map(str, asked.layers)), "format": "pt"}
+    # One entry: safetensors writes several in random order, and files would differ.
+    metadata = {"layers": ",".join(map(str, asked.layers))}
     with replacing(file) as out:
         out.write(save(tensors, metadata))
 

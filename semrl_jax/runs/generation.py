@@ -42,7 +42,7 @@ MAX_STATE_BYTES = 2**30  # of hidden states of one call, which are in memory tog
 # Settings that decide which responses are sampled, and what is written of them.
 FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
-    "rollout.group_size", "rollout.temperature", "rollout.top_p", "rollout.top_k",
+    "evaluation.n", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
     "evaluation.responses_per_call", "evaluation.verifier", "evaluation.metrics",
 )  # fmt: skip
@@ -83,10 +83,10 @@ def generate(
     output: pathlib.Path,
     contents: Contents,
 ) -> int:
-    """Samples `rollout.group_size` responses to each prompt of `data.files`.
+    """Samples `evaluation.n` responses to each prompt of `data.files`.
 
     Args:
-      config: settings of data and rollout, and of `evaluation` the verifier and the metrics;
+      config: settings of data, rollout and evaluation: sampling, verifier and metrics;
         `model.path` is not read.
       source: the policy.
       output: directory of the results.
@@ -212,7 +212,7 @@ class Generation(NamedTuple):
             measuring=Measuring(options, self.measurer) if config.evaluation.metrics else None,
             states=states,
             arrived=progress.count,
-            **{name: config.rollout[name] for name in ("temperature", "top_p", "top_k")},
+            **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
         )
         with stop.deferred():
             if states is not None:  # first, because the part marks the call as complete
@@ -228,7 +228,7 @@ class Generation(NamedTuple):
 
     def _request(self, response: int) -> SampleRequest:
         config = self.inference.config
-        place, sample = divmod(response, config.rollout.group_size)
+        place, sample = divmod(response, config.evaluation.n)
         prompt = self.prompts[place]
         return SampleRequest(
             sample_id=f"generate/{prompt.index}/{sample}",
@@ -303,7 +303,7 @@ def calls_of(
         itemsize = 2 if states.dtype == "bfloat16" else 4
         num_bytes = num_tokens * len(layers) * architecture.hidden_size * itemsize
         size = max(min(size, MAX_STATE_BYTES // num_bytes), 1)
-    total = num_prompts * config.rollout.group_size
+    total = num_prompts * config.evaluation.n
     starts = range(0, total, size)
     return [Call(i, first, min(first + size, total)) for i, first in enumerate(starts)]
 

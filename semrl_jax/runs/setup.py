@@ -398,11 +398,12 @@ def check_model_limits(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} must be at most "
             f"the model's context of {architecture.max_position_embeddings} tokens."
         )
-    if rollout.top_k > vocab_size:
-        raise UserError(
-            f"rollout.top_k={rollout.top_k} must be at most the {vocab_size} tokens of the "
-            "vocabulary; 0 keeps all."
-        )
+    for section in ("rollout", "evaluation"):
+        if (top_k := config[section].top_k) > vocab_size:
+            raise UserError(
+                f"{section}.top_k={top_k} must be at most the {vocab_size} tokens of the "
+                "vocabulary; 0 keeps all."
+            )
     for token in rollout.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise UserError(

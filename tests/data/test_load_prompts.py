@@ -462,3 +462,19 @@ def test_a_parquet_file_without_a_needed_column_is_refused_also_for_whole_rows(t
     path = write(tmp_path / "set.parquet", [{"question": "1", "truth": "1"}])
     with pytest.raises(UserError, match="field 'answer' is missing; the file has the columns"):
         load_prompts(path, tokenizer, keep_columns=True, skip_bad_rows=True)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_may_lack_the_answer_if_none_is_needed(tokenizer, tmp_path, suffix):
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "2+1", "answer": None}]
+    path = write(tmp_path / f"set{suffix}", rows)
+    loaded = load_prompts(path, tokenizer, needs_answer=False, keep_columns=True)
+    assert [(e.question, e.answer) for e in loaded.examples] == [("1+1", "2"), ("2+1", "")]
+    with pytest.raises(UserError, match="field 'answer' must be text or a finite number"):
+        load_prompts(path, tokenizer)
+    path = write(tmp_path / f"other{suffix}", [{"question": "1+1"}])
+    for keep in (False, True):
+        loaded = load_prompts(path, tokenizer, needs_answer=False, keep_columns=keep)
+        assert [example.answer for example in loaded.examples] == [""]
+    with pytest.raises(UserError, match="field 'answer' is missing"):
+        load_prompts(path, tokenizer)

@@ -205,10 +205,19 @@ class RolloutClient(contextlib.AbstractContextManager):
         return dispatch(call, self._replicas, self._counters, self._waits, resync)
 
     def _check_kinds(self, hidden_states: HiddenStateParams) -> None:
-        """Refuses kinds of states that a replica, possibly of an earlier release, lacks."""
+        """Refuses kinds or layers of states that a replica lacks."""
         if not hidden_states.layers:
             return
         for replica in self._replicas:
+            described = replica.description
+            for layer in hidden_states.layers if described else ():
+                if layer not in described.layers:
+                    reason = f" ({described.layers_reason})" if described.layers_reason else ""
+                    raise UserError(
+                        f"{replica.name} sends hidden states of layers {list(described.layers)}"
+                        f"{reason}, and layer {layer} was asked for; leave it out, or use an "
+                        "engine that has it."
+                    )
             known = replica.description.state_kinds if replica.description else hidden_states.kinds
             for kind in hidden_states.kinds:
                 if kind not in known:

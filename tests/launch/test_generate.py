@@ -1,0 +1,196 @@
+"""launch.generate and launch.score: files, numbers against transformers, resuming to the bit."""
+
+import json
+import signal
+import time
+
+import jax
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from semrl_jax import data, models
+from tests.launch.conftest import run, start
+from tests.launch.test_bad_input import assert_one_line
+
+pytestmark = pytest.mark.slow
+TEMPERATURE = 0.8
+NUM_PROMPTS, N, PER_CALL = 48, 2, 8
+NUM_CALLS = NUM_PROMPTS * N // PER_CALL
+FILES = ("responses.parquet", "states.index.json", "conversations.jsonl")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A directory with a random model and a file of prompts."""
+    path = tmp_path_factory.mktemp("generate")
+    config = models.DecoderConfig(
+        vocab_size=34, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=256,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    models.save_directory(path / "model", params, config, data.character_tokenizer())
+    rows = [{"question": f"{n}+{n}=", "answer": 2 * n, "level": n} for n in range(NUM_PROMPTS)]
+    (path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(inputs, output, *more):
+    return (
+        f"--policy={inputs / 'model'}", f"--prompts={inputs / 'q.jsonl'}", f"--output={output}",
+        "--max_prompt_tokens=16", "--max_response_tokens=24", f"--n={N}",
+        f"--temperature={TEMPERATURE}", *more,
+    )  # fmt: skip
+
+
+EVERYTHING = (
+    "--logprobs", "--metrics", "--hidden_states=1,-1", "--states=decode,prefill",
+    "--states_dtype=float32", "--verifier=tests.verifiers:by_parity", "--conversations=correct",
+    f"--config.evaluation.responses_per_call={PER_CALL}",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs, tmp_path_factory):
+    """The directory of a generation with everything that can be asked for."""
+    output = tmp_path_factory.mktemp("generate") / "out"
+    done = run("launch.generate", *command(inputs, output, *EVERYTHING))
+    assert done.returncode == 0, done.stderr
+    assert f"{NUM_PROMPTS * N} responses to {NUM_PROMPTS} prompts" in done.stdout
+    return output
+
+
+def read(output):
+    return pq.read_table(output / "responses.parquet").to_pylist()
+
+
+def states_of(output):
+    """All tensors by name, through the index."""
+    index = json.loads((output / "states.index.json").read_text())["weight_map"]
+    found = {}
+    for name, shard in index.items():
+        with safe_open(output / shard, "np") as tensors:
+            found[name] = tensors.get_tensor(name)
+    return found
+
+
+def test_every_prompt_has_its_responses_and_columns(undisturbed):
+    rows = read(undisturbed)
+    places = [(row["prompt_index"], row["sample_index"]) for row in rows]
+    assert places == [(prompt, sample) for prompt in range(NUM_PROMPTS) for sample in range(N)]
+    for row in rows:
+        n = row["prompt_index"]
+        assert (row["question"], row["reference"]) == (f"{n}+{n}=", str(2 * n))
+        assert json.loads(row["row"])["level"] == n
+        assert len(row["response_ids"]) == len(row["rollout_logprobs"]) == row["num_tokens"]
+        assert row["finish_reason"] == ("eos" if row["num_tokens"] < 24 else row["finish_reason"])
+        assert row["correct"] == ((len(row["response"]) + 2 * n) % 2 == 0)
+    assert len({tuple(row["response_ids"]) for row in rows}) > NUM_PROMPTS
+    assert np.isfinite([row["metrics/effective_rank"] for row in rows]).sum() > NUM_PROMPTS
+    ended = [row for row in rows if row["finish_reason"] == "eos" and row["response"].strip()]
+    chosen = [row for row in ended if row["correct"]]
+    lines = (undisturbed / "conversations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in lines] == [row["response"] for row in chosen]
+    assert 0 < len(chosen) < len(rows)
+    record = json.loads((undisturbed / "generation.json").read_text())
+    assert record["settings"]["rollout.temperature"] == TEMPERATURE and record["versions"]["jax"]
+    assert not (undisturbed / "parts").exists()
+    assert len(list(undisturbed.glob("states-*.safetensors"))) == NUM_CALLS
+
+
+def test_numbers_are_those_of_transformers(inputs, undisturbed):
+    """Float32 against float64; the tolerance is that of the tests of the engine."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float64)
+    states = states_of(undisturbed)
+    assert len(states) == NUM_PROMPTS * (N + 1)
+    for row in read(undisturbed)[:6]:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        with torch.no_grad():
+            out = model(torch.tensor([prompt + response]), output_hidden_states=True)
+        logits = out.logits[0, len(prompt) - 1 : -1]
+        for column, scale in (("rollout_raw_logprobs", 1.0), ("rollout_logprobs", TEMPERATURE)):
+            expected = torch.log_softmax(logits / scale, -1)[torch.arange(len(response)), response]
+            np.testing.assert_allclose(row[column], expected, atol=5e-5)
+        assert row["mean_logprob"] == pytest.approx(np.mean(row["rollout_logprobs"]), abs=1e-6)
+        both = torch.stack([out.hidden_states[1][0], out.hidden_states[-1][0]], dim=1)
+        name = f"{row['prompt_index']}/{row['sample_index']}/decode"
+        np.testing.assert_allclose(states[name], both[len(prompt) - 1 : -1], atol=5e-5)
+        prefill = states[f"{row['prompt_index']}/prefill"]
+        np.testing.assert_allclose(prefill, both[: len(prompt)], atol=5e-5)
+
+
+def test_a_generation_that_is_killed_and_stopped_has_the_same_files(inputs, undisturbed, tmp_path):
+    output = tmp_path / "out"
+    arguments = command(inputs, output, *EVERYTHING)
+    kept: dict[str, int] = {}
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = start("launch.generate", *arguments)
+        deadline = time.monotonic() + 100
+        while len(parts_of(output)) <= len(kept) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert kept.items() <= parts_of(output).items()  # nothing is sampled twice
+        kept = parts_of(output)
+        assert 0 < len(kept) < NUM_CALLS
+        if number == signal.SIGTERM:
+            assert process.returncode == 75, err
+            assert "SIGTERM: stopped; the same command continues" in out
+    done = run("launch.generate", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"{PER_CALL * len(kept)} of {NUM_PROMPTS * N} responses are there" in done.stdout
+    shards = [file.name for file in sorted(undisturbed.glob("states-*"))]
+    for name in (*FILES, *shards):
+        assert (output / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    assert {file.name for file in output.iterdir()} == {file.name for file in undisturbed.iterdir()}
+
+
+def parts_of(output):
+    """Time of the last change of each part."""
+    return {file.name: file.stat().st_mtime_ns for file in (output / "parts").glob("*.parquet")}
+
+
+def test_offline_verdicts_are_those_of_the_generation(undisturbed, tmp_path):
+    output = tmp_path / "graded.parquet"
+    done = run(
+        "launch.score", f"--samples={undisturbed / 'responses.parquet'}", f"--output={output}",
+        "--verifier=tests.verifiers:by_parity", "--prefix=again_",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = pq.read_table(output).to_pylist()
+    for name in ("correct", "score", "extracted", "boxed", "verifier_error"):
+        assert [row[name] for row in rows] == [row[f"again_{name}"] for row in rows]
+    correct = sum(row["correct"] for row in rows)
+    assert f"{correct} ({100 * correct / len(rows):.2f}%)" in done.stdout
+    same = pq.read_schema(undisturbed / "responses.parquet").names
+    assert pq.read_table(output, columns=same).equals(
+        pq.read_table(undisturbed / "responses.parquet").combine_chunks()
+    )
+
+
+def test_mistakes_are_named(inputs, undisturbed, tmp_path):
+    def refused(*more, output=tmp_path / "out"):
+        return run("launch.generate", *command(inputs, output, *more))
+
+    for flags, message in (
+        (["--conversations=correct"], "--conversations=correct needs a verdict"),
+        (["--temperature=0"], "gives evaluation.n=2 equal responses"),
+        (["--n=0"], "evaluation.n=0 must be"),
+        (["--prompts=/nowhere.jsonl"], "--prompts: prompt file '/nowhere.jsonl' does not exist"),
+        (["--states=prefill"], "--states needs layers"),
+        (["--config.data.task=arithmetic"], "--config.data.task has no meaning"),
+        (["--verifier=nobody"], "'nobody' must be 'package.module:name'"),
+        (["--top_k=35"], "evaluation.top_k=35 must be at most the 34 tokens"),
+        (["--hidden_states=7"], "--hidden_states has 7, but the model has 2 layers"),
+    ):
+        result = refused(*flags)
+        assert_one_line(result, message)
+    other = refused(*EVERYTHING, "--top_k=3", output=undisturbed)
+    assert_one_line(other, "holds responses with another evaluation.top_k (0, now 3)")
+    score = ("launch.score", "--verifier=math", f"--output={tmp_path / 'x.parquet'}")
+    assert_one_line(run(*score), "--samples is needed")
+    assert_one_line(run(*score, "--samples=/no.parquet"), "--samples: prompt file '/no.parquet'")
+    assert_one_line(run(*score, "--samples=/no.jsonl"), "must end in .jsonl")
