@@ -96,7 +96,7 @@ def test_every_prompt_has_its_responses_and_columns(undisturbed):
     assert [json.loads(line)["completion"] for line in lines] == [row["response"] for row in chosen]
     assert 0 < len(chosen) < len(rows)
     record = json.loads((undisturbed / "generation.json").read_text())
-    assert record["settings"]["rollout.temperature"] == TEMPERATURE and record["versions"]["jax"]
+    assert record["settings"]["evaluation.temperature"] == TEMPERATURE and record["versions"]["jax"]
     assert not (undisturbed / "parts").exists()
     assert len(list(undisturbed.glob("states-*.safetensors"))) == NUM_CALLS
 
@@ -165,10 +165,12 @@ def test_offline_verdicts_are_those_of_the_generation(undisturbed, tmp_path):
         assert [row[name] for row in rows] == [row[f"again_{name}"] for row in rows]
     correct = sum(row["correct"] for row in rows)
     assert f"{correct} ({100 * correct / len(rows):.2f}%)" in done.stdout
-    same = pq.read_schema(undisturbed / "responses.parquet").names
-    assert pq.read_table(output, columns=same).equals(
-        pq.read_table(undisturbed / "responses.parquet").combine_chunks()
-    )
+    kept, given = pq.read_table(output), pq.read_table(undisturbed / "responses.parquet")
+    for name in given.column_names:
+        if name.startswith("metrics/"):  # NaN where not valid
+            np.testing.assert_array_equal(kept[name].to_numpy(), given[name].to_numpy())
+        else:
+            assert kept[name].equals(given[name]), name
 
 
 def test_mistakes_are_named(inputs, undisturbed, tmp_path):
@@ -183,8 +185,6 @@ def test_mistakes_are_named(inputs, undisturbed, tmp_path):
         (["--states=prefill"], "--states needs layers"),
         (["--config.data.task=arithmetic"], "--config.data.task has no meaning"),
         (["--verifier=nobody"], "'nobody' must be 'package.module:name'"),
-        (["--top_k=35"], "evaluation.top_k=35 must be at most the 34 tokens"),
-        (["--hidden_states=7"], "--hidden_states has 7, but the model has 2 layers"),
     ):
         result = refused(*flags)
         assert_one_line(result, message)

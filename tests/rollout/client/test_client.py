@@ -67,6 +67,9 @@ def test_kinds_of_states_that_a_replica_of_an_earlier_release_does_not_know(worl
     states = HiddenStateParams((-1,), "float32")
     rollouts = list(client.generate(requests, sampling, states, version=version))
     assert_complete(rollouts, requests, sampling, states, version=version)
+    inner = HiddenStateParams((-1, 999), "float32")
+    with pytest.raises(UserError, match=r"sends hidden states of layers .*, and layer 999 was"):
+        client.generate(requests, sampling, inner, version=version)
 
 
 def test_a_replica_that_would_ignore_the_annealing_is_not_asked(world):
