@@ -298,7 +298,12 @@ def get_config() -> ml_collections.ConfigDict:
     # FILE:setting=value:... to set a field below, num_problems or name for this file; docs/data.md
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
-    config.evaluation.benchmarks = ()  # more of them, "my_package.module"; docs/extending.md
+    # A name or group such as gsm8k or tiny, FILE.jsonl, or "my_package.module", each with
+    # :setting=value:... for names and files; docs/data.md
+    config.evaluation.benchmarks = ()
+    config.evaluation.data_dir = "data/benchmarks"  # where the files of named benchmarks are
+    config.evaluation.shots = 0  # examples before each question, the first of the file:
+    config.evaluation.shots_file = ""  # .jsonl or .parquet, with question and answer (or response)
     config.evaluation.metrics = False  # True: measure hidden states of evaluated responses too
     # These follow data unless set. Without identity(), setting one would change data's field too.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
