@@ -101,7 +101,7 @@ def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
     """Writes benchmarks, whose names or groups are separated by commas. Returns the exit code."""
     known = f"{', '.join(DATASETS)}, or a benchmark"
     try:
-        wanted = [one for part in name.split(",") for one in members("--dataset", part.strip())]
+        wanted = [one for part in name.split(",") for one in members("benchmark", part.strip())]
     except UserError as error:
         raise UserError(f"--dataset={name!r} must be one of {known}: {error}") from None
     wanted = list(dict.fromkeys(wanted))

@@ -68,7 +68,7 @@ def members(field: str, name: str) -> tuple[str, ...]:
     hint = f"did you mean {found!r}? " if found else ""
     raise UserError(
         f"{field}={name!r:.100} is unknown; {hint}choose one of {', '.join(known)}, or a group: "
-        f"{', '.join(GROUPS)}."
+        f"{', '.join(GROUPS)}; or FILE.jsonl, or a module, 'my_package.my_module'."
     )
 
 
