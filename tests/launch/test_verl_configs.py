@@ -229,6 +229,7 @@ OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
+    "evaluation.data_dir": "files alone", "evaluation.shots": "the launcher validates without",
     "distributed.": "connection of processes", "sft.": "another command",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
