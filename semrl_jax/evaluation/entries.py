@@ -13,11 +13,14 @@ from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import catalogue
 from semrl_jax.sampling.prompt_sources import FILE_SETTINGS, setting_values
+from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rules import Section, split_entry
 
 FIELD = "evaluation.benchmarks"
-SAMPLING_SETTINGS = ("n", "temperature", "top_p", "top_k")
-SET_SETTINGS = ("num_problems", "template", "name", "shots", *SAMPLING_SETTINGS)
+GRADER = "benchmark"  # verifier of named sets
+# Settings of the evaluator; the others say how problems are read.
+EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "verifier")
+SET_SETTINGS = ("num_problems", "template", "name", "shots", *EVALUATOR_SETTINGS)
 
 
 class Entry(NamedTuple):
@@ -61,6 +64,8 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
             FIELD, text, kind, tuple(dict.fromkeys(allowed)), repeatable=("question_fields",)
         )
         settings = setting_values(FIELD, text, given)
+        if "verifier" in settings:
+            check_function(f"{FIELD}={text!r}: verifier", settings["verifier"])
         targets = (target,) if kind == "file" else catalogue.members(FIELD, target)
         if len(targets) > 1 and "name" in settings:
             raise UserError(f"{FIELD}={text!r}: a group has no name of its own; leave name out.")
@@ -78,15 +83,15 @@ def benchmark_entries(evaluation: Section) -> list[Entry]:
 
 
 def benchmark_settings(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
-    """The settings of sampling that an entry of `evaluation.benchmarks` has, by benchmark name.
+    """The settings of `EVALUATOR_SETTINGS` of each entry of `evaluation.benchmarks`, by its name.
 
-    Such as {"gsm8k": {"n": 4, "temperature": 0.6}, "math500": {}}. What is missing is as in
-    `config.evaluation`. Benchmarks of modules and of `evaluation.files` are not in it.
+    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. What is missing is as in
+    `config.evaluation`. A named set has a verifier. Benchmarks of modules and of `evaluation.files`
+    are not in the result.
     """
     return {
-        entry.name: {
-            name: value for name, value in entry.settings.items() if name in SAMPLING_SETTINGS
-        }
+        entry.name: ({"verifier": GRADER} if entry.kind == "set" else {})
+        | {name: value for name, value in entry.settings.items() if name in EVALUATOR_SETTINGS}
         for entry in benchmark_entries(config.evaluation)
         if entry.kind != "module"
     }

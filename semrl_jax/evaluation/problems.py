@@ -12,7 +12,7 @@ from semrl_jax import data
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark import BenchmarkReader
-from semrl_jax.evaluation.entries import FIELD, SAMPLING_SETTINGS, Entry, benchmark_entries
+from semrl_jax.evaluation.entries import EVALUATOR_SETTINGS, FIELD, Entry, benchmark_entries
 from semrl_jax.files import parse_json
 from semrl_jax.modules import load_module, running
 from semrl_jax.sampling.prompt_sources import held_out_problems, load_file
@@ -61,7 +61,7 @@ def _of_file(
 ) -> Sequence[data.PromptExample]:
     """The problems of a named set or of a user's file."""
     settings = {
-        name: value for name, value in entry.settings.items() if name not in SAMPLING_SETTINGS
+        name: value for name, value in entry.settings.items() if name not in EVALUATOR_SETTINGS
     } | {"name": entry.name}
     field = f"{FIELD}={entry.entry!r}: "
     options = {"field_prefix": field, "report": report, "keep_columns": keep_columns}

@@ -46,7 +46,7 @@ def test_names_and_files_with_their_settings(config, tmp_path):
         config,
         "gsm8k:num_problems=1:template=Q: {input}\n:n=4:temperature=0.6",
         "amc23:name=contest:top_p=0.9:top_k=20",
-        f"{tmp_path}/mine.jsonl:answer_after=####:num_problems=3:n=2",
+        f"{tmp_path}/mine.jsonl:answer_after=####:num_problems=3:n=2:verifier=a.b:c",
     )
     assert [(p.data_source, p.prompt, p.question, p.answer) for p in found] == [
         ("gsm8k", "Q: 2*9\n", "2*9", "18"),
@@ -56,9 +56,9 @@ def test_names_and_files_with_their_settings(config, tmp_path):
     assert [p.index for p in found] == [0, 0, 1, 0, 1, 2]
     assert json.loads(found[0].columns) == {"kind": "number"} and not found[-1].columns
     assert benchmark_settings(config) == {
-        "gsm8k": {"n": 4, "temperature": 0.6},
-        "contest": {"top_p": 0.9, "top_k": 20},
-        "mine": {"n": 2},
+        "gsm8k": {"verifier": "benchmark", "n": 4, "temperature": 0.6},
+        "contest": {"verifier": "benchmark", "top_p": 0.9, "top_k": 20},
+        "mine": {"n": 2, "verifier": "a.b:c"},
     }
     found = load(config, "amc23", f"{tmp_path}/mine.jsonl:answer_after=####", keep_columns=True)
     assert json.loads(found[0].columns) == {"kind": "number"} | AMC23
@@ -129,6 +129,7 @@ def test_a_set_of_a_group_and_of_another_entry_counts_once():
                 "top_p=0", "top_p=1.1", "top_k=-1", "shots=-1", "num_problems=0",
             )
         ],
+        (("gsm8k:verifier=maths",), "verifier='maths' must be 'package.module:name'"),
         (("gsm8k:shots=1",), "evaluation.shots_file is empty; name a .jsonl"),
         (("x.jsonl",), "prompt file 'x.jsonl' does not exist"),
     ],
