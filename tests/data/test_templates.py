@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 
 from semrl_jax.data import load_prompts
-from semrl_jax.data.templates import STOP_STRINGS, TEMPLATES, prompt_renderer
+from semrl_jax.data.templates import FORMATS, STOP_STRINGS, TEMPLATES, prompt_renderer
 from semrl_jax.errors import UserError
 
 QUESTION = "What is {1}+{input}?"
@@ -132,6 +132,20 @@ def test_every_template_is_spelled_out_above():
 )  # fmt: skip
 def test_examples_are_in_the_template_and_inserted_as_they_are(tokenizer, name, text):
     assert prompt_renderer(name, tokenizer, shots=SHOTS)(["Q"]) == [text]
+
+
+def test_separators_of_examples():
+    separators = {
+        "\n": {"self-instruct", "tora", "internlm-math-fs"},
+        "\n---\n": {"pal", "tool-integrated"},
+        "\n\n\n": {
+            "cot", "deepseek-math", "wizard_zs", "platypus_fs", "jiuzhang", "jiuzhang_tora",
+            "jiuzhang_nl", "mmiqc", "shepherd",
+        },
+    }  # fmt: skip
+    for name, form in FORMATS.items():
+        found = [separator for separator, names in separators.items() if name in names]
+        assert form.separator == (*found, "\n\n")[0], name
 
 
 def test_examples_are_turns_of_a_chat(chat_tokenizer):

@@ -223,6 +223,9 @@ def test_a_verifier_that_takes_the_row_gets_it_with_the_keys_of_the_grader():
     columns = json.loads(read("mmlu_stem", MMLU, keep_row=True).columns)
     assert columns["type"] == "astronomy" and columns["answer"] == 1
     assert columns["kind"] == "choice" and columns["choices"] == ["1", "2", "(3)", "4"]
+    row = TABMWP | {"choices": ["3", "4"], "kind": "table"}  # not what the grader means by them
+    columns = json.loads(read("tabmwp", row, keep_row=True).columns)
+    assert columns["kind"] == "number" and "choices" not in columns
 
 
 @pytest.mark.parametrize(
