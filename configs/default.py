@@ -314,6 +314,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.k = (1,)  # of pass@k, maj@k and best@k; at most n
     # Responses of one call of launch.evaluate. An interrupted evaluation repeats the last call.
     config.evaluation.responses_per_call = 1024
+    # Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id.
+    config.evaluation.reward_model = ""
     # As rewards.function, for all held-out problems. Empty: named benchmarks have their own grader,
     # benchmark, and other problems have that of the rewards.
     config.evaluation.verifier = ""
