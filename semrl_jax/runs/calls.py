@@ -67,4 +67,5 @@ class Progress:
             if self._reporter.is_terminal or now - self._printed_s < PROGRESS_S:
                 return
             self._printed_s = now
-            self._reporter.line(f"{self._name}: {self._done}/{self._total} responses, {pace}")
+            count = f"{self._name}: {self._done}/{self._total} responses"
+            self._reporter.line(", ".join(filter(None, (count, pace))))
