@@ -147,7 +147,7 @@ def _evaluate_model(
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)
         if config.evaluation.metrics:
             check_metrics_of(config.evaluation.metric_options, policy)
-        settings: dict[str, dict[str, Any]] = {}
+        settings = benchmark_settings(config)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
             options = config.rewards.to_dict()

@@ -195,6 +195,7 @@ def open_run(
             )
 
         inputs = agreed("check_inputs", check_inputs)
+        settings = benchmark_settings(config)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
@@ -212,7 +213,9 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=(sampling.index(peers.index), len(sampling)),
-                    num_problems=most_requests(inputs.problems, inputs.scores, config, {}),
+                    num_problems=most_requests(
+                        inputs.problems, inputs.scores, config, settings
+                    ),
                 )
             )
 
@@ -241,7 +244,7 @@ def open_run(
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(open_measurer(config, config.metrics))
-        graders = open_graders(stack, config, inputs.problems, {})
+        graders = open_graders(stack, config, inputs.problems, settings)
         evaluation_measurer = None
         if config.evaluation.metrics:
             options = config.evaluation.metric_options
@@ -294,6 +297,7 @@ def open_run(
             problems=inputs.problems,
             scores=inputs.scores,
             sampler=sampler,
+            settings=settings,
             graders=graders,
             measurer=evaluation_measurer,
         )
