@@ -15,11 +15,11 @@ from rich.table import Table
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.results import (
-    ACCURACIES,
     Figures,
     Results,
     as_results,
     figure_text,
+    is_average,
     names_of,
     shown_figures,
     sizes_text,
@@ -41,7 +41,8 @@ def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
 
     Returns:
       `first`: name of the first policy. `results`: by policy. `differences`: by policy other than
-      the first, benchmark and figure, with the fields of `statistics.Difference`.
+      the first, benchmark and figure, with the fields of `statistics.Difference`. Averages over
+      different benchmarks have none.
 
     Raises:
       UserError: if there is no policy, or a benchmark has other problems for one of them.
@@ -54,23 +55,20 @@ def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
     for name in others:
         differences[name] = {}
         for benchmark, found in evaluated[name].items():
-            if benchmark in base:
-                _check_problems(first, base[benchmark], name, found, benchmark)
+            if benchmark not in base:
+                continue
+            if found.problems == base[benchmark].problems:
                 differences[name][benchmark] = _differences(found, base[benchmark])
+            elif not is_average(benchmark):
+                raise UserError(
+                    f"{name!r:.100} and {first!r:.100} were evaluated on different problems of "
+                    f"{benchmark!r:.100}; evaluate both on the same ones to compare them."
+                )
     return {
         "first": first,
         "results": {name: as_results(found) for name, found in evaluated.items()},
         "differences": differences,
     }
-
-
-def _check_problems(first: str, base: Figures, name: str, found: Figures, benchmark: str) -> None:
-    sizes = [figures.sizes.get("num_benchmarks") for figures in (base, found)]
-    if found.problems != base.problems or sizes[0] != sizes[1]:
-        raise UserError(
-            f"{name!r:.100} and {first!r:.100} were evaluated on different problems of "
-            f"{benchmark!r:.100}; evaluate both on the same ones to compare them."
-        )
 
 
 def _differences(found: Figures, base: Figures) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
+from semrl_jax.errors import UserError
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 
@@ -33,14 +34,14 @@ def subset_sizes(
     """The values of `evaluation.k`, each once, in ascending order.
 
     Raises:
-      ValueError: if one is below 1 or above the number of samples of a problem.
+      UserError: if one is below 1 or above the number of samples of a problem.
     """
     fewest = min(map(len, problems), default=None)
     for k in options.k:
         if k < 1 or (fewest is not None and k > fewest):
-            raise ValueError(
+            raise UserError(
                 f"evaluation.k={k} must be from 1 to the number of samples per problem, {fewest}; "
-                "set a smaller k, or a larger evaluation.n"
+                "set a smaller k, or a larger evaluation.n."
             )
     return tuple(sorted(set(options.k)))
 

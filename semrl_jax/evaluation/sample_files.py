@@ -89,7 +89,7 @@ def _checked(file: pathlib.Path, schema: pa.Schema) -> list[str]:
         if (found := schema.field(name).type) != expected:
             raise UserError(
                 f"{file} is no file of samples: column {name!r:.100} must be {expected}, not "
-                f"{str(found):.100}."
+                f"{found!s:.100}."
             )
     return [*TYPES, *metrics]
 

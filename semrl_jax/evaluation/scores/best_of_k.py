@@ -37,7 +37,7 @@ def per_problem(
       `best@<k>/chance`: mean accuracy.
 
     Raises:
-      ValueError: if a problem has fewer than k samples.
+      UserError: if a problem has fewer than k samples.
     """
     sizes = [k for k in subset_sizes(problems, options) if k > 1]
     names = sorted({name for samples in problems for sample in samples for name in sample.metrics})

@@ -22,7 +22,7 @@ def per_problem(
     """`maj@<k>` in [0, 1] for each k of `evaluation.k`: the mean over all subsets of k samples.
 
     Raises:
-      ValueError: if a problem has fewer than k samples.
+      UserError: if a problem has fewer than k samples.
     """
     votes = [votes_of(samples) for samples in problems]
     return {

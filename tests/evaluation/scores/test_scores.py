@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED
@@ -27,7 +28,7 @@ from semrl_jax.modules import module_names
 from tests.evaluation.making import make_problems, make_sample
 
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.
-CLOSE = dict(rtol=0, atol=1e-12)
+CLOSE = {"rtol": 0, "atol": 1e-12}
 REPEATED = (best_of_k, lengths, majority, mean_at_n, pass_at_k, reflection, repetition, types)
 
 
@@ -59,7 +60,7 @@ def test_all_scores_are_tested_here():
 @pytest.mark.parametrize("k", [0, 3])
 def test_k_outside_the_number_of_samples_is_refused(score, k):
     problems = make_problems([[1, 0, 1], [1, 0]])
-    with pytest.raises(ValueError, match=rf"evaluation.k={k} must be from 1 to .*, 2; set"):
+    with pytest.raises(UserError, match=rf"evaluation.k={k} must be from 1 to .*, 2; set"):
         figures(score, problems, k=(k,))
 
 
