@@ -73,10 +73,9 @@ def open_page(file, profile):
         nonlocal number
         number += 1
         request = {"id": number, "method": method, "params": params}
-        os.write(
-            commands, json.dumps(request | ({"sessionId": session} if session else {})).encode()
-        )
-        os.write(commands, b"\0")
+        if session:
+            request["sessionId"] = session
+        os.write(commands, json.dumps(request).encode() + b"\0")
         while (message := receive()).get("id") != number:
             pass
         assert "error" not in message, message["error"]

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from semrl_jax.evaluation.results import (
-    ACCURACIES,
     SHOWN,
     Results,
     figure_text,
+    main_figures,
     names_of,
     shown_figures,
     sizes_text,
@@ -220,7 +220,7 @@ def _escape(text: object) -> str:
 def _summary(found: Mapping[str, Results]) -> str:
     """The table of accuracies, one line per benchmark and policy."""
     names = list(dict.fromkeys(name for results in found.values() for name in names_of(results)))
-    names = shown_figures(names, (*ACCURACIES, *SHOWN))
+    names = [*main_figures(names), *shown_figures(names, SHOWN)]
     benchmarks = dict.fromkeys(name for results in found.values() for name in results)
     several = len(found) > 1
 

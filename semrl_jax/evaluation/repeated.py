@@ -46,6 +46,14 @@ def subset_sizes(
     return tuple(sorted(set(options.k)))
 
 
+def sizes_above_one(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> tuple[int, ...]:
+    """`subset_sizes` without 1, for scores that choose among responses; n if that leaves none."""
+    sizes = tuple(k for k in subset_sizes(problems, options) if k > 1)
+    return sizes or tuple({min(map(len, problems))} if problems else ())
+
+
 def correct_counts(problems: Sequence[Sequence[Sample]]) -> Int[np.ndarray, " P"]:
     """The number of correct samples of each problem."""
     return np.array([sum(bool(s.correct) for s in samples) for samples in problems], int)

@@ -181,6 +181,15 @@ def shown_figures(names: Sequence[str], patterns: Sequence[str] = ACCURACIES) ->
     return found
 
 
+def main_figures(names: Sequence[str]) -> list[str]:
+    """The accuracies of the tables. Of two figures with the same value, only pass@k is shown."""
+    found = shown_figures(names)
+    twice = {f"any@{name.removeprefix('pass@')}" for name in found if name.startswith("pass@")}
+    if "pass@1" in found:
+        twice |= {name for name in found if name.startswith("mean@")}
+    return [name for name in found if name not in twice]
+
+
 def sizes_text(row: Mapping[str, Any]) -> str:
     """Such as "500 x 16": problems x samples per problem."""
     return f"{row['num_problems']} x {row['num_samples']}"
@@ -210,7 +219,7 @@ def results_table(found: Results) -> Table:
     table = Table(title="percent, ± half of the 95 % interval; lengths in tokens")
     table.add_column("benchmark")
     table.add_column("problems x samples", justify="right")
-    names = shown_figures(names_of(found), (*ACCURACIES, *SHOWN))
+    names = [*main_figures(names_of(found)), *shown_figures(names_of(found), SHOWN)]
     for name in names:
         title = name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
         table.add_column(title, justify="right")

@@ -13,14 +13,14 @@ from tests.evaluation.making import make_sample
 HOSTILE = "</script><script>document.title='owned'</script><!-- {{data}} \u2028 \ud800 &lt;"
 
 
-def write(file, *policies, **options):
+def write(file, *policies, title="title", **options):
     named = {f"policy {place}": samples for place, samples in enumerate(policies)}
     options_of_scores = ml_collections.ConfigDict({"k": (1,)})
     found = {
         name: results.results(samples, [pass_at_k], options_of_scores)
         for name, samples in named.items()
     }
-    page.write_page(file, named, found, "title", **options)
+    page.write_page(file, named, found, title, **options)
     return file.read_bytes().decode()
 
 
@@ -36,15 +36,10 @@ def test_hostile_text_is_data(tmp_path):
         problem_type=HOSTILE, verifier_error=HOSTILE, benchmark=HOSTILE,
         metrics={HOSTILE: float("nan")},
     )  # fmt: skip
-    file = tmp_path / "page.html"
-    named = {HOSTILE: [hostile]}
-    found = {
-        HOSTILE: results.results([hostile], [pass_at_k], ml_collections.ConfigDict({"k": (1,)}))
-    }
-    page.write_page(file, named, found, HOSTILE)
-    text = file.read_bytes().decode()
+    text = write(tmp_path / "page.html", [hostile], title=HOSTILE)
     assert text.count("<script") == 3  # the index, one problem, the program
-    assert "<!--" not in text and "\u2028" not in text
+    data = text[text.index("<script") :]
+    assert "<!--" not in text and "\u2028" not in data and "&lt;" not in data
     expected = HOSTILE.replace("\ud800", "?")
     assert scripts(text)["p0"] == [expected, [[[expected][0]]]]
 

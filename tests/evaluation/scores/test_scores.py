@@ -104,7 +104,7 @@ def vote(answers, correct, subset):
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**31 - 1), n=st.integers(1, 8), data=st.data())
 def test_majority_is_the_mean_over_subsets(seed, n, data):
-    k = data.draw(st.integers(1, n))
+    k = data.draw(st.integers(min(2, n), n))
     random = np.random.default_rng(seed)
     answers = random.choice(["", "1", "2", "3", "4"], n).tolist()
     right = {"1"} if seed % 3 else set(random.choice(["1", "2", "3"], 2))
@@ -149,6 +149,14 @@ def best(values, correct, subset):
     """Accuracy of the highest value in a subset; NaN is the lowest, ties are shared."""
     order = [-math.inf if math.isnan(values[i]) else values[i] for i in subset]
     return np.mean([correct[i] for i, value in zip(subset, order) if value == max(order)])
+
+
+@pytest.mark.parametrize(("k", "sizes"), [((1,), [3]), ((1, 2), [2]), ((3, 2), [2, 3])])
+def test_choices_are_among_several_responses(k, sizes):
+    problems = make_problems([[1, 0, 1]], extracted=[["1", "0", "1"]])
+    assert list(figures(majority, problems, k=k)) == [f"maj@{size}" for size in sizes]
+    chance = [name for name in figures(best_of_k, problems, k=k) if name.endswith("chance")]
+    assert chance == [f"best@{size}/chance" for size in sizes]
 
 
 @settings(max_examples=60)
