@@ -36,6 +36,11 @@ class Reporter:
     def __init__(self, quiet: bool = False):
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether bars are shown."""
+        return self._console.is_terminal
+
     def line(self, text: str) -> None:
         """Prints one line, above any bar."""
         self._console.print(text, markup=False)
@@ -71,6 +76,7 @@ class Bar:
         self._unit = unit
         self._last_end: float | None = None  # None before the end of the first unit
         self._unit_s: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)
+        self._first: tuple[float, int] | None = None  # time and count of the first `reach`
 
     def advance(self, status: str = "") -> None:
         """Counts one finished unit."""
@@ -84,6 +90,23 @@ class Bar:
             rate = 1 / max(statistics.median(self._unit_s), 1e-9)
             pace = f"{rate:.3g} {self._unit}/s, left {duration(self.left_s())}"
         self._progress.update(self._task.id, pace=pace, status=status)
+
+    def reach(self, done: int) -> str:
+        """Sets the number of finished units, for units that end in bursts.
+
+        Returns:
+          Rate and time left, from the mean since the first call; "" at the first.
+        """
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, done
+        seconds, count = now - self._first[0], done - self._first[1]
+        pace = ""
+        if count and seconds:
+            left_s = (self._task.total - done) * seconds / count
+            pace = f"{count / seconds:.3g} {self._unit}/s, left {duration(left_s)}"
+        self._progress.update(self._task.id, completed=done, pace=pace)
+        return pace
 
     def left_s(self) -> float | None:
         """Seconds to the end, from the median of the last few units; None before two are done."""
