@@ -203,7 +203,7 @@ def figure_text(row: Mapping[str, Any], name: str) -> str:
     scale = 1 if "length" in name or name.endswith("_words") else 100
     low, high = row[f"{name}_interval"]
     half = "" if low is None else f" ±{scale * (high - low) / 2:.1f}"
-    return f"{scale * value:.1f}{half}"
+    return f"{round(scale * value, 1) + 0.0:.1f}{half}"  # + 0.0: no "-0.0"
 
 
 def names_of(found: Results) -> list[str]:

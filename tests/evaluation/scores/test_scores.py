@@ -24,7 +24,6 @@ from semrl_jax.evaluation.scores import (
     repetition,
     types,
 )
-from semrl_jax.modules import module_names
 from tests.evaluation.making import make_problems, make_sample
 
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.
@@ -49,11 +48,6 @@ def figures(score, problems, **fields):
 def test_all_share_the_plan_of_the_settings(score):
     assert score.plan(options()) == Plan(4, 0.6, 0.95, 20)
     assert score.per_problem([], options()) is not None  # a benchmark without problems
-
-
-def test_all_scores_are_tested_here():
-    found = {score.__name__.rpartition(".")[2] for score in REPEATED} | {"greedy"}
-    assert set(module_names("semrl_jax.evaluation.scores")) == found
 
 
 @pytest.mark.parametrize("score", [best_of_k, majority, pass_at_k])
