@@ -238,7 +238,7 @@ def test_repeated_ngrams(text, expected):
     ("text", "expected"),
     [
         ("", False),
-        ("The answer is 000.", False),  # too short to be a loop
+        ("The answer is 000", False),  # too short to be a loop
         ("First. " + "Let me check this again. " * 3, True),
         ("First. " + "Let me check this again. " * 4 + "Let me", True),  # cut within a turn
         ("Let me check this again. " * 2, False),
@@ -254,7 +254,7 @@ def test_loops(text, expected):
 
 
 def test_reflection_words():
-    texts = ["Wait, that is wrong. However, wait.", "The waiter retries.", "Let me try again"]
+    texts = ["Wait, that is wrong. However, wait.", "They await a waiter.", "Let me try again"]
     found = figures(reflection, make_problems([[0, 0, 0]], response=[texts]))
     assert statistics.mean(found["responses/reflection_fraction"]) == pytest.approx(2 / 3)
     assert statistics.mean(found["responses/reflection_words"]) == pytest.approx(4 / 3)
