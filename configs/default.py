@@ -298,6 +298,7 @@ def get_config() -> ml_collections.ConfigDict:
     # FILE:setting=value:... to set a field below, num_problems or name for this file; docs/data.md
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
+    config.evaluation.held_out = True  # the problems of the task or of the files; False: none
     config.evaluation.benchmarks = ()  # more of them, "my_package.module"; docs/extending.md
     # Responses per problem, and how they are sampled, for scores such as pass_at_k. The score
     # greedy always samples one response at temperature 0.
@@ -308,6 +309,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.k = (1,)  # of pass@k, maj@k and best@k; at most n
     # Responses of one call of launch.evaluate. An interrupted evaluation repeats the last call.
     config.evaluation.responses_per_call = 1024
+    # Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id.
+    config.evaluation.reward_model = ""
     # As rewards.function, for all held-out problems. Empty: named benchmarks have their own grader,
     # benchmark, and other problems have that of the rewards.
     config.evaluation.verifier = ""

@@ -26,6 +26,7 @@ import configs
 from launch import cli
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
+from semrl_jax.modules import module_names
 from semrl_jax.runs.config import check_sections
 from semrl_jax.runs.run_directory import run_of
 
@@ -51,18 +52,21 @@ FIELDS = {
     "template": ("evaluation.template", "string", "prompt template, docs/data.md"),
     "verifier": ("evaluation.verifier", "string", "grader of all benchmarks, docs/verifiers.md"),
     "scores": ("evaluation.scores", "list", "default: all but greedy"),
+    "metrics": ("evaluation.metrics", "bool", "measure the hidden states, too"),
+    "reward_model": ("evaluation.reward_model", "string", "sequence classifier for best@k"),
     "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts count as wrong"),
     "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
     "engine": ("rollout.engine", "string", "jax or vllm"),
     "seed": ("seed", "integer", "of the sampling"),
 }
 GIVEN = {
-    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} ({field})")
+    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
     for name, (field, kind, text) in FIELDS.items()
 }
 # The sampling of the published evaluations (docs/evaluation.md).
 DEFAULTS = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.95}
 ALL_PROBLEMS = 10**9
+SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 
 
 def main() -> int:
@@ -77,8 +81,7 @@ def main() -> int:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--policy: two policies are named {twice[0]!r}; name each once.")
     compilation.keep_programs()
-    code, _ = evaluation.evaluate(config, sources, output)
-    return code
+    return evaluation.evaluate(config, sources, output)
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:
@@ -102,9 +105,11 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     if not of_run:
         # The held-out problems of a training run are not evaluated beside the named benchmarks.
-        fields |= {"data.task": "files", "evaluation.files": ()}
+        fields["evaluation.held_out"] = False
     if "evaluation.num_problems" not in {*fields, *given}:
         fields["evaluation.num_problems"] = ALL_PROBLEMS
+    if "evaluation.scores" not in {*fields, *given}:
+        fields["evaluation.scores"] = tuple(name for name in module_names(SCORES) if name != GREEDY)
     config.update_from_flattened_dict(fields)
     if not (of_run or config.evaluation.benchmarks):
         raise UserError("--benchmarks is needed: names, files or modules; see --help.")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping
 
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from semrl_jax import compilation
 
 RECENT_UNITS = 8
+MAX_WIDTH = 400  # of a table, in columns
 
 
 class StatusColumn(rich_progress.ProgressColumn):
@@ -44,6 +46,13 @@ class Reporter:
     def line(self, text: str) -> None:
         """Prints one line, above any bar."""
         self._console.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        """Prints a table; it may be wide if the output is no terminal."""
+        console = self._console
+        if not console.is_terminal:
+            console = Console(width=MAX_WIDTH, highlight=False, quiet=console.quiet)
+        console.print(table)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:
@@ -155,9 +164,9 @@ def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
     lines: dict[str, str] = {}
     for key, value in scalars.items():
         benchmark, _, name = key.removeprefix("eval/").rpartition("/")
-        if name in shown:
+        if name in shown or re.fullmatch(r"(pass|maj)@\d+", name):
             line = lines.get(benchmark, f"eval {step}  {benchmark}")
-            lines[benchmark] = f"{line}  {shown[name]} {_short(100 * value):>4}%"
+            lines[benchmark] = f"{line}  {shown.get(name, name)} {_short(100 * value):>4}%"
     return "\n".join(lines.values())
 
 

@@ -27,16 +27,21 @@ from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter
 from semrl_jax.errors import Preempted, UserError
+from semrl_jax.evaluation import comparison, results
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
-from semrl_jax.evaluation.samples import Sample
-from semrl_jax.model_setup import build_policy
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.model_setup import build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reward_model import batch_scores, find_reward_model
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.types import Rollout
 
 EXIT_PREEMPTED = 75
@@ -47,8 +52,12 @@ PROGRESS_S = 10.0  # between two lines where the output is no terminal
 SAMPLING_FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "evaluation.responses_per_call", "evaluation.metrics",
+    "evaluation.responses_per_call", "evaluation.metrics", "evaluation.reward_model",
 )  # fmt: skip
+
+
+REWARD_MODEL = MetricKey("reward_model")
+Judge = Callable[[Sequence[ScoredRollout]], list[ScoredRollout]]
 
 
 class Call(NamedTuple):
@@ -77,18 +86,16 @@ class Call(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The samples of one policy, and metrics over all responses of a benchmark."""
+    """The figures of one policy, by benchmark."""
 
     source: PolicySource
-    directory: pathlib.Path
-    samples: list[Sample]
-    over_set: dict[str, dict[str, float]]
+    figures: dict[str, results.Figures]
 
 
 def evaluate(
     config: ml_collections.ConfigDict, sources: Sequence[PolicySource], output: pathlib.Path
-) -> tuple[int, list[Evaluated]]:
-    """Samples and grades the responses of all policies; continues where it was interrupted.
+) -> int:
+    """Samples, grades and scores the responses of all policies, and compares the policies.
 
     Args:
       config: settings of rollout and evaluation; `model.path` is not read.
@@ -96,7 +103,7 @@ def evaluate(
       output: results of a single policy are in it, of several in a directory each below it.
 
     Returns:
-      The exit code, 0 or 75 after a signal, and what was evaluated.
+      The exit code: 0, or 75 after a signal.
 
     Raises:
       UserError: for a wrong setting, file, policy or replica.
@@ -114,8 +121,11 @@ def evaluate(
                 found.extend(_evaluate_model(config, of_model, reporter, stop))
     except Preempted as preempted:
         reporter.line(f"{preempted}: stopped; the same command continues")
-        return EXIT_PREEMPTED, found
-    return 0, found
+        return EXIT_PREEMPTED
+    if len(found) > 1:
+        _write_comparison(found, output, reporter)
+    reporter.line(f"done: see {output}")
+    return 0
 
 
 def _evaluate_model(
@@ -163,6 +173,7 @@ def _evaluate_model(
                 stop=stop,
             )
         )
+        judged = _reward_model(inference)
         evaluator = Evaluator(
             config=config,
             problems=problems,
@@ -174,7 +185,35 @@ def _evaluate_model(
         )
         _check_plans(evaluator)
         for source, directory in directories.items():
-            yield _evaluate_policy(source, directory, inference, evaluator, reporter, stop)
+            yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
+
+
+def _reward_model(inference: Inference) -> Judge:
+    """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
+    config, field = inference.config, "evaluation.reward_model"
+    path, mesh = config.evaluation.reward_model, inference.mesh
+    files = find_reward_model(field, path, config, inference.policy, inference.tokenizer, mesh)
+    if files is None:
+        return list
+    params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+    plan = row_plan(mesh, config.training)
+
+    def judged(items: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        if not items:
+            return []
+        batch = pad_batch(
+            [item.rollout for item in items],
+            pad_token_id=inference.tokenizer.pad_token_id,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        scores = batch_scores(params, batch, model=files.model, plan=plan)
+        return [
+            item.with_metrics({REWARD_MODEL: Measurement(float(score), bool(np.isfinite(score)))})
+            for item, score in zip(items, scores, strict=True)
+        ]
+
+    return judged
 
 
 def _check_plans(evaluator: Evaluator) -> None:
@@ -194,6 +233,7 @@ def _evaluate_policy(
     directory: ResultDirectory,
     inference: Inference,
     evaluator: Evaluator,
+    judged: Judge,
     reporter: Reporter,
     stop: StopRequest,
 ) -> Evaluated:
@@ -215,7 +255,7 @@ def _evaluate_policy(
         if name not in finished
         for call in _calls(benchmark, config.evaluation.responses_per_call)
     ]
-    _sample_calls(calls, directory, evaluator, reporter, stop, source.name)
+    _sample_calls(calls, directory, evaluator, judged, reporter, stop, source.name)
     parts = [(call.benchmark.name, *directory.read_part(call.part)) for call in calls]
     over_set = {name: directory.over_set(name) for name in finished}
     for name in [name for name in benchmarks if name not in finished]:
@@ -227,13 +267,44 @@ def _evaluate_policy(
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
-    return Evaluated(source, directory.path, samples, over_set)
+    figures = results.evaluate(samples, evaluator.scores, config.evaluation)
+    found = results.as_results(figures)
+    for name, values in over_set.items():
+        found[name] |= {f"metrics/{label}": value for label, value in values.items()}
+    results.write_results(directory.path / "results.json", found)
+    reporter.line(f"{source.name}, {_sampling_text(config)}")
+    reporter.table(results.results_table(found))
+    if (table := results.selection_table(found)) is not None:
+        reporter.table(table)
+    return Evaluated(source, figures)
+
+
+def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
+    """Writes comparison.json, and curves.png if a run has several steps; prints the table."""
+    compared = comparison.compare({item.source.name: item.figures for item in found})
+    results.write_results(output / "comparison.json", compared)
+    reporter.table(comparison.comparison_table(compared))
+    runs: dict[str, dict[int, results.Results]] = {}
+    for item in found:
+        run = item.source.name.removesuffix(f"-step{item.source.step}")
+        runs.setdefault(run, {})[item.source.step] = results.as_results(item.figures)
+    if runs := {run: steps for run, steps in runs.items() if len(steps) > 1}:
+        comparison.write_curves(output / "curves.png", runs)
+
+
+def _sampling_text(config: ml_collections.ConfigDict) -> str:
+    options = config.evaluation
+    return (
+        f"temperature {options.temperature:g}, top-p {options.top_p:g}, at most "
+        f"{config.rollout.max_response_tokens} tokens"
+    )
 
 
 def _sample_calls(
     calls: Sequence[Call],
     directory: ResultDirectory,
     evaluator: Evaluator,
+    judged: Judge,
     reporter: Reporter,
     stop: StopRequest,
     name: str,
@@ -251,7 +322,7 @@ def _sample_calls(
             plan = call.plan
             places = range(call.first, call.last)
             in_benchmark = [(call.benchmark, place) for place in places]
-            items = evaluator.sample(in_benchmark, plan, progress.count)
+            items = judged(evaluator.sample(in_benchmark, plan, progress.count))
             lists = evaluator.samples(call.benchmark, places, plan, items)
             states = [item.mean_states for item in items if item.mean_states is not None]
             with stop.deferred():
@@ -261,7 +332,11 @@ def _sample_calls(
                     np.stack(states) if states else None,
                 )
 
+        began = time.monotonic()
         run(sample, todo)
+    if todo:
+        seconds, count = time.monotonic() - began, total - done
+        reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
 
 
 @contextlib.contextmanager

@@ -186,7 +186,9 @@ def open_run(
                 prompts=prompts,
                 problems=problems,
                 scores=scores,
-                reward_model=find_reward_model(config, policy, tokenizer, mesh),
+                reward_model=find_reward_model(
+                    "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
+                ),
             )
 
         inputs = agreed("check_inputs", check_inputs)
