@@ -28,16 +28,17 @@ DIGITS = 40  # of an inexact number
 NUM_POINTS = 12
 MIN_POINTS = 3  # at which both have a value
 
-COMMANDS = frozenset(
-    """frac sqrt pi cdot times div infty { } lfloor rfloor lceil rceil sin cos tan cot sec csc arcsin
+_COMMAND_NAMES = """
+    frac sqrt pi cdot times div infty { } lfloor rfloor lceil rceil sin cos tan cot sec csc arcsin
     arccos arctan sinh cosh tanh log ln exp alpha beta gamma delta epsilon zeta eta theta lambda mu
-    nu xi rho sigma tau phi psi omega upsilon varphi Delta Omega""".split()
-)
+    nu xi rho sigma tau phi psi omega upsilon varphi Delta Omega
+"""
+COMMANDS = frozenset(_COMMAND_NAMES.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.|$)")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 # Two numbers side by side, derivatives, values at a point, and transposed matrices: parsed wrongly.
 _REFUSED = re.compile(
-    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d|\|\s*[_^]|\^\s*\{?\s*T\b|[_^]\s*$|\\begin|[#&@?\"]"
+    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?\"]"
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EULER = re.compile(r"\\[a-zA-Z]+|(?<![a-zA-Z])e(?![a-zA-Z])|e(?=\s*\^)")
@@ -57,6 +58,8 @@ def prepare() -> None:
 def parse(text: str) -> Any:
     """The unevaluated tree of a normalised expression; None if it has none within the limits."""
     if not text or len(text) > MAX_CHARS or _depth(text) > MAX_DEPTH or _REFUSED.search(text):
+        return None
+    if text.count("|") % 2:  # a value at a point
         return None
     text = _BINOMIAL.sub(r"\\frac{(\1)!}{(\2)!((\1)-(\2))!}", text)
     if any(command not in COMMANDS for command in _COMMAND.findall(text)):
@@ -251,10 +254,10 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
     "ImaginaryUnit": lambda mpmath: mpmath.mpc(0, 1),
     "EulerGamma": lambda mpmath: +mpmath.euler,
 }
-_FUNCTIONS = frozenset(
-    """exp log sin cos tan cot sec csc asin acos atan sinh cosh tanh Abs floor ceiling
-    factorial""".split()
-)
+_FUNCTION_NAMES = """
+    exp log sin cos tan cot sec csc asin acos atan sinh cosh tanh Abs floor ceiling factorial
+"""
+_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 
 
 def _function(kind: str, values: list[Any]) -> Any:

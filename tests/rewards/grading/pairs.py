@@ -67,6 +67,7 @@ RIGHT = {
         ("\\cot x", "\\frac{1}{\\tan x}"), ("\\sin^2 x", "1-\\cos^2 x"), ("\\tan(x)", "\\tan x"),
         ("2\\sin x\\cos x", "\\sin 2x"), ("e^{x+1}", "e\\cdot e^x"), ("\\ln x^2", "2\\ln x"),
         ("4 \\cdot(-3)^{n-1}", "4(-3)^{n-1}"), ("|x-1|", "|1-x|"), ("f(x)+1", "1+f(x)"),
+        ("|a|^2", "a^2"), ("\\frac{d}{2}", "0.5d"), ("e", "\\mathrm{e}"), ("2e", "e+e"),
         ("\\frac{15}{4} \\cdot\\left(\\frac{5}{3}\\right)^{n}", "\\frac{15}{4}(5/3)^n"),
     ],
     "tuples": [
@@ -111,7 +112,10 @@ RIGHT = {
             "\\begin{pmatrix} 0.2 \\\\ -3.6 \\end{pmatrix}",
             "\\begin{pmatrix} 1/5 \\\\ -18/5 \\end{pmatrix}",
         ),
-        ("\\left[\\begin{array}{cc}1&0\\\\0&1\\end{array}\\right]", "\\begin{bmatrix}1&0\\\\0&1\\end{bmatrix}"),
+        (
+            "\\left[\\begin{array}{cc}1&0\\\\0&1\\end{array}\\right]",
+            "\\begin{bmatrix}1&0\\\\0&1\\end{bmatrix}",
+        ),
     ],
     "equations": [
         ("x=5", "x = 5"), ("5", "x=5"), ("x=5", "5"), ("y = 2x+3", "y=3+2x"), ("2x+3", "y=2x+3"),
