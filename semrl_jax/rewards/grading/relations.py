@@ -38,8 +38,6 @@ def without_names(a: str, b: str) -> tuple[str, str]:
     for text, name in ((b, names[0]), (a, names[1])):
         if name and (sides(text)[1] and not as_interval(text)):
             return a, b
-    if all(names):
-        return a, b
     return values
 
 

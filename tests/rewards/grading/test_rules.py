@@ -112,5 +112,10 @@ def test_values_within_the_limits():
     assert not expressions.expressions_equal(r"\sqrt{x^2}", "x")
 
 
+@pytest.mark.parametrize("text", ["x|^{2}", "x|_{1}", "1 2", r"\frac{d}{dx} x", "A^T", "", "x^"])
+def test_texts_that_the_parser_reads_wrongly_are_refused(text):
+    assert expressions.parse(text) is None
+
+
 def test_long_answers_are_wrong():
     assert not equal("1" * 5000, "1" * 5000)

@@ -68,6 +68,8 @@ def test_the_letters_are_extracted():
     row = {"kind": "choice", "letters": "ABCD", "choices": ["A. 1", "B. 2", "C. 2", "D. 4"]}
     assert verify(r"\boxed{4}", "D", **row).extracted == "D"
     assert verify(r"\boxed{2}", "B", **row).extracted is None  # two options
+    pairs = {**row, "choices": ["A) 62, 35", "B) 62, 34", "C) 34, 62"]}
+    assert verify(r"\boxed{62, 34}", "B", **pairs).extracted == "B"  # the same text comes first
     assert verify("so E", "D", **row).extracted is None
 
 
