@@ -12,6 +12,7 @@ _MARKS = re.compile(
     re.IGNORECASE,
 )
 _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*[).:：、．,]\s*")
+_ARTICLE = re.compile(r"A\s{1,9}[a-z]")
 _FONTS = re.compile(r"\\[a-zA-Z]+\s*|[{}$*\\]")
 
 
@@ -99,16 +100,17 @@ def _leading(text: str, letters: str) -> str:
     """Letters at the start of a text, such as `(C)`, `ACD.`, `A、C`, `**B**`."""
     text = _FONTS.sub("", text).lstrip(" (（[:：")
     match = re.match(rf"([{letters}](?:[,、\s]*(?:and|和)?\s*[{letters}])*)(?![A-Za-z])", text)
-    if match is None:
-        return ""
-    if re.match(r"A\s+[a-z]", text):
+    if match is None or _ARTICLE.match(text):
         return ""
     found = [character for character in match[1] if character in letters]
     return "".join(sorted(set(found)))
 
 
 def _last_alone(text: str, letters: str) -> str:
-    alone = list(re.finditer(rf"(?<![A-Za-z\\])[{letters}](?![A-Za-z'])", text))
-    articles = [match for match in alone if re.match(r"A\s+[a-z]", text[match.start() :])]
-    kept = [match for match in alone if match not in articles] or alone
-    return kept[-1][0] if kept else ""
+    found = article = ""
+    for match in re.finditer(rf"(?<![A-Za-z\\])[{letters}](?![A-Za-z'])", text):
+        if _ARTICLE.match(text, match.start()):
+            article = match[0]
+        else:
+            found = match[0]
+    return found or article

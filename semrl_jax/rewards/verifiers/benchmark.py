@@ -27,6 +27,8 @@ from semrl_jax.rewards.grading.text import MAX_CHARS
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
 
 KINDS = ("math", "number", "choice")
+LETTERS = "ABCDE"
+_RENAME = "; rename the column if it means something else"
 _SENTENCE = re.compile(r"(?<=[^\s\d])[.](?=\s|$)|[.](?=\s*[A-Z])|。|\s(?:so|because|since)\b")
 _NUMBER = re.compile(r"-?(?<![\d.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\\?%?")
 
@@ -43,7 +45,8 @@ def verify(
       row: keys as above, of the columns of the prompt.
 
     Returns:
-      A verdict; `extracted` is the answer that was found, or the letters that were chosen.
+      A verdict; `extracted` is the answer that was found. For a choice these are the letters, or
+      what is in the box if that names none.
 
     Raises:
       ValueError: if a key of the row has a wrong value.
@@ -51,22 +54,18 @@ def verify(
     row = row or {}
     kind, references = _checked(row, reference)
     boxed = has_complete_box(response)
-    if kind == "choice":
-        extracted = _letters(response_text(response), row)
-        compared = _equal_with(row)
-        correct = extracted is not None and extracted in {
-            choice.reference_letters(
-                right, row.get("letters") or "ABCDE", row.get("choices") or (), compared
-            )
-            for right in references
-        }
-        return Verdict(float(correct), correct, boxed, extracted)
+    has_box = "boxed" in response_text(response)  # perhaps without its end
     extracted = find_answer(response)
+    if kind == "choice" and not has_box:
+        extracted = None  # letters are not found as numbers are
+    if extracted is not None and len(extracted) > MAX_CHARS:
+        return Verdict(0.0, False, boxed, None, "too_long")
+    if kind == "choice":
+        extracted, correct = _choice(response_text(response), extracted, references, row)
+        return Verdict(float(correct), correct, boxed, extracted)
     if extracted is None:
         return Verdict(0.0, False, boxed, None)
-    if len(extracted) > MAX_CHARS:
-        return Verdict(0.0, False, boxed, None, "too_long")
-    candidates = _candidates(extracted, kind, "boxed" in response)
+    candidates = _candidates(extracted, kind, has_box)
     compared = _equal_with(row)
     correct = any(compared(answer, right) for answer in candidates for right in references)
     return Verdict(float(correct), correct, boxed, extracted)
@@ -81,16 +80,16 @@ def _checked(row: Mapping[str, Any], reference: str) -> tuple[str, list[str]]:
     """The kind, and all right answers."""
     kind = row.get("kind") or KINDS[0]
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} of the row must be one of {', '.join(KINDS)}")
-    letters = row.get("letters") or "ABCDE"
+        raise ValueError(f"kind={kind!r} of the row must be one of {', '.join(KINDS)}{_RENAME}")
+    letters = row.get("letters") or LETTERS
     if not isinstance(letters, str) or not re.fullmatch("[A-Z]+", letters):
-        raise ValueError(f"letters={letters!r:.50} of the row must be capital letters")
+        raise ValueError(f"letters={letters!r:.50} of the row must be capital letters{_RENAME}")
     for name in ("references", "choices"):
         values = row.get(name) or []
         if not isinstance(values, list) or not all(
             isinstance(v, (str, int, float)) for v in values
         ):
-            raise ValueError(f"{name}={values!r:.50} of the row must be a list of texts")
+            raise ValueError(f"{name}={values!r:.50} of the row must be a list of texts{_RENAME}")
     return kind, [reference, *map(str, row.get("references") or [])]
 
 
@@ -99,16 +98,19 @@ def _equal_with(row: Mapping[str, Any]):
     return lambda answer, reference: equal(answer, reference, percent=percent)
 
 
-def _letters(response: str, row: Mapping[str, Any]) -> str | None:
-    box = find_answer(response) if "boxed" in response else None
-    found = choice.chosen_letters(
-        response,
-        box,
-        row.get("letters") or "ABCDE",
-        tuple(map(str, row.get("choices") or ())),
-        _equal_with(row),
-    )
-    return found or None
+def _choice(
+    response: str, box: str | None, references: list[str], row: Mapping[str, Any]
+) -> tuple[str | None, bool]:
+    """The letters or the box of a response, and whether they are one of the references."""
+    letters = row.get("letters") or LETTERS
+    choices, compared = tuple(map(str, row.get("choices") or ())), _equal_with(row)
+    chosen = choice.chosen_letters(response, box, letters, choices, compared)
+    for right in references:
+        of_right = choice.reference_letters(right, letters, choices, compared)
+        # A reference may be the text of an option, of which no letter is known.
+        if chosen == of_right if of_right else box is not None and compared(box, right):
+            return chosen or box, True
+    return chosen or box or None, False
 
 
 def _candidates(extracted: str, kind: str, boxed: bool) -> list[str]:

@@ -59,6 +59,14 @@ def test_one_of_several_references_is_enough():
     assert verify(r"\boxed{B}", "A", kind="choice", references=["B"]).correct
 
 
+def test_the_text_of_the_option_may_be_a_reference():
+    row = {"kind": "choice", "letters": "ABCD", "references": [r"3 \sqrt{2}"]}
+    assert verify(r"\boxed{3\sqrt2}", "D", **row).correct
+    assert verify(r"\boxed{D}", "D", **row).correct
+    assert not verify(r"\boxed{3\sqrt3}", "D", **row).correct
+    assert not verify(r"\boxed{A}", "D", **row).correct
+
+
 def test_percent_of_the_row():
     assert verify(r"\boxed{15}", "0.15", percent=True).correct
     assert not verify(r"\boxed{15}", "0.15").correct
@@ -67,7 +75,7 @@ def test_percent_of_the_row():
 def test_the_letters_are_extracted():
     row = {"kind": "choice", "letters": "ABCD", "choices": ["A. 1", "B. 2", "C. 2", "D. 4"]}
     assert verify(r"\boxed{4}", "D", **row).extracted == "D"
-    assert verify(r"\boxed{2}", "B", **row).extracted is None  # two options
+    assert verify(r"\boxed{2}", "B", **row).extracted == "2"  # two options
     pairs = {**row, "choices": ["A) 62, 35", "B) 62, 34", "C) 34, 62"]}
     assert verify(r"\boxed{62, 34}", "B", **pairs).extracted == "B"  # the same text comes first
     assert verify("so E", "D", **row).extracted is None
@@ -122,13 +130,18 @@ HOSTILE = {
 
 @pytest.mark.slow
 def test_hostile_responses_end_within_the_limit_and_are_wrong():
-    texts = {**HOSTILE, "letters": "A" * 900_000, "marks": "answer is " * 90_000}
+    texts = {
+        **HOSTILE,
+        "letters": "A" * 900_000,
+        "articles": "A a " * 200_000,
+        "marks": "answer is " * 90_000,
+    }
     with VerifierPool(num_workers=2, timeout_s=3.0, function="benchmark") as pool:
         pool.wait_ready()
         started = time.monotonic()
         futures = {}
         for name, text in texts.items():
-            boxed = text if name in ("letters", "marks") else rf"\boxed{{{text}}}"
+            boxed = rf"\boxed{{{text}}}" if name in HOSTILE else text
             for kind in ("math", "number", "choice"):
                 row = json.dumps({"kind": kind})
                 futures[name, kind] = pool.submit(boxed, "x+1" if kind == "math" else "B", row)
