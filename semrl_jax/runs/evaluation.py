@@ -28,9 +28,11 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.evaluation import comparison, results
+from semrl_jax.evaluation.entries import check_benchmarks
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
-from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
+from semrl_jax.evaluation.interface import Plan, load_scores
+from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.model_setup import build_policy, value_params
 from semrl_jax.rewards import VerifierPool
@@ -139,6 +141,7 @@ def _evaluate_model(
     first_source, *_ = sources
     config.model.path = str(first_source.model)
     with contextlib.ExitStack() as stack, stop.interruptible():
+        check_benchmarks(config)
         policy, tokenizer = build_policy(config)
         scores = load_scores(config.evaluation.scores)
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)

@@ -21,9 +21,11 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
+from semrl_jax.evaluation.entries import check_benchmarks
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
-from semrl_jax.evaluation.interface import load_problems, load_scores
+from semrl_jax.evaluation.interface import load_scores
+from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.model_setup import (
@@ -154,6 +156,7 @@ def open_run(
             scores = load_scores(config.evaluation.scores)
             plans_of(scores, config.evaluation)  # a wrong plan is found here
             check_files(config)
+            check_benchmarks(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)

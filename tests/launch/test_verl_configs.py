@@ -235,6 +235,8 @@ OURS_ALONE = {
     "evaluation.held_out": "files alone",
     "evaluation.verifier": "that of the rewards", "evaluation.metric_options.": "follow metrics",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
+    "evaluation.data_dir": "files alone", "evaluation.shots": "zero-shot",
+    "evaluation.shots_file": "zero-shot",
     "distributed.": "connection of processes", "sft.": "another command",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
