@@ -25,9 +25,11 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from benchmarks import machine
+from semrl_jax.evaluation import catalogue
+from semrl_jax.evaluation.benchmark import Benchmark, BenchmarkReader
 from semrl_jax.rewards import VerifierPool
 from tests.rewards.grading.pairs import PAIRS
 
@@ -81,29 +83,6 @@ def speed(count: int, turns: int) -> None:
         print(f"{median['benchmark'] / median['math']:4.1f}x  {name:10}{columns}", flush=True)
 
 
-def _letter_row(options: list[str]) -> dict:
-    return {"kind": "choice", "letters": "ABCDE"[: len(options)] or "ABCDE", "choices": options}
-
-
-def _gaokao(row: dict) -> tuple[str, dict]:
-    if row["choice_answer"]:
-        return row["choice_answer"], {"kind": "choice", "letters": "ABCD"}
-    return row["answer"], {}
-
-
-SETS: dict[str, Callable[[dict], tuple[str, dict]]] = {  # reference answer and row
-    "gsm8k": lambda row: (row["answer"].rpartition("####")[2].strip(), {"kind": "number"}),
-    "math500": lambda row: (row["answer"], {}),
-    "aime24": lambda row: (row["answer"], {}),
-    "aime25": lambda row: (row["answer"], {}),
-    "amc23": lambda row: (str(row["answer"]), {}),
-    "aqua": lambda row: (row["correct"], _letter_row(row["options"])),
-    "gaokao2024_mix": _gaokao,
-    "svamp": lambda row: (str(row["Answer"]), {"kind": "number"}),
-    "mawps": lambda row: (str(row["target"]), {"kind": "number"}),
-}
-
-
 def wrong_answer(reference: str, row: dict) -> str:
     """A wrong answer of the same kind: another letter, the last number plus 1, or another word."""
     if row.get("kind") == "choice":
@@ -116,22 +95,25 @@ def wrong_answer(reference: str, row: dict) -> str:
     return f"{reference[: last.start()]}{decimal.Decimal(last[0]) + 1}{reference[last.end() :]}"
 
 
-def rows(file: pathlib.Path, read: Callable[[dict], tuple[str, dict]]) -> Iterator[tuple]:
+def rows(file: pathlib.Path, benchmark: Benchmark) -> Iterator[tuple[str, dict]]:
+    """Reference answer and columns of every problem."""
+    reader = BenchmarkReader(benchmark)
     with file.open(encoding="utf-8") as lines:
         for line in lines:
-            yield read(json.loads(line))
+            problem = reader.read(json.loads(line), file.stem)
+            yield problem.answer, json.loads(problem.columns or "{}")
 
 
 def agreement(data_dir: pathlib.Path) -> None:
     """Prints how many rows have both verdicts as expected, and the others."""
     with VerifierPool(num_workers=2, timeout_s=TIMEOUT_S, function="benchmark") as pool:
-        for name, read in SETS.items():
+        for name in catalogue.names():
             file = data_dir / f"{name}.jsonl"
             if not file.exists():
                 print(f"{name:16} no file")
                 continue
             graded = []
-            for reference, row in rows(file, read):
+            for reference, row in rows(file, catalogue.find(name)):
                 for answer, is_right in ((reference, True), (wrong_answer(reference, row), False)):
                     future = pool.submit(rf"\boxed{{{answer}}}", reference, json.dumps(row))
                     graded.append((answer, reference, is_right, future))

@@ -29,9 +29,11 @@ def test_timed_pairs_differ():
 @pytest.mark.slow
 def test_files_are_checked(tmp_path, capsys):
     rows = {
-        "gsm8k": [{"answer": "so\n#### 1,200"}, {"answer": "#### -3"}],
-        "aqua": [{"correct": "B", "options": ["A)5", "B)6"]}],
-        "math500": [{"answer": ""}],  # an empty answer is never right
+        "gsm8k": [{"question": "x", "answer": f"so\n#### {n}"} for n in ("1,200", "-3")],
+        "aqua": [
+            {"question": "x", "correct": "B", "options": ["A)5", "B)6", "C)7", "D)8", "E)9"]},
+        ],
+        "aime25": [{"question": "x", "answer": "." * 9}],  # empty after normalisation
     }
     for name, lines in rows.items():
         text = "\n".join(map(json.dumps, lines))
@@ -40,7 +42,6 @@ def test_files_are_checked(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "gsm8k                2 rows, 100.00 % as expected" in output
     assert "aqua                 1 rows, 100.00 % as expected" in output
-    assert (
-        "math500              1 rows, 50.00 % as expected\n    '' for '' should be right" in output
-    )
+    assert "aime25               1 rows, 50.00 % as expected" in output
+    assert "'.........' for '.........' should be right" in output
     assert "mawps            no file" in output
