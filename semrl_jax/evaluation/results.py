@@ -64,7 +64,7 @@ def evaluate(
       scores: modules, see `evaluation.interface`.
       options: `config.evaluation`.
       groups: names of benchmarks by name of a group. The average over those of a group that were
-        evaluated is "average/<group>". "average" is over all.
+        evaluated, if there are two or more, is "average/<group>". "average" is over all.
 
     Raises:
       UserError: if a score fails, a benchmark has the name of an average, or a sample is there
