@@ -103,6 +103,7 @@ class Evaluator:
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
+            stop_strings=self.config.evaluation.stop_strings,
             measured=self.config.evaluation.metrics,
             arrived=counter(clock, "evaluate", len(requests)),
         )

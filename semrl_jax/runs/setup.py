@@ -44,7 +44,12 @@ from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.prompt_sources import check_files, training_prompts
-from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
+from semrl_jax.sampling.replicas import (
+    check_addresses,
+    check_fit,
+    open_client,
+    uses_stop_strings,
+)
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
@@ -156,6 +161,9 @@ def open_run(
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config)
+            data.stop_word_ids(tokenizer, config.rollout.stop_words)
+            if uses_stop_strings(config):
+                data.TokenBytes(tokenizer)
             if config.hidden_states.source != "none":
                 check_users_metrics(
                     config.metrics.names,

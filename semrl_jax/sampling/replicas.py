@@ -148,6 +148,12 @@ def _check_limits(
             "but rollout.annealing.enabled=True; start a replica with the JAX engine of this "
             "release, or set it to False."
         )
+    if uses_stop_strings(config) and "stop_strings" not in replica.sampling_kinds:
+        raise UserError(
+            f"replica {replica.replica_id} ({replica.engine} engine) cannot end responses at "
+            "rollout.stop_strings or evaluation.stop_strings; start the replica with this release, "
+            "or leave them empty."
+        )
     for name in config.metrics.names if config.metrics.placement == "rollout" else ():
         if name not in replica.metric_kinds:
             raise UserError(
@@ -155,6 +161,12 @@ def _check_limits(
                 f"metrics.names has {name!r}; start the replica with this release, or set "
                 "metrics.placement='trainer'."
             )
+
+
+def uses_stop_strings(config: ml_collections.ConfigDict) -> bool:
+    """Whether a call of the run has stop strings."""
+    evaluates = config.evaluation.every_steps > 0
+    return bool(config.rollout.stop_strings or (evaluates and config.evaluation.stop_strings))
 
 
 def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:
