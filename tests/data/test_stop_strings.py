@@ -42,11 +42,12 @@ def llama_decoder():
     )
 
 
-def word_pieces():
-    names = ["[UNK]", "Question", "##s", "Answer", ":", "user", ".", "##er", "an", "'", "s", "你"]
+def joined_words():
+    """Without a decoder: tokens are joined by spaces, which transformers would clean up."""
+    names = ["[UNK]", "Question", "s", "Answer", ":", "user", ".", "你", "好"]
     vocabulary = {name: i for i, name in enumerate(names)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.decoder = tokenizers.decoders.WordPiece()
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return fast(backend, unk_token="[UNK]", clean_up_tokenization_spaces=True)
 
 
@@ -57,7 +58,7 @@ def tokenizer_of(kind):
         "byte-level": lambda: data.train_tokenizer([TEXT] * 3, 300),
         "sentencepiece": lambda: sentencepiece_like(llama_decoder()),
         "metaspace": lambda: sentencepiece_like(tokenizers.decoders.Metaspace()),
-        "word pieces": word_pieces,
+        "words": joined_words,
     }[kind]()
 
 
@@ -84,7 +85,7 @@ def fed(matcher, ids, sizes):
     return None
 
 
-KINDS = ["characters", "byte-level", "sentencepiece", "metaspace", "word pieces"]
+KINDS = ["characters", "byte-level", "sentencepiece", "metaspace", "words"]
 
 
 @settings(max_examples=60)
@@ -100,7 +101,6 @@ def test_a_response_ends_at_the_first_prefix_with_a_stop_string(kind, seed, is_t
     if is_text:
         words = random.permutation(TEXT.split(" "))
         ids = tokenizer.encode(" ".join(words) * 2, add_special_tokens=False)
-        # Split some tokens into others with the same bytes, as a model may sample them.
         ids = ids[int(random.integers(3)) :]
     else:
         ids = random.integers(0, len(tokenizer) + 3, 40).tolist()  # some beyond the vocabulary
@@ -177,10 +177,11 @@ def test_text_for_the_verifier_ends_before_the_first_stop_string():
     assert data.verifier_text(tokenizer, ids, ("er:", "好 3 u")) == "你"
 
 
-def test_a_decoder_that_looks_at_later_tokens_is_refused():
+@pytest.mark.parametrize("decoder", ["BPEDecoder", "WordPiece", "CTC"])
+def test_a_decoder_that_looks_at_other_tokens_is_refused(decoder):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0}, []))
-    backend.decoder = tokenizers.decoders.BPEDecoder("</w>")
-    with pytest.raises(UserError, match="whose decoder is BPEDecoder; use rollout.stop_token_ids"):
+    backend.decoder = getattr(tokenizers.decoders, decoder)()
+    with pytest.raises(UserError, match=f"whose decoder is {decoder}; use rollout.stop_token_ids"):
         TokenBytes(fast(backend))
 
 
