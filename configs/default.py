@@ -77,7 +77,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.annealing.max_decay_tokens = 800_000.0
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
-    # These end a response, too, in addition to the end-of-sequence token. docs/data.md
+    # In addition to the end-of-sequence token, these end a response. docs/data.md
     config.rollout.stop_token_ids = ()
     config.rollout.stop_words = ()  # words that are one token, or verl:llama, ...; repeat the flag
     config.rollout.stop_strings = ()  # texts, which may span tokens; repeat the flag

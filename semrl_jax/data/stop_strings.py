@@ -14,6 +14,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from semrl_jax.errors import UserError
 
 # Decoders that give each token text of its own, whatever the tokens around it; only a space before
@@ -21,7 +24,7 @@ from semrl_jax.errors import UserError
 _DECODERS = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 
 
-def stop_text(tokenizer: Any, ids: Sequence[int]) -> str:
+def stop_text(tokenizer: Any, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
     """The text in which stop strings are searched: without special tokens, spaces as decoded."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
