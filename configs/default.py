@@ -301,7 +301,20 @@ def get_config() -> ml_collections.ConfigDict:
     # FILE:setting=value:... to set a field below, num_problems or name for this file; docs/data.md
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
+    config.evaluation.held_out = True  # the problems of the task or of the files; False: none
     config.evaluation.benchmarks = ()  # more of them, "my_package.module"; docs/extending.md
+    # Responses per problem, and how they are sampled, for scores such as pass_at_k. The score
+    # greedy always samples one response at temperature 0.
+    config.evaluation.n = 1
+    config.evaluation.temperature = 0.0
+    config.evaluation.top_p = 1.0
+    config.evaluation.top_k = 0
+    config.evaluation.k = (1,)  # of pass@k, maj@k and best@k; at most n
+    # Responses of one call of launch.evaluate. An interrupted evaluation repeats the last call.
+    config.evaluation.responses_per_call = 1024
+    # As rewards.function, for all held-out problems. Empty: named benchmarks have their own grader,
+    # benchmark, and other problems have that of the rewards.
+    config.evaluation.verifier = ""
     config.evaluation.metrics = False  # True: measure hidden states of evaluated responses too
     # These follow data unless set. Without identity(), setting one would change data's field too.
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
@@ -311,6 +324,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.template = config.data.get_ref("template").identity()
     # Follows rollout unless set.
     config.evaluation.stop_strings = config.rollout.get_ref("stop_strings").identity()
+    # As config.metrics, for evaluation.metrics. Each field follows it unless set.
+    config.evaluation.metric_options = ml_collections.ConfigDict()
+    for field in config.metrics:
+        config.evaluation.metric_options[field] = config.metrics.get_ref(field).identity()
 
     config.checkpoints = ml_collections.ConfigDict()
     config.checkpoints.every_steps = 40

@@ -106,8 +106,10 @@ def required(flag: flags.FlagHolder[Any]) -> Any:
     return flag.value
 
 
-def checked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
-    """The valid config with its overrides. It is locked: no field can be added later."""
+def checked_config(
+    flag: flags.FlagHolder[ConfigDict], check: Callable[[ConfigDict], None] = validate
+) -> ConfigDict:
+    """The config with its overrides, after the check. It is locked: no field can be added."""
     try:
         config = required(flag).lock()
     except OSError as error:  # ml_collections reports a failed load only at the first use
@@ -115,7 +117,7 @@ def checked_config(flag: flags.FlagHolder[ConfigDict]) -> ConfigDict:
     # ml_collections would accept a flag that replaces a section by a dict.
     if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
         _check_fields()
-    validate(config)
+    check(config)
     return config
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from semrl_jax import compilation
 
 RECENT_UNITS = 8
+MAX_WIDTH = 400  # of a table, in columns
 
 
 class StatusColumn(rich_progress.ProgressColumn):
@@ -36,9 +37,21 @@ class Reporter:
     def __init__(self, quiet: bool = False):
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether bars are shown."""
+        return self._console.is_terminal
+
     def line(self, text: str) -> None:
         """Prints one line, above any bar."""
         self._console.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        """Prints a table; it may be wide if the output is no terminal."""
+        console = self._console
+        if not console.is_terminal:
+            console = Console(width=MAX_WIDTH, highlight=False, quiet=console.quiet)
+        console.print(table)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int, unit: str, done: int = 0) -> Iterator[Bar]:
@@ -71,6 +84,7 @@ class Bar:
         self._unit = unit
         self._last_end: float | None = None  # None before the end of the first unit
         self._unit_s: collections.deque[float] = collections.deque(maxlen=RECENT_UNITS)
+        self._first: tuple[float, int] | None = None  # time and count of the first `reach`
 
     def advance(self, status: str = "") -> None:
         """Counts one finished unit."""
@@ -84,6 +98,23 @@ class Bar:
             rate = 1 / max(statistics.median(self._unit_s), 1e-9)
             pace = f"{rate:.3g} {self._unit}/s, left {duration(self.left_s())}"
         self._progress.update(self._task.id, pace=pace, status=status)
+
+    def reach(self, done: int) -> str:
+        """Sets the number of finished units, for units that end in bursts.
+
+        Returns:
+          Rate and time left, from the mean since the first call; "" at the first.
+        """
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, done
+        seconds, count = now - self._first[0], done - self._first[1]
+        pace = ""
+        if count and seconds:
+            left_s = (self._task.total - done) * seconds / count
+            pace = f"{count / seconds:.3g} {self._unit}/s, left {duration(left_s)}"
+        self._progress.update(self._task.id, completed=done, pace=pace)
+        return pace
 
     def left_s(self) -> float | None:
         """Seconds to the end, from the median of the last few units; None before two are done."""

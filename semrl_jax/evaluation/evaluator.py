@@ -1,11 +1,14 @@
-"""Samples and scores the held-out problems."""
+"""Samples, grades and scores the held-out problems."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,12 +22,17 @@ from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
 from semrl_jax.modules import running
-from semrl_jax.sampling.prompt_sources import sampled_problems
-from semrl_jax.sampling.sampler import EVALUATION, Sampler, counter, stream_seed
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.sampler import EVALUATION, Measuring, Sampler, counter, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
+from semrl_jax.settings.evaluation import check_sampling
 from semrl_jax.settings.rollout import MIN_TEMPERATURE
-from semrl_jax.types import SampleRequest
+from semrl_jax.types import Rollout, SampleRequest
+
+# Settings of the sampling that an entry of `evaluation.benchmarks` may have of its own.
+SAMPLING = ("n", "temperature", "top_p", "top_k")
 
 
 class Evaluation(NamedTuple):
@@ -41,6 +49,27 @@ class Evaluation(NamedTuple):
     benchmarks: list[str]
 
 
+class Benchmark(NamedTuple):
+    """The problems of one benchmark, and how they are evaluated.
+
+    Attributes:
+      name: the `data_source` of the problems.
+      problems: index among all problems, by place in the benchmark.
+      options: `config.evaluation` with the settings of this benchmark.
+      scores: of each way of sampling.
+    """
+
+    name: str
+    problems: tuple[int, ...]
+    options: ml_collections.ConfigDict
+    scores: Mapping[Plan, Sequence[ModuleType]]
+
+    def first_sample(self, plan: Plan) -> int:
+        """The sample indices of a plan follow those of earlier plans."""
+        earlier = itertools.takewhile(lambda other: other != plan, self.scores)
+        return sum(other.num_samples for other in earlier)
+
+
 @dataclasses.dataclass
 class Evaluator:
     """Evaluates the weights of the last sync.
@@ -48,12 +77,18 @@ class Evaluator:
     Attributes:
       problems: problems with the same `data_source` are one benchmark.
       scores: modules, see `evaluation.interface`.
+      settings: settings of single benchmarks, by name.
+      graders: verifier of each benchmark that has another one than the sampler.
+      measurer: None: nothing is measured here.
     """
 
     config: ml_collections.ConfigDict
     problems: Sequence[data.PromptExample]
     scores: Sequence[ModuleType]
     sampler: Sampler
+    settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    graders: Mapping[str, VerifierPool] = dataclasses.field(default_factory=dict)
+    measurer: Measurer | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether the weights of this step are evaluated."""
@@ -61,91 +96,168 @@ class Evaluator:
         due = every and (step % every == 0 or step == self.config.training.num_steps)
         return bool(due and self.problems and self.scores)
 
+    @functools.cached_property
+    def benchmarks(self) -> dict[str, Benchmark]:
+        """The benchmarks, in the order of their first problems."""
+        return benchmarks_of(self.problems, self.scores, self.config.evaluation, self.settings)
+
     def evaluate(self, step: int, clock: Clock) -> Evaluation | None:
         """Samples the responses of each plan with one call, and scores them; None if not due."""
         if not self.is_due(step):
             return None
+        calls: dict[tuple[Plan, int], list[Benchmark]] = {}
+        for benchmark in self.benchmarks.values():
+            for plan in benchmark.scores:
+                calls.setdefault((plan, id(self.graders.get(benchmark.name))), []).append(benchmark)
         scalars: dict[str, float] = {}
         scored: list[ScoredRollout] = []
-        for plan, scores in plans_of(self.scores, self.config.evaluation).items():
+        for (plan, _), benchmarks in calls.items():
+            places = [(b, place) for b in benchmarks for place in range(len(b.problems))]
             with clock("evaluate"):
-                found = self._sample(plan, step, clock, num_before=len(scored))
-            # Metrics have one set of log keys, for the responses of the first plan.
-            logs_metrics = self.config.evaluation.metrics and not scored
-            for name, value in self._scalars(found, plan, scores, logs_metrics).items():
-                if name in scalars and not name.endswith("/num_problems"):
+                num_responses = len(places) * plan.num_samples
+                arrived = counter(clock, "evaluate", num_responses)
+                found = self.sample(places, plan, arrived)
+            for benchmark in benchmarks:
+                items = [item for item in found if self._benchmark(item) == benchmark.name]
+                new = self._scalars(benchmark, plan, items)
+                if twice := sorted(new.keys() & scalars.keys()):
                     raise UserError(
-                        f"evaluation.scores: two scores have the key {name!r}; rename one."
+                        f"evaluation.scores: two scores have the key {twice[0]!r}; rename one."
                     )
-                scalars[name] = value
+                scalars |= new
+                # Metrics have one set of log keys, for the responses of the first plan.
+                if self.measurer is not None and plan == next(iter(benchmark.scores)):
+                    scalars |= self._metric_scalars(benchmark, items)
             scored += found
+        for benchmark in self.benchmarks.values():
+            scalars[f"eval/{benchmark.name}/num_problems"] = float(len(benchmark.problems))
         return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
 
-    def _sample(self, plan: Plan, step: int, clock: Clock, num_before: int) -> list[ScoredRollout]:
-        """The responses of one plan; their sample indices follow those of earlier plans."""
-        problems = sampled_problems(self.problems, self.config.rollout.max_prompt_tokens)
-        first = num_before // max(len(problems), 1)
+    def sample(
+        self,
+        places: Sequence[tuple[Benchmark, int]],
+        plan: Plan,
+        arrived: Callable[[Rollout], None],
+    ) -> list[ScoredRollout]:
+        """The graded responses to problems of benchmarks with one grader, from one call.
+
+        The group of a response is the index of its problem. A response depends on the seed of the
+        config, the weights, the name of its benchmark, its place in it, and its sample index. With
+        the JAX engine, it also depends, by rounding, on the other responses of the call. Problems
+        whose prompt is too long have none.
+        """
+        limit = self.config.rollout.max_prompt_tokens
+        asked = {
+            benchmark.problems[place]: (benchmark, place)
+            for benchmark, place in places
+            if len(self.problems[benchmark.problems[place]].prompt_ids) <= limit
+        }
+        if not asked:
+            return []
         requests = [
             SampleRequest(
-                sample_id=f"eval/{step}/{index}/{sample}",
+                sample_id=f"eval/{index}/{sample}",
                 group_id=index,
                 sample_index=sample,
-                prompt_ids=problem.prompt_ids,
-                seed=stream_seed(self.config.seed, EVALUATION, step, index, sample),
+                prompt_ids=self.problems[index].prompt_ids,
+                seed=stream_seed(
+                    self.config.seed,
+                    EVALUATION,
+                    zlib.crc32(benchmark.name.encode()),
+                    place,
+                    sample,
+                ),
             )
-            for index, problem in problems.items()
-            for sample in range(first, first + plan.num_samples)
+            for index, (benchmark, place) in asked.items()
+            for sample in range(
+                benchmark.first_sample(plan), benchmark.first_sample(plan) + plan.num_samples
+            )
         ]
+        options = self.config.evaluation.metric_options
         return self.sampler.sample(
             requests,
-            {index: problem.answer for index, problem in problems.items()},
-            columns={index: problem.columns for index, problem in problems.items()},
+            {index: self.problems[index].answer for index in asked},
+            columns={index: self.problems[index].columns for index in asked},
+            verifier=self.graders.get(places[0][0].name),
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
             stop_strings=self.config.evaluation.stop_strings,
-            measured=self.config.evaluation.metrics,
-            arrived=counter(clock, "evaluate", len(requests)),
+            measuring=Measuring(options, self.measurer) if self.config.evaluation.metrics else None,
+            arrived=arrived,
         )
 
-    def _scalars(
+    def samples(
         self,
-        scored: Sequence[ScoredRollout],
+        benchmark: Benchmark,
+        places: Sequence[int],
         plan: Plan,
-        scores: Sequence[ModuleType],
-        logs_metrics: bool,
-    ) -> dict[str, float]:
-        scalars: dict[str, float] = {}
-        groups = itertools.groupby(scored, key=lambda item: item.rollout.group_id)
-        responses = {index: list(items) for index, items in groups}
-        for benchmark, places in self._places().items():
-            prefix = f"eval/{benchmark}"
-            problems = [
-                [sampled(item, self.problems[index], place) for item in responses[index]]
-                if index in responses
-                else not_sampled(self.problems[index], place, plan.num_samples)
-                for place, index in enumerate(places)
-            ]
-            figures = figures_of(scores, problems, self.config.evaluation)
-            scalars |= {f"{prefix}/{name}": value for name, value in logged(figures).items()}
-            scalars[f"{prefix}/num_problems"] = float(len(problems))
-            found = [item for index in places for item in responses.get(index, ())]
-            if logs_metrics and found:
-                scalars |= metric_scalars(found, f"{prefix}/metrics")
-                means = [item.mean_states for item in found]
-                of_set = self.sampler.measurer.submit_batch(means).result()
-                scalars |= {f"{prefix}/metrics/{name}": value for name, value in of_set.items()}
-        return scalars
+        items: Sequence[ScoredRollout],
+    ) -> list[list[Sample]]:
+        """The responses as samples, one list per problem at `places` of the benchmark."""
+        found: dict[int, list[ScoredRollout]] = collections.defaultdict(list)
+        for item in items:
+            found[item.rollout.group_id].append(item)
+        first = benchmark.first_sample(plan)
+        lists = []
+        for place in places:
+            index = benchmark.problems[place]
+            problem = self.problems[index]
+            if index in found:
+                lists.append([sampled(item, problem, place, first) for item in found[index]])
+            else:
+                lists.append(not_sampled(problem, place, plan.num_samples))
+        return lists
 
-    def _places(self) -> dict[str, list[int]]:
-        """The indices of the problems of each benchmark."""
-        places: dict[str, list[int]] = {}
-        for index, problem in enumerate(self.problems):
-            places.setdefault(problem.data_source, []).append(index)
-        return places
+    def _scalars(
+        self, benchmark: Benchmark, plan: Plan, items: Sequence[ScoredRollout]
+    ) -> dict[str, float]:
+        problems = self.samples(benchmark, range(len(benchmark.problems)), plan, items)
+        figures = figures_of(benchmark.scores[plan], problems, benchmark.options)
+        return {f"eval/{benchmark.name}/{name}": value for name, value in logged(figures).items()}
+
+    def _metric_scalars(
+        self, benchmark: Benchmark, items: Sequence[ScoredRollout]
+    ) -> dict[str, float]:
+        if not items:
+            return {}
+        prefix = f"eval/{benchmark.name}/metrics"
+        means = [item.mean_states for item in items]
+        of_set = self.measurer.submit_batch(means).result()
+        found = {f"{prefix}/{name}": value for name, value in of_set.items()}
+        return metric_scalars(items, prefix) | found
 
     def _benchmark(self, item: ScoredRollout) -> str:
         return self.problems[item.rollout.group_id].data_source
+
+
+def benchmarks_of(
+    problems: Sequence[data.PromptExample],
+    scores: Sequence[ModuleType],
+    options: ml_collections.ConfigDict,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Benchmark]:
+    """The benchmarks of the problems, by name.
+
+    Raises:
+      UserError: for a setting of a benchmark that is out of range, or a score with a wrong plan.
+    """
+    places: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        places.setdefault(problem.data_source, []).append(index)
+    found = {}
+    for name, indices in places.items():
+        own = options
+        if special := {
+            key: settings[name][key] for key in SAMPLING if key in settings.get(name, ())
+        }:
+            own = options.copy_and_resolve_references()
+            own.update(special)
+            if "n" in special:  # of k, those that this benchmark has enough responses for
+                own.k = tuple(k for k in own.k if k <= own.n) or (1,)
+            check_sampling(own, f"evaluation.benchmarks: {name}: ")
+        found[name] = Benchmark(name, tuple(indices), own, plans_of(scores, own))
+    return found
 
 
 def figures_of(
@@ -224,8 +336,13 @@ def most_requests(
     problems: Sequence[data.PromptExample],
     scores: Sequence[ModuleType],
     config: ml_collections.ConfigDict,
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> int:
     """The largest number of responses that one call of an evaluation requests."""
-    sampled = sampled_problems(problems, config.rollout.max_prompt_tokens)
-    plans = plans_of(scores, config.evaluation) if config.evaluation.every_steps else ()
-    return len(sampled) * max((plan.num_samples for plan in plans), default=0)
+    if not config.evaluation.every_steps:
+        return 0
+    counts: collections.Counter[Plan] = collections.Counter()
+    for benchmark in benchmarks_of(problems, scores, config.evaluation, settings).values():
+        for plan in benchmark.scores:
+            counts[plan] += plan.num_samples * len(benchmark.problems)
+    return max(counts.values(), default=0)

@@ -49,14 +49,19 @@ class Sample(NamedTuple):
     metrics: Mapping[str, float]
 
 
-def sampled(item: ScoredRollout, problem: data.PromptExample, place: int) -> Sample:
-    """The sample of a scored response to the problem at `place` of its benchmark."""
+def sampled(
+    item: ScoredRollout, problem: data.PromptExample, place: int, first_sample: int = 0
+) -> Sample:
+    """The sample of a scored response to the problem at `place` of its benchmark.
+
+    `first_sample` is the smallest sample index of the rollouts.
+    """
     rollout, verdict = item.rollout, item.verdict
     logprobs = rollout.rollout_logprobs[rollout.response_mask]
     return Sample(
         benchmark=problem.data_source,
         problem=place,
-        sample=rollout.sample_index,
+        sample=rollout.sample_index - first_sample,
         question=problem.question or problem.prompt,
         reference=item.reference,
         problem_type=problem.problem_type,

@@ -31,8 +31,8 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field or combination of fields."""
+def check_sections(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for the first wrong field, whatever the others are."""
     for field, value in flatten(config).items():
         if place := moved.new_places(field):
             raise UserError(f"the config sets a field that has moved: {place}.")
@@ -46,6 +46,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
     at_most("seed", config.seed, 2**32 - 1)
     for name in SECTIONS:
         importlib.import_module(f"semrl_jax.settings.{name}").check(config[name])
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError for the first wrong field or combination of fields of a training run."""
+    check_sections(config)
     _check_data(config)
     _check_sizes(config)
     _check_importance(config)
@@ -175,11 +180,6 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"metrics.placement='rollout' measures the replica's hidden states, but "
             f"hidden_states.source={source!r}; set it to 'rollout', or the placement to 'trainer'."
-        )
-    if config.evaluation.metrics and source == "none":
-        raise UserError(
-            "evaluation.metrics=True needs hidden states, but hidden_states.source='none'; set "
-            "another source."
         )
     others = [layer for layer in metrics.layers if layer != FINAL_LAYER]
     if others and source != "rollout":

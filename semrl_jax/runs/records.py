@@ -7,7 +7,7 @@ import math
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from semrl_jax.files import parse_json, remove, replacing, through_no_link
 from semrl_jax.metrics.records import encode
+from semrl_jax.parquet import strings
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import TOKEN_ARRAYS
 
@@ -106,20 +107,20 @@ def write_rollouts(
     metrics = [encode(rollout.metrics) for rollout in rollouts]
     columns = {
         "step": [step] * len(scored),
-        **({} if benchmarks is None else {"benchmark": _strings(benchmarks)}),
+        **({} if benchmarks is None else {"benchmark": strings(benchmarks)}),
         "group_id": [rollout.group_id for rollout in rollouts],
         "sample_index": [rollout.sample_index for rollout in rollouts],
         "prompt": [text(rollout.prompt_ids) for rollout in rollouts],
         "response": [text(rollout.response_ids) for rollout in rollouts],
-        "reference": _strings(item.reference for item in scored),
-        "extracted": _strings(verdict.extracted for verdict in verdicts),
+        "reference": strings(item.reference for item in scored),
+        "extracted": strings(verdict.extracted for verdict in verdicts),
         "score": [verdict.score for verdict in verdicts],
         **{
             f"score/{name}": [verdict.parts[name] for verdict in verdicts]
             for name in (verdicts[0].parts if verdicts else ())
         },
         "correct": [verdict.correct for verdict in verdicts],
-        "verifier_error": _strings(verdict.error or None for verdict in verdicts),
+        "verifier_error": strings(verdict.error or None for verdict in verdicts),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
     }
     for array in TOKEN_ARRAYS:
@@ -131,11 +132,3 @@ def write_rollouts(
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)
-
-
-def _strings(values: Iterable[str | None]) -> pa.Array:
-    """A column of text, typed also if all values are None; unpaired surrogates become "?"."""
-    texts = [
-        value if value is None else value.encode(errors="replace").decode() for value in values
-    ]
-    return pa.array(texts, pa.string())

@@ -22,6 +22,7 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
+from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_problems, load_scores
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
@@ -44,12 +45,7 @@ from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.prompt_sources import check_files, training_prompts
-from semrl_jax.sampling.replicas import (
-    check_addresses,
-    check_fit,
-    open_client,
-    uses_stop_strings,
-)
+from semrl_jax.sampling.replicas import check_addresses, check_fit, open_client
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
@@ -160,16 +156,11 @@ def open_run(
             check_files(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
-            check_model_limits(config, policy.config)
-            data.stop_word_ids(tokenizer, config.rollout.stop_words)
-            if uses_stop_strings(config):
-                data.TokenBytes(tokenizer)
+            check_model_limits(config, policy.config, tokenizer)
             if config.hidden_states.source != "none":
-                check_users_metrics(
-                    config.metrics.names,
-                    policy.config.hidden_size,
-                    **{name: config.metrics[name] for name in METRIC_OPTIONS},
-                )
+                check_metrics_of(config.metrics, policy)
+            if config.evaluation.metrics:
+                check_metrics_of(config.evaluation.metric_options, policy)
             models.check_mesh(policy.config, mesh)
             if config.rollout.engine == "jax" and not config.rollout.addresses:
                 check_fit(policy.config, configured_mesh(config, policy.config), mesh)
@@ -216,7 +207,7 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=(sampling.index(peers.index), len(sampling)),
-                    num_problems=most_requests(inputs.problems, inputs.scores, config),
+                    num_problems=most_requests(inputs.problems, inputs.scores, config, {}),
                 )
             )
 
@@ -244,11 +235,12 @@ def open_run(
         reward_model = agreed("load", load_reward_model)
         measurer = None
         if config.hidden_states.source != "none":
-            options = config.metrics.to_dict()
-            del options["placement"]
-            options |= {name: tuple(options[name]) for name in ("names", "layers")}
-            max_tokens = config.rollout.max_response_tokens
-            measurer = stack.enter_context(Measurer(max_tokens=max_tokens, **options))
+            measurer = stack.enter_context(open_measurer(config, config.metrics))
+        graders = open_graders(stack, config, inputs.problems, {})
+        evaluation_measurer = None
+        if config.evaluation.metrics:
+            options = config.evaluation.metric_options
+            evaluation_measurer = stack.enter_context(open_measurer(config, options))
         checkpoints = Checkpoints(
             workdir.path / "checkpoints", **config.checkpoints, warn=reporter.line, peers=peers
         )
@@ -292,8 +284,31 @@ def open_run(
             stop=stop,
             leads=peers.index == 0,
         )
-        evaluator = Evaluator(config, inputs.problems, inputs.scores, sampler)
+        evaluator = Evaluator(
+            config=config,
+            problems=inputs.problems,
+            scores=inputs.scores,
+            sampler=sampler,
+            graders=graders,
+            measurer=evaluation_measurer,
+        )
         yield OpenRun(run, sampler, evaluator, learner, start, inputs.critic_directory)
+
+
+def check_metrics_of(metrics: ml_collections.ConfigDict, policy: models.Policy) -> None:
+    """Raises UserError if a user's metric in a section such as `config.metrics` cannot be used."""
+    options = {name: metrics[name] for name in METRIC_OPTIONS}
+    check_users_metrics(metrics.names, policy.config.hidden_size, **options)
+
+
+def open_measurer(
+    config: ml_collections.ConfigDict, metrics: ml_collections.ConfigDict
+) -> Measurer:
+    """The measurer of a section such as `config.metrics`."""
+    options = metrics.to_dict()
+    del options["placement"]
+    options |= {name: tuple(options[name]) for name in ("names", "layers")}
+    return Measurer(max_tokens=config.rollout.max_response_tokens, **options)
 
 
 def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mesh) -> None:
@@ -373,9 +388,9 @@ def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
 
 
 def check_model_limits(
-    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig, tokenizer: Any
 ) -> None:
-    """Raises UserError for sampling settings beyond the model's context or vocabulary."""
+    """Raises UserError for sampling settings that model or tokenizer do not permit."""
     rollout, vocab_size = config.rollout, architecture.vocab_size
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     if length > architecture.max_position_embeddings:
@@ -394,3 +409,6 @@ def check_model_limits(
                 f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
                 f"{vocab_size} tokens."
             )
+    data.stop_word_ids(tokenizer, rollout.stop_words)
+    if rollout.stop_strings or config.evaluation.stop_strings:
+        data.TokenBytes(tokenizer)

@@ -83,7 +83,7 @@ def held_out_problems(
     *,
     keep_columns: bool = False,
 ) -> Sequence[data.PromptExample]:
-    """Problems for the evaluation; those of one data source are one benchmark.
+    """Problems of the task or of `evaluation.files`; those of one data source are one benchmark.
 
     Problems above the token limit are included, because they count as wrong, see
     `sampled_problems`. `report` gets a line about them. With `keep_columns`, they keep the rows of
@@ -93,6 +93,8 @@ def held_out_problems(
       UserError: for a file, row or template that cannot be used, or two files with one data source.
     """
     options = config.evaluation
+    if not options.held_out:
+        return []
     if config.data.task == "arithmetic":
         return data.arithmetic_held_out_prompts(tokenizer, options.num_problems).examples
     problems: list[data.PromptExample] = []

@@ -129,44 +129,47 @@ def _check_limits(
                 f"replica {replica.replica_id} serves {field}={limit}, but the trainer asks for "
                 f"{value}; {way_out}."
             )
-    uses_states = config.hidden_states.source == "rollout" or config.evaluation.metrics
-    if uses_states and -1 not in replica.layers:
-        raise UserError(
-            f"replica {replica.replica_id} sends no final hidden states; set "
-            "hidden_states.source='policy' and evaluation.metrics=False."
-        )
-    for layer in config.metrics.layers if uses_states else ():
-        if layer not in replica.layers:
-            reason = f" ({replica.layers_reason})" if replica.layers_reason else ""
-            raise UserError(
-                f"replica {replica.replica_id} sends hidden states of layers "
-                f"{list(replica.layers)}{reason}, but metrics.layers has {layer}; leave it out."
-            )
+    if config.hidden_states.source == "rollout":
+        way_out = "set hidden_states.source='policy'"
+        _check_measured(replica, "metrics", config.metrics, way_out)
+    if config.evaluation.metrics:
+        name, way_out = "evaluation.metric_options", "set evaluation.metrics=False"
+        _check_measured(replica, name, config.evaluation.metric_options, way_out)
     if config.rollout.annealing.enabled and "annealed" not in replica.sampling_kinds:
         raise UserError(
             f"replica {replica.replica_id} ({replica.engine} engine) has no annealed temperature, "
             "but rollout.annealing.enabled=True; start a replica with the JAX engine of this "
             "release, or set it to False."
         )
-    if uses_stop_strings(config) and "stop_strings" not in replica.sampling_kinds:
+    uses_stop_strings = config.rollout.stop_strings or config.evaluation.stop_strings
+    if uses_stop_strings and "stop_strings" not in replica.sampling_kinds:
         raise UserError(
             f"replica {replica.replica_id} ({replica.engine} engine) cannot end responses at "
             "rollout.stop_strings or evaluation.stop_strings; start the replica with this release, "
             "or leave them empty."
         )
-    for name in config.metrics.names if config.metrics.placement == "rollout" else ():
+
+
+def _check_measured(
+    replica: ReplicaDescription, section: str, metrics: ml_collections.ConfigDict, way_out: str
+) -> None:
+    """Raises UserError if the replica lacks hidden states or metrics that a section asks for."""
+    if -1 not in replica.layers:
+        raise UserError(f"replica {replica.replica_id} sends no final hidden states; {way_out}.")
+    for layer in metrics.layers:
+        if layer not in replica.layers:
+            reason = f" ({replica.layers_reason})" if replica.layers_reason else ""
+            raise UserError(
+                f"replica {replica.replica_id} sends hidden states of layers "
+                f"{list(replica.layers)}{reason}, but {section}.layers has {layer}; leave it out."
+            )
+    for name in metrics.names if metrics.placement == "rollout" else ():
         if name not in replica.metric_kinds:
             raise UserError(
                 f"replica {replica.replica_id} measures {list(replica.metric_kinds)}, but "
-                f"metrics.names has {name!r}; start the replica with this release, or set "
-                "metrics.placement='trainer'."
+                f"{section}.names has {name!r}; start the replica with this release, or set "
+                f"{section}.placement='trainer'."
             )
-
-
-def uses_stop_strings(config: ml_collections.ConfigDict) -> bool:
-    """Whether a call of the run has stop strings."""
-    evaluates = config.evaluation.every_steps > 0
-    return bool(config.rollout.stop_strings or (evaluates and config.evaluation.stop_strings))
 
 
 def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:

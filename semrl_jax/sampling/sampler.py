@@ -47,6 +47,20 @@ from semrl_jax.types import (
 TRAINING, EVALUATION = 1, 2  # streams of the sampling seeds
 
 
+REPLICA_OPTIONS = ("stride", "window", "method", "window_growth", "num_threads")
+
+
+class Measuring(NamedTuple):
+    """Which metrics of the rollouts are measured, and by whom.
+
+    `options` is a section such as `config.metrics`. With `options.placement="rollout"` the replicas
+    measure, else the measurer.
+    """
+
+    options: ml_collections.ConfigDict
+    measurer: Measurer | None
+
+
 class Weights(NamedTuple):
     """The policy that is sampled from."""
 
@@ -84,7 +98,7 @@ class Sampler:
     end_token_ids: tuple[int, ...]
     prompts: data.PromptDataset
     client: RolloutClient | None  # None if this process does not sample
-    verifier: VerifierPool
+    verifier: VerifierPool | None  # None: every call of `sample` names one
     measurer: Measurer | None
     peers: Peers
     sampling: tuple[int, ...]  # the processes that sample
@@ -207,7 +221,7 @@ class Sampler:
             columns={first + draw: example.columns for draw, example in draws.items()},
             **self._distribution(step),
             stop_strings=self.config.rollout.stop_strings,
-            measured=self.config.hidden_states.source == "rollout",
+            measuring=self._measuring(),
             keep_states=self.compares(step),
             clock=clock,
             arrived=arrived,
@@ -217,6 +231,8 @@ class Sampler:
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
     ) -> list[ScoredRollout]:
         """All requested responses, scored, in (group, sample) order, in every process.
+
+        `options` are those of `_sample_here`: of the verdicts, metrics and distribution.
 
         If a replica has lost its weights, all processes send the weights again. The process that
         uses the replica then samples all its groups again.
@@ -338,6 +354,12 @@ class Sampler:
         of_words = data.stop_word_ids(self.tokenizer, rollout.stop_words)
         return tuple(dict.fromkeys((*rollout.stop_token_ids, *of_words)))
 
+    def _measuring(self) -> Measuring | None:
+        """What is measured of the rollouts of a training step."""
+        if self.config.hidden_states.source != "rollout":
+            return None
+        return Measuring(self.config.metrics, self.measurer)
+
     def _distribution(self, step: int) -> dict[str, Any]:
         rollout = self.config.rollout
         settings = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
@@ -375,7 +397,8 @@ class Sampler:
         *,
         columns: Mapping[int, str] | None = None,
         stop_strings: Sequence[str] = (),
-        measured: bool = False,
+        verifier: VerifierPool | None = None,
+        measuring: Measuring | None = None,
         keep_states: bool = False,
         clock: Clock | None = None,
         arrived: Callable[[Rollout], None],
@@ -396,20 +419,20 @@ class Sampler:
             stop_strings=tuple(stop_strings),
             **distribution,
         )
-        metrics, dtype = self.config.metrics, self.config.hidden_states.dtype
-        on_replica = measured and metrics.placement == "rollout"
-        here = measured and not on_replica
-        layers = tuple(metrics.layers) if here else (FINAL_LAYER,) if keep_states else ()
-        options = ("stride", "window", "method", "window_growth", "num_threads")
-        metric_params = MetricParams(
-            names=tuple(metrics.names), dtype=dtype, **{name: metrics[name] for name in options}
-        )
+        measurer = metrics = None
+        layers = (FINAL_LAYER,) if keep_states else ()
+        dtype = self.config.hidden_states.dtype
+        if measuring is not None and measuring.options.placement == "rollout":
+            options = {name: measuring.options[name] for name in REPLICA_OPTIONS}
+            metrics = MetricParams(names=tuple(measuring.options.names), dtype=dtype, **options)
+        elif measuring is not None:
+            measurer, layers = measuring.measurer, tuple(measuring.options.layers)
         rollouts = self.client.generate(
             requests,
             sampling,
             HiddenStateParams(layers, dtype),
             version=version,
-            metrics=metric_params if on_replica else None,
+            metrics=metrics,
             resync=resync,
         )
         with self.stop.interruptible(), contextlib.closing(rollouts):
@@ -420,8 +443,8 @@ class Sampler:
                 ),
                 references=references,
                 columns=columns,
-                verifier=self.verifier,
-                measurer=self.measurer if here else None,
+                verifier=verifier or self.verifier,
+                measurer=measurer,
                 keep_states=keep_states,
                 arrived=arrived,
             )

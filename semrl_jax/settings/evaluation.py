@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 from semrl_jax.data.rows import check_row_format
-from semrl_jax.settings.rollout import check_stop_strings
+from semrl_jax.errors import UserError
+from semrl_jax.settings import metrics
+from semrl_jax.settings.rewards import check_function
+from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
 
 
 def check(evaluation: Section) -> None:
-    above_zero("evaluation", evaluation, "num_problems")
+    above_zero("evaluation", evaluation, "num_problems", "responses_per_call")
     at_least_zero("evaluation", evaluation, "every_steps")
     check_row_format(evaluation["row_format"], "evaluation.")
     check_stop_strings("evaluation", evaluation)
     items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")
+    items_are(int, "evaluation", evaluation, "k")
+    check_sampling(evaluation)
+    if evaluation["verifier"]:
+        check_function("evaluation.verifier", evaluation["verifier"])
+    metrics.check(evaluation["metric_options"], "evaluation.metric_options")
+
+
+def check_sampling(options: Section, place: str = "evaluation.") -> None:
+    """Checks n, k, temperature, top_p and top_k; `place` is the beginning of the fields' names."""
+    n, temperature = options["n"], options["temperature"]
+    if n < 1:
+        raise UserError(f"{place}n={n} must be at least 1.")
+    if temperature != 0 and temperature < MIN_TEMPERATURE:
+        raise UserError(
+            f"{place}temperature={temperature} must be 0, which is greedy, or at least "
+            f"{MIN_TEMPERATURE}."
+        )
+    if temperature == 0 and n > 1:
+        raise UserError(
+            f"{place}temperature=0 is greedy, which gives {place}n={n} equal responses; set a "
+            f"temperature such as 0.6, or {place}n=1."
+        )
+    if not 0 < options["top_p"] <= 1:
+        raise UserError(f"{place}top_p={options['top_p']} must be in (0, 1].")
+    if options["top_k"] < 0:
+        raise UserError(f"{place}top_k={options['top_k']} must be at least 0; 0 keeps all tokens.")
+    for k in options["k"]:
+        if not 1 <= k <= n:
+            raise UserError(
+                f"{place}k has {k}, which must be from 1 to {place}n={n}, the responses per "
+                f"problem; raise n or leave it out."
+            )

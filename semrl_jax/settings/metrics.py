@@ -1,4 +1,4 @@
-"""Checks of `config.metrics`."""
+"""Checks of `config.metrics`, and of `config.evaluation.metric_options`."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from semrl_jax.settings.rules import (
 )
 
 
-def check(metrics: Section) -> None:
-    above_zero("metrics", metrics, "stride", "num_threads")
-    at_most("metrics.num_threads", metrics["num_threads"], 1024)
-    at_least_zero("metrics", metrics, "dataset_stride", "device_batch")
-    one_of("metrics.placement", metrics["placement"], ("trainer", "rollout"))
-    one_of("metrics.window", metrics["window"], WINDOWS)
-    one_of("metrics.method", metrics["method"], METHODS)
+def check(metrics: Section, name: str = "metrics") -> None:
+    above_zero(name, metrics, "stride", "num_threads")
+    at_most(f"{name}.num_threads", metrics["num_threads"], 1024)
+    at_least_zero(name, metrics, "dataset_stride", "device_batch")
+    one_of(f"{name}.placement", metrics["placement"], ("trainer", "rollout"))
+    one_of(f"{name}.window", metrics["window"], WINDOWS)
+    one_of(f"{name}.method", metrics["method"], METHODS)
     if metrics["window_growth"] < 1:
         raise UserError(
-            f"metrics.window_growth={metrics['window_growth']} must be at least 1; "
+            f"{name}.window_growth={metrics['window_growth']} must be at least 1; "
             "1 measures every prefix."
         )
-    check_metrics("metrics.names", metrics["names"])
-    _check_layers(metrics)
+    check_metrics(f"{name}.names", metrics["names"])
+    _check_layers(metrics, name)
     if metrics["placement"] == "rollout":
-        _check_rollout(metrics)
+        _check_rollout(metrics, name)
 
 
-def _check_layers(metrics: Section) -> None:
-    items_are(int, "metrics", metrics, "layers")
+def _check_layers(metrics: Section, name: str) -> None:
+    items_are(int, name, metrics, "layers")
     layers = tuple(metrics["layers"])
     if FINAL_LAYER not in layers or min(layers) < FINAL_LAYER or len(set(layers)) < len(layers):
         raise UserError(
-            f"metrics.layers={layers} must have -1, the final layer, and may have indices of other "
+            f"{name}.layers={layers} must have -1, the final layer, and may have indices of other "
             "layers from 0, each once."
         )
     others = [layer for layer in layers if layer != FINAL_LAYER]
     if others and metrics["placement"] != "trainer":
         raise UserError(
-            f"metrics.layers has {others[0]}, but metrics.placement={metrics['placement']!r} has "
-            "the final layer only; set it to 'trainer', or metrics.layers=(-1,)."
+            f"{name}.layers has {others[0]}, but {name}.placement={metrics['placement']!r} has "
+            f"the final layer only; set it to 'trainer', or {name}.layers=(-1,)."
         )
 
 
-def _check_rollout(metrics: Section) -> None:
-    for name in metrics["names"]:
-        if name not in METRICS:
+def _check_rollout(metrics: Section, name: str) -> None:
+    for metric in metrics["names"]:
+        if metric not in METRICS:
             raise UserError(
-                f"metrics.names has {name!r}, but with metrics.placement='rollout' the replica "
+                f"{name}.names has {metric!r}, but with {name}.placement='rollout' the replica "
                 "measures, and it has only the built-in metrics; set the placement to 'trainer'."
             )
     if metrics["device_batch"]:
         raise UserError(
-            f"metrics.device_batch={metrics['device_batch']} is for the trainer's accelerator, but "
-            "metrics.placement='rollout' measures on the replica's host; set it to 0."
+            f"{name}.device_batch={metrics['device_batch']} is for the trainer's accelerator, but "
+            f"{name}.placement='rollout' measures on the replica's host; set it to 0."
         )

@@ -72,7 +72,7 @@ def check_verifiers(rewards: Section) -> None:
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
             raise UserError(f"rewards.{field}={rewards[field]} must be a finite float32 number.")
     if rewards["function"]:
-        _check_function("rewards.function", rewards["function"])
+        check_function("rewards.function", rewards["function"])
     items_are(str, "rewards", rewards, "functions")
     verifiers, _ = split_functions(reward_functions(rewards["functions"]))
     if verifiers and rewards["function"]:
@@ -103,7 +103,7 @@ def reward_functions(entries: Sequence[str]) -> list[RewardFunction]:
         function, found = split_entry("rewards.functions", entry, "reward", FUNCTION_SETTINGS)
         settings = {name: value for name, (value,) in found.items()}
         if function != MODEL:
-            _check_function("rewards.functions", function)
+            check_function("rewards.functions", function)
         elif split_functions(functions)[1]:
             raise UserError(f"{field}: another entry is {MODEL!r} too; there is one reward model.")
         name = settings.get("name", function.rpartition(":")[2])
@@ -134,7 +134,7 @@ def _weight(field: str, text: str) -> float:
     return weight
 
 
-def _check_function(field: str, function: str) -> None:
+def check_function(field: str, function: str) -> None:
     module, _, name = function.partition(":")
     is_users = module.strip() and name.strip()
     if not is_users and function not in module_names(VERIFIERS):

@@ -228,6 +228,11 @@ NONE = {
 OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
+    "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",
+    "evaluation.top_": "of other scores", "evaluation.k": "of other scores",
+    "evaluation.responses_per_call": "of another command",
+    "evaluation.held_out": "files alone",
+    "evaluation.verifier": "that of the rewards", "evaluation.metric_options.": "follow metrics",
     "evaluation.scores": "greedy, as there", "evaluation.benchmarks": "files alone",
     "distributed.": "connection of processes", "sft.": "another command",
     "model.hidden_size": "of a random model", "model.intermediate_size": "of a random model",

@@ -7,5 +7,5 @@ from semrl_jax.sampling.sampler import Sampler
 def sampler_of(**parts) -> Sampler:
     """A sampler with only these parts, which may be fakes."""
     sampler = object.__new__(Sampler)
-    vars(sampler).update({"weights": None, "stop": StopRequest(60.0, 75)} | parts)
+    vars(sampler).update({"weights": None, "stop": StopRequest(60.0, 75), "measurer": None} | parts)
     return sampler

@@ -158,7 +158,7 @@ PROMPTS = PromptDataset(
 def make_sampler(config, said=None, seen=None, **parts):
     """A sampler whose responses are right or wrong by their seed; odd prompts are always wrong."""
 
-    def sample_here(requests, references, *, arrived, clock, measured, keep_states, **_):
+    def sample_here(requests, references, *, arrived, clock, measuring, keep_states, **_):
         scored = []
         for request in requests:
             prompt = int(references[request.group_id])

@@ -1,7 +1,7 @@
 """The problems of an evaluation, with settings for each file."""
 
 import json
-from types import SimpleNamespace
+import zlib
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from semrl_jax.sampling.prompt_sources import check_files, evaluation_files, hel
 from semrl_jax.sampling.sampler import EVALUATION, stream_seed
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout
+from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
 
 # The published formats of GSM8K and MATH500.
@@ -136,13 +137,16 @@ def test_too_long_problems_are_not_sampled_but_count_as_wrong(config, tmp_path):
 
     config.evaluation.every_steps = 3
     problems = read(config, tmp_path, "set.jsonl", "two.jsonl")
-    evaluator = object.__new__(Evaluator)
-    vars(evaluator).update(
-        config=config, problems=problems, scores=[greedy], sampler=SimpleNamespace(sample=sample)
-    )
+    sampler = sampler_of()
+    sampler.sample = sample
+    evaluator = Evaluator(config, problems, [greedy], sampler)
     scalars = evaluator.evaluate(3, Clock()).scalars
     # Indices and seeds are those of an evaluation without a limit.
-    assert requested == [(i, stream_seed(config.seed, EVALUATION, 3, i, 0)) for i in (0, 2, 3)]
+    places = {0: ("set", 0), 2: ("set", 2), 3: ("two", 0)}
+    assert requested == [
+        (index, stream_seed(config.seed, EVALUATION, zlib.crc32(name.encode()), place, 0))
+        for index, (name, place) in places.items()
+    ]
     assert scalars["eval/set/greedy_accuracy"] == 2 / 3
     assert (scalars["eval/set/num_problems"], scalars["eval/set/mean_length"]) == (3, 7)
     assert scalars["eval/two/greedy_accuracy"] == 1

@@ -55,10 +55,6 @@ def test_a_replica_without_stop_strings_is_refused_before_training(config, secti
         replicas._check_limits(replica, config)
     able = dataclasses.replace(replica, sampling_kinds=("stop_strings",))
     replicas._check_limits(able, config)
-    if section == "evaluation":
-        assert config.rollout.stop_strings == ()
-        config.evaluation.every_steps = 0
-        replicas._check_limits(replica, config)
 
 
 def test_a_replica_without_a_layer_is_refused_before_training(config):

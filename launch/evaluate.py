@@ -1,0 +1,147 @@
+"""Evaluates policies on benchmarks: samples, grades, scores, compares.
+
+    python -m launch.evaluate --policy=runs/quickstart --benchmarks=gsm8k,math500 --n=16 \\
+        --k=1,8,16 --output=results
+
+A policy is a run directory, one of its checkpoints, or a Hugging Face directory. Several: repeat
+--policy, or --steps=0,20,40 of a run. A benchmark is a known name (docs/data.md), a .jsonl or
+.parquet file, or a module; without --benchmarks, the held-out problems of the run. Writes
+samples.parquet, results.json and page.html into --output, for several policies into a directory
+each, and a comparison. The same command continues an interrupted evaluation. Any field of the
+config can be set, --config.rollout.engine=vllm. The config is that of the run, or the default.
+docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong setting (one line names it), 75
+ended by a signal.
+"""
+
+import itertools
+import pathlib
+import re
+import sys
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+import configs
+from launch import cli
+from semrl_jax import compilation
+from semrl_jax.errors import UserError
+from semrl_jax.modules import module_names
+from semrl_jax.runs.config import check_sections
+from semrl_jax.runs.run_directory import run_of
+
+POLICY = flags.DEFINE_multi_string(
+    "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
+)
+STEPS = flags.DEFINE_string(
+    "steps", None, "checkpoints of runs, 0,20,40 or all; default: the newest valid one"
+)
+OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "experiment file; default: the config of the run, or configs/default.py"
+)
+# Flags that set a field of the config: name -> (field, kind, help).
+FIELDS = {
+    "benchmarks": ("evaluation.benchmarks", "list", "names, files or modules, separated by commas"),
+    "n": ("evaluation.n", "integer", "responses per problem; default 1"),
+    "k": ("evaluation.k", "list", "of pass@k, maj@k, best@k; default: powers of two up to n"),
+    "temperature": ("evaluation.temperature", "float", "default 0.6; 0 is greedy"),
+    "top_p": ("evaluation.top_p", "float", "default 0.95"),
+    "top_k": ("evaluation.top_k", "integer", "default 0: all tokens"),
+    "num_problems": ("evaluation.num_problems", "integer", "at most, per benchmark; default: all"),
+    "template": ("evaluation.template", "string", "prompt template, docs/data.md"),
+    "verifier": ("evaluation.verifier", "string", "grader of all benchmarks, docs/verifiers.md"),
+    "scores": ("evaluation.scores", "list", "default: all but greedy"),
+    "metrics": ("evaluation.metrics", "bool", "measure the hidden states, too"),
+    "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts count as wrong"),
+    "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
+    "engine": ("rollout.engine", "string", "jax or vllm"),
+    "seed": ("seed", "integer", "of the sampling"),
+}
+GIVEN = {
+    name: getattr(flags, f"DEFINE_{kind}")(name, None, f"{text} (config.{field})")
+    for name, (field, kind, text) in FIELDS.items()
+}
+# The sampling of the published evaluations (docs/evaluation.md).
+DEFAULTS = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.95}
+ALL_PROBLEMS = 10**9
+SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
+
+
+def main() -> int:
+    if not POLICY.value:
+        raise UserError("--policy is needed; see --help.")
+    output, steps = pathlib.Path(cli.required(OUTPUT)), chosen_steps(STEPS.value)
+    config = cli.checked_config(CONFIG, prepare)
+    from semrl_jax.runs import evaluation, policies  # here: mistakes and --help need no JAX
+
+    sources = [found for path in POLICY.value for found in policies.find_policies(path, steps)]
+    names = [source.name for source in sources]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"--policy: two policies are named {twice[0]!r}; name each once.")
+    compilation.keep_programs()
+    return evaluation.evaluate(config, sources, output)
+
+
+def prepare(config: ml_collections.ConfigDict) -> None:
+    """Sets the fields of the flags, and defaults other than those of training; checks the config.
+
+    Raises:
+      UserError: for a wrong value.
+    """
+    given = flags.FLAGS["config"].override_values
+    fields = {field: value for field, value in DEFAULTS.items() if field not in given}
+    for name, (field, kind, _) in FIELDS.items():
+        value = GIVEN[name].value
+        if value is None:
+            continue
+        if field in given:
+            raise UserError(f"--{name} and --config.{field} set the same field; give one of them.")
+        if name == "k":
+            value = [whole_number("k", text) for text in value]
+        fields[field] = tuple(value) if kind == "list" else value
+    has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
+    of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
+    if not of_run:
+        # The held-out problems of a training run are not evaluated beside the named benchmarks.
+        fields["evaluation.held_out"] = False
+    if "evaluation.num_problems" not in {*fields, *given}:
+        fields["evaluation.num_problems"] = ALL_PROBLEMS
+    if "evaluation.scores" not in {*fields, *given}:
+        fields["evaluation.scores"] = tuple(name for name in module_names(SCORES) if name != GREEDY)
+    config.update_from_flattened_dict(fields)
+    if not (of_run or config.evaluation.benchmarks):
+        raise UserError("--benchmarks is needed: names, files or modules; see --help.")
+    if "evaluation.k" not in {*fields, *given}:
+        config.evaluation.k = tuple(2**i for i in range(config.evaluation.n.bit_length()))
+    check_sections(config)
+
+
+def chosen_steps(text: str | None) -> list[int] | None:
+    """The steps of --steps; [] is all; UserError for anything else."""
+    if text is None:
+        return None
+    return [] if text == "all" else [whole_number("steps", part) for part in text.split(",")]
+
+
+def whole_number(flag: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        raise UserError(f"--{flag} has {text!r}; it must be whole numbers separated by commas.")
+    return int(text)
+
+
+def first_run(arguments: list[str]) -> pathlib.Path | None:
+    """The run of the first policy; None if it is no run."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if found := re.fullmatch(r"--?policy(?:=(.*))?", argument):
+            return run_of(pathlib.Path(following if found[1] is None else found[1]))
+    return None
+
+
+if __name__ == "__main__":
+    CONFIG_GIVEN = any(re.match(r"--?config(=|$)", argument) for argument in sys.argv)
+    if not CONFIG_GIVEN:
+        root, run = pathlib.Path(configs.__file__).parent, first_run(sys.argv)
+        default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
+        sys.argv.insert(1, f"--config={default}")
+    cli.run(main, __doc__)

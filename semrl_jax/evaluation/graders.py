@@ -1,0 +1,52 @@
+"""The verifiers of held-out problems, where they differ from that of the rewards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+
+from semrl_jax import data
+from semrl_jax.rewards import VerifierPool
+
+TIMEOUT_S = 3.0  # of one verdict
+
+
+def open_graders(
+    stack: contextlib.ExitStack,
+    config: ml_collections.ConfigDict,
+    problems: Sequence[data.PromptExample],
+    settings: Mapping[str, Mapping[str, Any]],
+) -> dict[str, VerifierPool]:
+    """The verifier of each benchmark that has one of its own; equal ones share a pool.
+
+    It is `evaluation.verifier`, or else the setting `verifier` of the benchmark.
+
+    Args:
+      stack: closes the pools.
+      config: of the run.
+      problems: of all benchmarks.
+      settings: by name of the benchmark.
+
+    Raises:
+      UserError: if a user's verifier cannot be used.
+    """
+    graders: dict[str, VerifierPool] = {}
+    pools: dict[str, VerifierPool] = {}
+    for name in dict.fromkeys(problem.data_source for problem in problems):
+        verifier = config.evaluation.verifier or settings.get(name, {}).get("verifier", "")
+        if not verifier:
+            continue
+        if verifier not in pools:
+            pools[verifier] = stack.enter_context(
+                VerifierPool(
+                    function=verifier,
+                    timeout_s=min(TIMEOUT_S, config.rewards.timeout_s),
+                    num_workers=config.rewards.num_workers,
+                    memory_limit_gib=config.rewards.memory_limit_gib,
+                )
+            )
+        graders[name] = pools[verifier]
+    return graders

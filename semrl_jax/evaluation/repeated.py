@@ -1,0 +1,72 @@
+"""What the scores of n sampled responses per problem share: their plan, and small sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float, Int
+
+from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
+
+
+def plan(options: ml_collections.ConfigDict) -> Plan:
+    """The sampling that `config.evaluation` sets, so that these scores share their responses."""
+    return Plan(
+        num_samples=options.n,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+    )
+
+
+def num_samples(problems: Sequence[Sequence[Sample]]) -> int:
+    """n, the number of samples per problem. Of unequal numbers it is the largest."""
+    return max(map(len, problems), default=0)
+
+
+def subset_sizes(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> tuple[int, ...]:
+    """The values of `evaluation.k`, each once, in ascending order.
+
+    Raises:
+      ValueError: if one is below 1 or above the number of samples of a problem.
+    """
+    fewest = min(map(len, problems), default=None)
+    for k in options.k:
+        if k < 1 or (fewest is not None and k > fewest):
+            raise ValueError(
+                f"evaluation.k={k} must be from 1 to the number of samples per problem, {fewest}; "
+                "set a smaller k, or a larger evaluation.n"
+            )
+    return tuple(sorted(set(options.k)))
+
+
+def correct_counts(problems: Sequence[Sequence[Sample]]) -> Int[np.ndarray, " P"]:
+    """The number of correct samples of each problem."""
+    return np.array([sum(bool(s.correct) for s in samples) for samples in problems], int)
+
+
+def over_responses(
+    problems: Sequence[Sequence[Sample]],
+    value: Callable[[Sample], float],
+    counts: Callable[[Sample], bool] = lambda sample: True,
+) -> PerProblem:
+    """The mean over all sampled responses that count.
+
+    Its value of a problem is the mean over the responses to it; the weight is their number.
+    """
+    values, weights = np.zeros(len(problems)), np.zeros(len(problems))
+    for place, samples in enumerate(problems):
+        found = [value(s) for s in samples if s.finish_reason != NOT_SAMPLED and counts(s)]
+        if found:
+            values[place], weights[place] = np.mean(found), len(found)
+    return PerProblem(values, weights)
+
+
+def log_factorials(largest: int) -> Float[np.ndarray, " N"]:
+    """log i! for i = 0, ..., largest."""
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1)))])

@@ -1,0 +1,237 @@
+"""Results of an evaluation: figures with intervals, `results.json`, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import ml_collections
+import numpy as np
+from jaxtyping import Float
+from rich.table import Table
+
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation import statistics
+from semrl_jax.evaluation.evaluator import figures_of
+from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample, by_problem
+from semrl_jax.files import write_json
+
+AVERAGE = "average"
+SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")
+# Figures of the table, in this order; * stands for a number.
+ACCURACIES = ("greedy_accuracy", "pass@*", "any@*", "mean@*", "maj@*")
+SHOWN = ("responses/mean_length", "responses/truncated_fraction", "responses/empty_fraction")
+
+Results = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """The figures of a benchmark, or of an average over benchmarks.
+
+    Attributes:
+      values: by name of the figure; NaN if there is no response.
+      errors: standard error of each.
+      draws: of the bootstrap, [draws] each.
+      sizes: of SIZES.
+      problems: (place, question, reference) of each problem; empty for an average.
+    """
+
+    values: Mapping[str, float]
+    errors: Mapping[str, float]
+    draws: Mapping[str, Float[np.ndarray, " draws"]]
+    sizes: Mapping[str, int]
+    problems: tuple[tuple[int, str, str], ...] = ()
+
+
+def evaluate(
+    samples: Sequence[Sample],
+    scores: Sequence[ModuleType],
+    options: ml_collections.ConfigDict,
+    groups: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Figures]:
+    """The figures of each benchmark and of the averages.
+
+    Args:
+      samples: of one policy.
+      scores: modules, see `evaluation.interface`.
+      options: `config.evaluation`.
+      groups: names of benchmarks by name of a group. The average over those of a group that were
+        evaluated is "average/<group>". "average" is over all.
+
+    Raises:
+      UserError: if a score fails, or a benchmark has the name of an average.
+    """
+    benchmarks: dict[str, list[Sample]] = {}
+    for sample in samples:
+        benchmarks.setdefault(sample.benchmark, []).append(sample)
+    found: dict[str, Figures] = {}
+    for name, of_benchmark in benchmarks.items():
+        if name.partition("/")[0] == AVERAGE:
+            raise UserError(f"a benchmark has the name {name!r}, which results.json needs.")
+        problems = by_problem(of_benchmark)
+        figures = figures_of(scores, problems, options)
+        found[name] = Figures(
+            {key: statistics.mean(figure) for key, figure in figures.items()},
+            {key: statistics.standard_error(figure) for key, figure in figures.items()},
+            statistics.bootstrap(figures, name),
+            {
+                "num_problems": len(problems),
+                "num_samples": max(map(len, problems)),
+                "num_not_sampled": sum(p[0].finish_reason == NOT_SAMPLED for p in problems),
+            },
+            tuple((p[0].problem, p[0].question, p[0].reference) for p in problems),
+        )
+    averages = {}
+    for name, members in {"": list(found), **(groups or {})}.items():
+        if chosen := [found[member] for member in members if member in found]:
+            averages["/".join(filter(None, (AVERAGE, name)))] = _average(chosen)
+    return found | averages
+
+
+def _average(members: Sequence[Figures]) -> Figures:
+    """The unweighted mean over benchmarks of the figures that all of them have."""
+    names = [
+        name
+        for name in members[0].values
+        if all(not math.isnan(m.values.get(name, math.nan)) for m in members)
+    ]
+    count = len(members)
+    return Figures(
+        {name: sum(m.values[name] for m in members) / count for name in names},
+        {name: math.hypot(*(m.errors[name] for m in members)) / count for name in names},
+        {name: sum(m.draws[name] for m in members) / count for name in names},
+        {
+            "num_benchmarks": count,
+            "num_problems": sum(m.sizes["num_problems"] for m in members),
+            "num_samples": max(m.sizes["num_samples"] for m in members),
+            "num_not_sampled": sum(m.sizes["num_not_sampled"] for m in members),
+        },
+    )
+
+
+def as_results(evaluated: Mapping[str, Figures]) -> Results:
+    """What `results.json` holds; None for a figure without a response."""
+    found: Results = {}
+    for name, figures in evaluated.items():
+        found[name] = row = {}
+        for key, value in figures.values.items():
+            row[key] = _number(value)
+            row[f"{key}_interval"] = [*map(_number, statistics.interval(figures.draws[key]))]
+            row[f"{key}_stderr"] = _number(figures.errors[key])
+        row.update(figures.sizes)
+    return found
+
+
+def results(
+    samples: Sequence[Sample],
+    scores: Sequence[ModuleType],
+    options: ml_collections.ConfigDict,
+    groups: Mapping[str, Sequence[str]] | None = None,
+) -> Results:
+    """`as_results` of `evaluate`: figures, intervals and sizes by benchmark.
+
+    Accuracies and fractions are in [0, 1], lengths in tokens. An interval has 95 %.
+    """
+    return as_results(evaluate(samples, scores, options, groups))
+
+
+def write_results(file: pathlib.Path, found: Mapping[str, Any]) -> None:
+    """Writes results or a comparison as JSON, without NaN; the file is complete or missing."""
+    write_json(file, found)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def shown_figures(names: Sequence[str], patterns: Sequence[str] = ACCURACIES) -> list[str]:
+    """The names that match a pattern, in the order of the patterns, then of k."""
+    found = []
+    for pattern in patterns:
+        matching = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+        matches = [match for match in map(matching.fullmatch, names) if match]
+        found += [m[0] for m in sorted(matches, key=lambda m: [int(group) for group in m.groups()])]
+    return found
+
+
+def sizes_text(row: Mapping[str, Any]) -> str:
+    """Such as "500 x 16": problems x samples per problem."""
+    return f"{row['num_problems']} x {row['num_samples']}"
+
+
+def figure_text(row: Mapping[str, Any], name: str) -> str:
+    """A figure with half the width of its interval; percent to one decimal, or tokens."""
+    value = row.get(name)
+    if value is None:
+        return "-"
+    scale = 1 if "length" in name or name.endswith("_words") else 100
+    low, high = row[f"{name}_interval"]
+    half = "" if low is None else f" ±{scale * (high - low) / 2:.1f}"
+    return f"{scale * value:.1f}{half}"
+
+
+def names_of(found: Results) -> list[str]:
+    """The names of all figures, in order of their first occurrence."""
+    names = dict.fromkeys(key for row in found.values() for key in row)
+    return [
+        name for name in names if name not in SIZES and not name.endswith(("_interval", "_stderr"))
+    ]
+
+
+def results_table(found: Results) -> Table:
+    """One line per benchmark and average; ± is half the width of the 95 % interval."""
+    table = Table(title="percent, ± half of the 95 % interval; lengths in tokens")
+    table.add_column("benchmark")
+    table.add_column("problems x samples", justify="right")
+    names = shown_figures(names_of(found), (*ACCURACIES, *SHOWN))
+    for name in names:
+        title = name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
+        table.add_column(title, justify="right")
+    for benchmark, row in found.items():
+        if benchmark == AVERAGE:
+            table.add_section()
+        table.add_row(
+            benchmark.replace("[", r"\["),
+            sizes_text(row),
+            *(figure_text(row, name) for name in names),
+        )
+    return table
+
+
+def selection_table(found: Results) -> Table | None:
+    """What the response chosen by each value gains over chance; None without such figures."""
+    gains = [name for name in names_of(found) if name.endswith("/gain")]
+    if not gains:
+        return None
+    table = Table(title="accuracy of the chosen response of k, percent (gain over chance)")
+    for title in ("benchmark", "problems x samples", "k", "chosen by", "highest", "lowest"):
+        table.add_column(title, justify="left" if title in ("benchmark", "chosen by") else "right")
+    for benchmark, row in found.items():
+        for k, value in dict.fromkeys(
+            (int(m[1]), m[2])
+            for m in map(re.compile(r"best@(\d+)/(.+)/gain").fullmatch, gains)
+            if m
+        ):
+            if row.get(f"best@{k}/{value}") is None:
+                continue
+            cells = [
+                f"{figure_text(row, f'{kind}@{k}/{value}')} "
+                f"({_signed(figure_text(row, f'{kind}@{k}/{value}/gain'))})"
+                for kind in ("best", "lowest")
+            ]
+            table.add_row(
+                benchmark.replace("[", r"\["), sizes_text(row), str(k), value.replace("[", r"\["),
+                *cells,
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _signed(text: str) -> str:
+    return text if text.startswith("-") else f"+{text}"

@@ -1,0 +1,53 @@
+"""Lengths of the responses, and the shares of them that are truncated or without an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_collections
+
+from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.repeated import over_responses, plan
+from semrl_jax.evaluation.samples import Sample
+
+__all__ = ["per_problem", "plan"]
+
+
+def per_problem(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> dict[str, PerProblem]:
+    """Means over all sampled responses.
+
+    Returns:
+      `responses/mean_length`, `.../mean_length_correct`, `.../mean_length_wrong` and
+        `.../mean_length_finished` (not ended by the limit), in tokens.
+      `responses/truncated_fraction`: ended by the limit on tokens.
+      `responses/boxed_fraction`: have a complete box.
+      `responses/empty_fraction`: no answer was found in them.
+      `responses/timeout_fraction`: the verifier exceeded its time limit.
+    """
+
+    def length(counts):
+        return over_responses(problems, lambda sample: sample.num_tokens, counts)
+
+    def fraction(condition):
+        return over_responses(problems, lambda sample: float(condition(sample)))
+
+    return {
+        "responses/mean_length": length(lambda sample: True),
+        "responses/mean_length_correct": length(lambda sample: sample.correct),
+        "responses/mean_length_wrong": length(lambda sample: not sample.correct),
+        "responses/mean_length_finished": length(_is_finished),
+        "responses/truncated_fraction": fraction(lambda sample: sample.finish_reason == "length"),
+        "responses/boxed_fraction": fraction(lambda sample: sample.boxed),
+        "responses/empty_fraction": fraction(lambda s: not (s.extracted or "").strip()),
+        "responses/timeout_fraction": fraction(lambda s: _kind(s.verifier_error) == "timeout"),
+    }
+
+
+def _is_finished(sample: Sample) -> bool:
+    return sample.finish_reason in ("eos", "stop")
+
+
+def _kind(verifier_error: str) -> str:
+    return verifier_error.partition(":")[0]

@@ -1,0 +1,38 @@
+"""Reflection in the responses: words with which a model reconsiders what it wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import ml_collections
+
+from semrl_jax.evaluation.interface import PerProblem
+from semrl_jax.evaluation.repeated import over_responses, plan
+from semrl_jax.evaluation.samples import Sample
+
+__all__ = ["per_problem", "plan"]
+
+# Those that the reference implementation counts (sh/collect_results.py); it counts them within
+# words too, such as "wait" in "waiter".
+WORDS = ("recheck", "rethink", "try again", "wait", "alternatively", "retry", "however")
+_WORDS = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
+
+
+def per_problem(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> dict[str, PerProblem]:
+    """Means over all sampled responses.
+
+    Returns:
+      `responses/reflection_fraction`: share of the responses with one of WORDS.
+      `responses/reflection_words`: their number per response.
+    """
+    return {
+        "responses/reflection_fraction": over_responses(
+            problems, lambda sample: float(_WORDS.search(sample.response) is not None)
+        ),
+        "responses/reflection_words": over_responses(
+            problems, lambda sample: len(_WORDS.findall(sample.response))
+        ),
+    }

@@ -1,0 +1,371 @@
+"""Evaluates policies on benchmarks; an interrupted evaluation continues.
+
+Responses are sampled in calls, each for a fixed range of problems of one benchmark. The responses
+of a finished call are written as one part and never sampled again. With the JAX engine they depend
+on nothing outside the call, so an interrupted evaluation has the same results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import pathlib
+import secrets
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+
+from semrl_jax import data
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Bar, Reporter
+from semrl_jax.errors import Preempted, UserError
+from semrl_jax.evaluation import comparison, results
+from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
+from semrl_jax.evaluation.graders import open_graders
+from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
+from semrl_jax.model_setup import build_policy
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.runs.inference import Inference, open_inference
+from semrl_jax.runs.policies import PolicySource
+from semrl_jax.runs.result_directory import ResultDirectory, open_results
+from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.types import Rollout
+
+EXIT_PREEMPTED = 75
+GRACE_S = 10.0
+NUM_PARALLEL = 2
+PROGRESS_S = 10.0  # between two lines where the output is no terminal
+# Settings of all benchmarks that decide which responses are sampled.
+SAMPLING_FIELDS = (
+    "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
+    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
+    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
+    "evaluation.metrics",
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """Problems `first` to `last` of a benchmark, sampled with one call."""
+
+    benchmark: Benchmark
+    first: int
+    last: int
+
+    @property
+    def plan(self) -> Plan:
+        """How its responses are sampled: all scores of an evaluation have one plan."""
+        (plan,) = self.benchmark.scores
+        return plan
+
+    @property
+    def num_responses(self) -> int:
+        """How many it has, including those to too long prompts."""
+        return (self.last - self.first) * self.plan.num_samples
+
+    @property
+    def part(self) -> str:
+        """The name of its part."""
+        name = urllib.parse.quote(self.benchmark.name, safe="")
+        return f"{name}.{self.first:06d}-{self.last:06d}"
+
+
+class Evaluated(NamedTuple):
+    """The figures of one policy, by benchmark."""
+
+    source: PolicySource
+    figures: dict[str, results.Figures]
+
+
+def evaluate(
+    config: ml_collections.ConfigDict, sources: Sequence[PolicySource], output: pathlib.Path
+) -> int:
+    """Samples, grades and scores the responses of all policies, and compares the policies.
+
+    Args:
+      config: settings of rollout and evaluation; `model.path` is not read.
+      sources: the policies. Those of one run share the replicas.
+      output: results of a single policy are in it, of several in a directory each below it.
+
+    Returns:
+      The exit code: 0, or 75 after a signal.
+
+    Raises:
+      UserError: for a wrong setting, file, policy or replica.
+    """
+    reporter = Reporter()
+    stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
+    found = []
+    try:
+        with stop.installed():
+            places = {
+                source: output if len(sources) == 1 else output / source.name for source in sources
+            }
+            for _, group in itertools.groupby(sources, key=lambda source: source.model):
+                of_model = {source: places[source] for source in group}
+                found.extend(_evaluate_model(config, of_model, reporter, stop))
+    except Preempted as preempted:
+        reporter.line(f"{preempted}: stopped; the same command continues")
+        return EXIT_PREEMPTED
+    if len(found) > 1:
+        _write_comparison(found, output, reporter)
+    reporter.line(f"done: see {output}")
+    return 0
+
+
+def _evaluate_model(
+    config: ml_collections.ConfigDict,
+    sources: Mapping[PolicySource, pathlib.Path],
+    reporter: Reporter,
+    stop: StopRequest,
+) -> Iterator[Evaluated]:
+    """Evaluates policies of one architecture, each into its directory."""
+    config = config.copy_and_resolve_references()
+    first_source, *_ = sources
+    config.model.path = str(first_source.model)
+    with contextlib.ExitStack() as stack, stop.interruptible():
+        policy, tokenizer = build_policy(config)
+        scores = load_scores(config.evaluation.scores)
+        problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)
+        if config.evaluation.metrics:
+            check_metrics_of(config.evaluation.metric_options, policy)
+        settings: dict[str, dict[str, Any]] = {}
+        graders = open_graders(stack, config, problems, settings)
+        if {problem.data_source for problem in problems} - graders.keys():
+            options = config.rewards.to_dict()
+            for field in ("functions", "shuffle", "model"):
+                del options[field]
+            rewards = stack.enter_context(VerifierPool(**options))
+            graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
+        measurer = None
+        if config.evaluation.metrics:
+            options = config.evaluation.metric_options
+            measurer = stack.enter_context(open_measurer(config, options))
+        directories = {source: open_results(path) for source, path in sources.items()}
+        for directory in directories.values():
+            stack.enter_context(contextlib.closing(directory))
+        first = directories[first_source]
+        inference = stack.enter_context(
+            open_inference(
+                config,
+                policy,
+                tokenizer,
+                first.path,
+                run_id=first.run_id,
+                attempt_id=secrets.token_hex(8),
+                num_requests=config.evaluation.responses_per_call,
+                reporter=reporter,
+                stop=stop,
+            )
+        )
+        evaluator = Evaluator(
+            config=config,
+            problems=problems,
+            scores=scores,
+            sampler=inference.sampler,
+            settings=settings,
+            graders=graders,
+            measurer=measurer,
+        )
+        _check_plans(evaluator)
+        for source, directory in directories.items():
+            yield _evaluate_policy(source, directory, inference, evaluator, reporter, stop)
+
+
+def _check_plans(evaluator: Evaluator) -> None:
+    """Raises UserError if scores of a benchmark sample differently."""
+    for benchmark in evaluator.benchmarks.values():
+        if len(benchmark.scores) > 1:
+            names = [scores[0].__name__.rpartition(".")[2] for scores in benchmark.scores.values()]
+            raise UserError(
+                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways, "
+                "but an evaluation samples each benchmark once; choose one of them, and set "
+                "evaluation.n and temperature."
+            )
+
+
+def _evaluate_policy(
+    source: PolicySource,
+    directory: ResultDirectory,
+    inference: Inference,
+    evaluator: Evaluator,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> Evaluated:
+    config = inference.config
+    reporter.line(f"{source.name}: sending the weights")
+    digest = inference.load(source)
+    flat = {field: _field(config, field) for field in SAMPLING_FIELDS}
+    if config.evaluation.metrics:
+        flat["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
+    benchmarks = evaluator.benchmarks
+    directory.check(
+        flat | {"weights": digest},
+        {name: _identity(benchmark, evaluator, config) for name, benchmark in benchmarks.items()},
+    )
+    finished = directory.finished()
+    calls = [
+        call
+        for name, benchmark in benchmarks.items()
+        if name not in finished
+        for call in _calls(benchmark, config.evaluation.responses_per_call)
+    ]
+    _sample_calls(calls, directory, evaluator, reporter, stop, source.name)
+    parts = [(call.benchmark.name, *directory.read_part(call.part)) for call in calls]
+    over_set = {name: directory.over_set(name) for name in finished}
+    for name in [name for name in benchmarks if name not in finished]:
+        own = [(samples, states) for of, samples, states in parts if of == name]
+        finished[name] = [sample for samples, _ in own for sample in samples]
+        states = [rows for _, rows in own if rows is not None]
+        if states:
+            pending = evaluator.measurer.submit_batch(list(np.concatenate(states)))
+            over_set[name] = pending.result()
+    samples = list(itertools.chain.from_iterable(finished.values()))
+    directory.finish(samples, over_set)
+    figures = results.evaluate(samples, evaluator.scores, config.evaluation)
+    found = results.as_results(figures)
+    for name, values in over_set.items():
+        found[name] |= {f"metrics/{label}": value for label, value in values.items()}
+    results.write_results(directory.path / "results.json", found)
+    reporter.line(f"{source.name}, {_sampling_text(config)}")
+    reporter.table(results.results_table(found))
+    if (table := results.selection_table(found)) is not None:
+        reporter.table(table)
+    return Evaluated(source, figures)
+
+
+def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
+    """Writes comparison.json, and curves.png if a run has several steps; prints the table."""
+    compared = comparison.compare({item.source.name: item.figures for item in found})
+    results.write_results(output / "comparison.json", compared)
+    reporter.table(comparison.comparison_table(compared))
+    runs: dict[str, dict[int, results.Results]] = {}
+    for item in found:
+        run = item.source.name.removesuffix(f"-step{item.source.step}")
+        runs.setdefault(run, {})[item.source.step] = results.as_results(item.figures)
+    if runs := {run: steps for run, steps in runs.items() if len(steps) > 1}:
+        comparison.write_curves(output / "curves.png", runs)
+
+
+def _sampling_text(config: ml_collections.ConfigDict) -> str:
+    options = config.evaluation
+    return (
+        f"temperature {options.temperature:g}, top-p {options.top_p:g}, at most "
+        f"{config.rollout.max_response_tokens} tokens"
+    )
+
+
+def _sample_calls(
+    calls: Sequence[Call],
+    directory: ResultDirectory,
+    evaluator: Evaluator,
+    reporter: Reporter,
+    stop: StopRequest,
+    name: str,
+) -> None:
+    """Samples the calls that have no part yet."""
+    todo = [call for call in calls if not directory.has_part(call.part)]
+    total = sum(call.num_responses for call in calls)
+    done = total - sum(call.num_responses for call in todo)
+    if done:
+        reporter.line(f"{name}: {done} of {total} responses are there already")
+    with reporter.bar(name, total, "responses", done=done) as bar, _workers(evaluator) as run:
+        progress = Progress(name, total, done, bar, reporter)
+
+        def sample(call: Call) -> None:
+            plan = call.plan
+            places = range(call.first, call.last)
+            in_benchmark = [(call.benchmark, place) for place in places]
+            items = evaluator.sample(in_benchmark, plan, progress.count)
+            lists = evaluator.samples(call.benchmark, places, plan, items)
+            states = [item.mean_states for item in items if item.mean_states is not None]
+            with stop.deferred():
+                directory.write_part(
+                    call.part,
+                    [sample for samples in lists for sample in samples],
+                    np.stack(states) if states else None,
+                )
+
+        run(sample, todo)
+
+
+@contextlib.contextmanager
+def _workers(
+    evaluator: Evaluator,
+) -> Iterator[Callable[[Callable[[Call], None], list[Call]], None]]:
+    """A function that does the calls: one after the other, or two at a time.
+
+    vLLM samples two calls together, so that no slot is idle at the end of a call. The JAX engine
+    would sample them one after the other.
+    """
+    if evaluator.config.rollout.engine == "jax" and not evaluator.config.rollout.addresses:
+        yield lambda work, calls: collections.deque(map(work, calls), maxlen=0)
+        return
+    threads = concurrent.futures.ThreadPoolExecutor(NUM_PARALLEL, "calls")
+    try:
+
+        def run(work: Callable[[Call], None], calls: list[Call]) -> None:
+            futures = [threads.submit(work, call) for call in calls]
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+
+        yield run
+    finally:
+        # The threads end when the client is closed, which comes next.
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Progress:
+    """Counts responses: on the bar, or in a line every few seconds."""
+
+    def __init__(self, name: str, total: int, done: int, bar: Bar, reporter: Reporter):
+        self._name, self._total, self._done = name, total, done
+        self._bar, self._reporter = bar, reporter
+        self._printed_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def count(self, _rollout: Rollout) -> None:
+        """Counts one response."""
+        with self._lock:
+            self._done += 1
+            pace = self._bar.reach(self._done)
+            now = time.monotonic()
+            if self._reporter.is_terminal or now - self._printed_s < PROGRESS_S:
+                return
+            self._printed_s = now
+            self._reporter.line(f"{self._name}: {self._done}/{self._total} responses, {pace}")
+
+
+def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:
+    count, (plan,) = len(benchmark.problems), benchmark.scores
+    size = max(responses_per_call // plan.num_samples, 1)
+    return [Call(benchmark, first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _identity(
+    benchmark: Benchmark, evaluator: Evaluator, config: ml_collections.ConfigDict
+) -> dict[str, Any]:
+    """What decides the responses to a benchmark, and their verdicts, beside the settings of all."""
+    (plan,) = benchmark.scores
+    problems = tuple(evaluator.problems[index] for index in benchmark.problems)
+    options = evaluator.settings.get(benchmark.name, {})
+    verifier = config.evaluation.verifier or options.get("verifier", "")
+    rewards = {} if verifier else {"rewards": config.rewards.function}
+    return {
+        "problems": data.dataset_hash(data.PromptDataset(problems)),
+        **plan._asdict(),
+        "verifier": verifier,
+        **rewards,
+    }
+
+
+def _field(config: ml_collections.ConfigDict, name: str) -> Any:
+    """A field by its full name."""
+    return functools.reduce(lambda section, part: section[part], name.split("."), config)

@@ -1,0 +1,104 @@
+"""Samples from a given policy without training it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_collections
+from jax.sharding import Mesh
+
+from semrl_jax import data, models
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.console import Reporter
+from semrl_jax.model_setup import end_token_ids
+from semrl_jax.rollout.building import configured_mesh
+from semrl_jax.runs.policies import PolicySource
+from semrl_jax.runs.setup import check_model_limits
+from semrl_jax.sampling.replicas import check_addresses, open_client
+from semrl_jax.sampling.sampler import Sampler
+
+
+@dataclasses.dataclass
+class Inference:
+    """A policy's architecture, tokenizer and replicas.
+
+    Attributes:
+      sampler: has no prompts of its own, and no verifier.
+    """
+
+    config: ml_collections.ConfigDict
+    policy: models.Policy
+    tokenizer: Any
+    mesh: Mesh
+    sampler: Sampler
+
+    def load(self, source: PolicySource) -> str:
+        """Sends the weights to the replicas; returns their digest."""
+        params = source.params(self.policy, self.mesh)
+        return self.sampler.sync_weights(params, source.step).digest
+
+
+@contextlib.contextmanager
+def open_inference(
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    directory: pathlib.Path,
+    *,
+    run_id: str,
+    attempt_id: str,
+    num_requests: int,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> Iterator[Inference]:
+    """Connects to the replicas of `config.rollout`, in one process.
+
+    Args:
+      config: `model.path` names a directory with the architecture.
+      policy, tokenizer: of that directory, see `build_policy`.
+      directory: a child process writes its settings and output below it.
+      run_id: of the replicas' weights.
+      attempt_id: new at every start.
+      num_requests: the largest number of responses of one call.
+
+    Raises:
+      UserError: if the model or a replica cannot be used.
+    """
+    mesh = models.make_mesh(config.mesh.to_dict())
+    check_addresses(config.rollout.addresses)
+    check_model_limits(config, policy.config, tokenizer)
+    models.check_mesh(policy.config, mesh)
+    if config.rollout.engine == "jax" and not config.rollout.addresses:
+        configured_mesh(config, policy.config)
+    with open_client(
+        config,
+        policy,
+        tokenizer,
+        threading.Lock(),  # nothing is trained beside it
+        reporter,
+        run_id=run_id,
+        attempt_id=attempt_id,
+        directory=directory,
+        num_problems=num_requests,
+    ) as client:
+        sampler = Sampler(
+            config=config,
+            architecture=policy.config,
+            tokenizer=tokenizer,
+            end_token_ids=end_token_ids(config, tokenizer),
+            prompts=data.PromptDataset(()),
+            client=client,
+            verifier=None,
+            measurer=None,
+            peers=Peers(),
+            sampling=(0,),
+            stop=stop,
+            reporter=reporter,
+        )
+        yield Inference(config, policy, tokenizer, mesh, sampler)

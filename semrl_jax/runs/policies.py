@@ -1,0 +1,121 @@
+"""Finds the policies that a command names: runs, checkpoints, and Hugging Face directories."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.model_setup import starting_params
+from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps, restore_params
+from semrl_jax.runs.run_directory import record_of, run_of
+
+
+class PolicySource(NamedTuple):
+    """Where the weights of one policy are.
+
+    Attributes:
+      name: unique among the policies of a command; also the name of its directory of results.
+      model: directory with the architecture and the tokenizer.
+      checkpoint: of the weights; None: they are in `model`.
+      step: of the run; 0 for a model directory.
+    """
+
+    name: str
+    model: pathlib.Path
+    checkpoint: pathlib.Path | None = None
+    step: int = 0
+
+    def params(self, policy: models.Policy, mesh: Mesh) -> models.Params:
+        """The weights on the mesh; UserError if the files are damaged or do not fit."""
+        if self.checkpoint is None:
+            return starting_params(self.model, policy, mesh)
+        if problem := checkpoint_problem(self.checkpoint):
+            raise UserError(f"checkpoint {self.checkpoint} cannot be used: {problem}.")
+        shapes = policy.shapes()
+        shardings = models.parameter_shardings(shapes, mesh)
+        like = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings,
+        )
+        return restore_params(self.checkpoint, like)
+
+
+def find_policies(path: str, steps: Sequence[int] | None) -> list[PolicySource]:
+    """The policies of a path.
+
+    Args:
+      path: a run directory; one of its checkpoints; a directory that `launch.convert` made of
+        parameters; a Hugging Face directory; or a hub id.
+      steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: all
+        checkpoints. None: the newest valid checkpoint.
+
+    Raises:
+      UserError: if there is no policy, or no checkpoint of a step.
+    """
+    directory = pathlib.Path(path)
+    if directory.parent.name == "checkpoints" and directory.name.isdigit():
+        if steps:
+            raise UserError(
+                f"--steps chooses among the checkpoints of a run, but --policy={path} is one "
+                f"checkpoint; name the run, {directory.parents[1]}."
+            )
+        return _of_run(directory.parents[1], [int(directory.name)])
+    if (directory / "checkpoints").is_dir() or run_of(directory) is not None:
+        return _of_run(directory, steps)
+    if steps is not None:
+        raise UserError(
+            f"--steps chooses among the checkpoints of a run, but --policy={path} is none; leave "
+            "--steps out."
+        )
+    model = models.find_directory(path)
+    return [PolicySource(directory.absolute().name, model)]
+
+
+def _of_run(directory: pathlib.Path, steps: Sequence[int] | None) -> list[PolicySource]:
+    model = _model_of(directory)
+    name = directory.absolute().name
+    folder = directory / "checkpoints"
+    saved = checkpoint_steps(folder) if folder.is_dir() else []
+    if steps is None:
+        for step in reversed(saved):
+            if not checkpoint_problem(folder / str(step)):
+                return [PolicySource(f"{name}-step{step}", model, folder / str(step), step)]
+        raise UserError(
+            f"--policy={directory} has no valid checkpoint (those of steps {saved}); --steps=0 is "
+            "the model that it began with."
+        )
+    found = []
+    for step in steps or saved:
+        if step in saved:
+            found.append(PolicySource(f"{name}-step{step}", model, folder / str(step), step))
+        elif step == 0:
+            found.append(PolicySource(f"{name}-step0", model))
+        else:
+            raise UserError(
+                f"--steps has {step}, but {directory} has checkpoints of steps {saved}; step 0 is "
+                "the model that it began with."
+            )
+    if not found:
+        raise UserError(f"--policy={directory} has no checkpoint; --steps=0 is its first model.")
+    return found
+
+
+def _model_of(directory: pathlib.Path) -> pathlib.Path:
+    """The model directory with the architecture and tokenizer of a run's checkpoints."""
+    record = record_of(directory)
+    if "run_id" not in record:
+        return directory  # made by launch.convert from parameters
+    try:
+        path = record["config"]["model"]["path"]
+    except (KeyError, TypeError):
+        path = None
+    if not isinstance(path, str):
+        raise UserError(f"{directory} is not a run: its config.json has no model.path.")
+    return models.find_directory(path or str(directory / "warm_start"))

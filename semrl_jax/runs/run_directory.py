@@ -1,0 +1,23 @@
+"""Finds the run that a path belongs to. Loads no JAX."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object
+
+
+def run_of(path: pathlib.Path) -> pathlib.Path | None:
+    """The run directory that is this path or has it among its checkpoints, or None."""
+    candidates = [path, *path.parents[1:2]] if path.parent.name == "checkpoints" else [path]
+    return next((found for found in candidates if "run_id" in record_of(found)), None)
+
+
+def record_of(directory: pathlib.Path) -> dict[str, Any]:
+    """config.json of a directory; {} if it is missing or unreadable."""
+    try:
+        return read_json_object(directory / "config.json")
+    except (OSError, UserError):
+        return {}

@@ -1,0 +1,156 @@
+"""launch.evaluate: results, resuming to the bit, comparison of steps; mistakes give one line."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+
+from semrl_jax.evaluation.sample_files import read_samples
+from tests.launch.conftest import TINY, run, start
+
+# Calls of 4 problems with 4 responses each.
+SIZES = ("--n=4", "--num_problems=48", "--config.evaluation.responses_per_call=16")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps with checkpoints of steps 1 and 2."""
+    workdir = tmp_path_factory.mktemp("evaluated") / "tiny"
+    done = run(
+        "launch.train", f"--config={TINY}", f"--workdir={workdir}",
+        "--config.training.num_steps=2", "--config.evaluation.every_steps=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def evaluate(*arguments, **options):
+    return run("launch.evaluate", *arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained, tmp_path_factory):
+    """The directory of an evaluation of the last checkpoint, with metrics."""
+    output = tmp_path_factory.mktemp("evaluated") / "results"
+    done = evaluate(f"--policy={trained}", f"--output={output}", "--metrics", *SIZES)
+    assert done.returncode == 0, done.stderr
+    assert "pass@4" in done.stdout
+    return output
+
+
+def files_of(directory):
+    return {name: (directory / name).read_bytes() for name in ("samples.parquet", "results.json")}
+
+
+@pytest.mark.slow
+def test_an_evaluation_writes_samples_and_figures(undisturbed):
+    samples = read_samples(undisturbed / "samples.parquet")
+    assert [(s.problem, s.sample) for s in samples] == [(p, i) for p in range(48) for i in range(4)]
+    assert {s.benchmark for s in samples} == {"arithmetic"}
+    found = json.loads((undisturbed / "results.json").read_text())["arithmetic"]
+    assert found["num_problems"] == 48
+    assert found["pass@1"] == pytest.approx(sum(s.correct for s in samples) / len(samples))
+    low, high = found["pass@1_interval"]
+    assert low <= found["pass@1"] <= high
+    lengths = [s.num_tokens for s in samples]
+    assert found["responses/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert found["metrics/effective_rank/mean"] > 0
+    assert found["metrics/global/effective_rank"] > 0
+    assert not (undisturbed / "parts").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_continues_with_the_same_results(trained, undisturbed, tmp_path):
+    command = (f"--policy={trained}", f"--output={tmp_path / 'killed'}", "--metrics", *SIZES)
+    process = start("launch.evaluate", *command)
+    parts = tmp_path / "killed" / "parts"
+    deadline = time.monotonic() + 100
+    while len(list(parts.glob("*.parquet"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = {file.name: file.stat().st_mtime_ns for file in parts.glob("*.parquet")}
+    assert 2 <= len(kept) < 12
+    done = evaluate(*command)
+    assert done.returncode == 0, done.stderr
+    assert f"{16 * len(kept)} of 192 responses are there already" in done.stdout
+    assert files_of(tmp_path / "killed") == files_of(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_stopped_evaluation_ends_with_75(trained, tmp_path):
+    command = (f"--policy={trained}", f"--output={tmp_path / 'stopped'}", *SIZES)
+    process = start("launch.evaluate", *command)
+    parts = tmp_path / "stopped" / "parts"
+    deadline = time.monotonic() + 100
+    while not list(parts.glob("*.parquet")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "SIGTERM: stopped; the same command continues" in out
+
+
+@pytest.mark.slow
+def test_greedy_accuracy_of_steps_is_that_in_the_log_of_the_run(trained, tmp_path):
+    output = tmp_path / "steps"
+    done = evaluate(
+        f"--policy={trained}", "--steps=0,1,2", f"--output={output}", "--temperature=0",
+        "--top_p=1", "--num_problems=8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    compared = json.loads((output / "comparison.json").read_text())
+    assert list(compared["results"]) == ["tiny-step0", "tiny-step1", "tiny-step2"]
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for step, row in enumerate(rows):
+        found = compared["results"][f"tiny-step{step}"]["arithmetic"]
+        assert found["pass@1"] == row["eval/arithmetic/greedy_accuracy"]
+        assert found["responses/mean_length"] == row["eval/arithmetic/mean_length"]
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_benchmarks_can_be_added_to_results_and_other_settings_cannot(
+    undisturbed, trained, tmp_path
+):
+    output = shutil.copytree(undisturbed, tmp_path / "results")
+    (tmp_path / "sums.jsonl").write_text('{"question": "Q:1+1=\\nA:", "answer": "2"}\n')
+    command = ("launch.evaluate", f"--policy={trained}", f"--output={output}", "--metrics")
+    done = run(*command, *SIZES, f"--benchmarks={tmp_path / 'sums.jsonl'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((output / "results.json").read_text())
+    assert (
+        found["arithmetic"] == json.loads((undisturbed / "results.json").read_text())["arithmetic"]
+    )
+    assert found["sums"]["num_problems"] == 1
+    done = run(*command, *SIZES, "--temperature=0.9")
+    assert done.returncode == 2
+    assert "holds responses with another temperature of arithmetic (0.6, now 0.9)" in done.stderr
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--policy is needed"),
+        (("--policy=x", "--output=x", "--benchmarks=a", "--k=2"), "evaluation.k has 2, which must"),
+        slow(("--policy=nowhere",), "--output is needed"),
+        slow(("--policy=nowhere", "--output=x"), "--benchmarks is needed"),
+        slow(("--policy=x", "--output=x", "--benchmarks=a", "--n=0"), "evaluation.n=0 must be"),
+        slow(("--policy=x", "--output=x", "--steps=1,b"), "--steps has 'b'; it must be whole"),
+        slow(
+            ("--policy=x", "--output=x", "--n=2", "--config.evaluation.n=3"),
+            "--n and --config.evaluation.n set the same field",
+        ),
+    ],
+)
+def test_mistakes_are_named_in_one_line(arguments, message):
+    done = evaluate(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
