@@ -302,7 +302,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.files = ()
     config.evaluation.scores = ("greedy",)  # of semrl_jax.evaluation.scores, or "my_package.module"
     config.evaluation.held_out = True  # the problems of the task or of the files; False: none
-    config.evaluation.benchmarks = ()  # more of them, "my_package.module"; docs/extending.md
+    # A name or group such as gsm8k or tiny, FILE.jsonl, or "my_package.module", each with
+    # :setting=value:... for names and files; docs/data.md
+    config.evaluation.benchmarks = ()
+    config.evaluation.data_dir = "data/benchmarks"  # where the files of named benchmarks are
+    config.evaluation.shots = 0  # examples before each question, the first of the file:
+    config.evaluation.shots_file = ""  # .jsonl or .parquet, with question and answer (or response)
     # Responses per problem, and how they are sampled, for scores such as pass_at_k. The score
     # greedy always samples one response at temperature 0.
     config.evaluation.n = 1
@@ -312,6 +317,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.k = (1,)  # of pass@k, maj@k and best@k; at most n
     # Responses of one call of launch.evaluate. An interrupted evaluation repeats the last call.
     config.evaluation.responses_per_call = 1024
+    # Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id.
+    config.evaluation.reward_model = ""
     # As rewards.function, for all held-out problems. Empty: named benchmarks have their own grader,
     # benchmark, and other problems have that of the rewards.
     config.evaluation.verifier = ""

@@ -53,6 +53,7 @@ FIELDS = {
     "verifier": ("evaluation.verifier", "string", "grader of all benchmarks, docs/verifiers.md"),
     "scores": ("evaluation.scores", "list", "default: all but greedy"),
     "metrics": ("evaluation.metrics", "bool", "measure the hidden states, too"),
+    "reward_model": ("evaluation.reward_model", "string", "sequence classifier for best@k"),
     "max_prompt_tokens": ("rollout.max_prompt_tokens", "integer", "longer prompts count as wrong"),
     "max_response_tokens": ("rollout.max_response_tokens", "integer", "limit of a response"),
     "engine": ("rollout.engine", "string", "jax or vllm"),

@@ -1,30 +1,38 @@
-"""Downloads or converts prompt data into one file for config.data.files.
+"""Downloads or converts prompt data into one file for config.data.files, or benchmarks.
 
     python -m launch.prepare_data --dataset=gsm8k --split=train --output=data/gsm8k.jsonl
+    python -m launch.prepare_data --dataset=tiny,math500 --output=data/benchmarks
 
 Downloads the split from the Hugging Face hub, or converts a local copy with --input=FILE. Every row
 is read as the trainer reads it; bad rows are named and left out. GSM8K becomes rows of question,
-answer and data_source. SimpleRL-Zoo's rows are not changed. The output appears only when it is
-complete, and replaces an older file. Exit codes: 0 done, 2 wrong setting, bad file or no network
-(one line names it).
+answer and data_source. Rows of SimpleRL-Zoo and of benchmarks are not changed. The output appears
+only when it is complete, and replaces an older file. One benchmark is written to NAME.jsonl or
+NAME.parquet, several or a group to a directory. Exit codes: 0 done, 2 wrong setting, bad file or no
+network (one line names it).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import itertools
 import json
 import os
 import pathlib
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
 from launch import cli
+from semrl_jax import data
 from semrl_jax.errors import UserError
+from semrl_jax.evaluation.benchmark import BenchmarkReader
+from semrl_jax.evaluation.catalogue import GROUPS, find, members, names
 
 
 class Source(NamedTuple):
@@ -49,12 +57,20 @@ for _template, _level in itertools.product(
     DATASETS[_name] = Source("hkust-nlp/SimpleRL-Zoo-Data", _file, "simplerl")
 ENDINGS = (".jsonl", ".parquet")
 PROGRESS_S = 2.0
+TIMEOUT_S = 30.0  # without a byte from the server
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # the user need not change a flag: not a UserError
 
-DATASET = flags.DEFINE_string("dataset", None, f"one of {', '.join(DATASETS)}")
+DATASET = flags.DEFINE_string(
+    "dataset",
+    None,
+    f"one of {', '.join(DATASETS)}; or benchmarks, separated by commas: {', '.join(names())}; or "
+    f"groups of them: {', '.join(GROUPS)}",
+)
 SPLIT = flags.DEFINE_enum("split", "train", ("train", "test"), "the part of it")
 INPUT = flags.DEFINE_string("input", "", "a local .jsonl or .parquet file to convert instead")
-OUTPUT = flags.DEFINE_string("output", None, "the file to write, .jsonl or .parquet")
+OUTPUT = flags.DEFINE_string(
+    "output", None, "the file to write, .jsonl or .parquet; a directory for several benchmarks"
+)
 
 T = TypeVar("T")
 
@@ -62,7 +78,7 @@ T = TypeVar("T")
 def main() -> int:
     name, output = cli.required(DATASET), pathlib.Path(cli.required(OUTPUT))
     if name not in DATASETS:
-        raise UserError(f"--dataset={name!r} must be one of {', '.join(DATASETS)}.")
+        return prepare_benchmarks(name, output)
     if output.suffix not in ENDINGS or os.path.isdir(output):
         raise UserError(f"--output={output} must be a file ending in {' or '.join(ENDINGS)}.")
     source = DATASETS[name]
@@ -79,6 +95,79 @@ def main() -> int:
         reading += f" --config.data.answer_after='{source.answer_after}'"
     print(f"Flags: --config.data.task=files --config.{section}.files={output} {reading}")
     return 0
+
+
+def prepare_benchmarks(name: str, output: pathlib.Path) -> int:
+    """Writes benchmarks, whose names or groups are separated by commas. Returns the exit code."""
+    known = f"{', '.join(DATASETS)}, or a benchmark"
+    try:
+        wanted = [one for part in name.split(",") for one in members("benchmark", part.strip())]
+    except UserError as error:
+        raise UserError(f"--dataset={name!r} must be one of {known}: {error}") from None
+    wanted = list(dict.fromkeys(wanted))
+    if SPLIT.present and SPLIT.value != "test":
+        raise UserError(f"--split={SPLIT.value}: a benchmark has only the split test.")
+    if len(wanted) == 1 and output.suffix in ENDINGS:
+        if output.stem != wanted[0]:
+            raise UserError(
+                f"--output={output} must be {wanted[0]}.jsonl or {wanted[0]}.parquet: a benchmark "
+                "is found by the name of its file."
+            )
+        outputs = [output]
+    elif output.suffix in ENDINGS:
+        raise UserError(f"--output={output} must be a directory for {len(wanted)} benchmarks.")
+    else:
+        outputs = [output / f"{one}.jsonl" for one in wanted]
+    if INPUT.value and len(wanted) > 1:
+        raise UserError(f"--input={INPUT.value} is one file, but --dataset names {len(wanted)}.")
+    for one, file in zip(wanted, outputs, strict=True):
+        if INPUT.value:
+            prepare_benchmark(one, pathlib.Path(INPUT.value), file)
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory, f"{one}.jsonl")
+            fetch(find(one).url(one), path)
+            prepare_benchmark(one, path, file)
+    directory = outputs[0].parent
+    flags_of_sets = "".join(f" --config.evaluation.benchmarks={one}" for one in wanted)
+    print(f"Flags:{flags_of_sets} --config.evaluation.data_dir={directory}")
+    return 0
+
+
+def prepare_benchmark(name: str, path: pathlib.Path, output: pathlib.Path) -> None:
+    """Checks a file of a benchmark and writes its rows as they are.
+
+    Raises:
+      UserError: if the file cannot be read or has no valid row, or the output cannot be written.
+    """
+    if os.path.exists(output) and os.path.exists(path) and output.samefile(path):
+        raise UserError(f"--output={output} is the input; name another file.")
+    rows, num_bad_rows = valid_rows(path, BenchmarkReader(find(name)), name)
+    write_rows(output, rows)
+    size = find(name).size
+    print(f"{name}: {len(rows)} rows written to {output}", end="")
+    print(f", {num_bad_rows} bad rows left out" if num_bad_rows else "", end="")
+    print(f"; published are {size}." if len(rows) != size else ".")
+
+
+def fetch(url: str, path: pathlib.Path) -> None:
+    """Downloads a file.
+
+    Raises:
+      UserError: if it cannot be fetched.
+    """
+    print(f"fetching {url}", flush=True)
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
+            path.write_bytes(reply.read())
+    except (OSError, http.client.HTTPException) as e:
+        if getattr(e, "errno", None) in DISK_FULL:
+            raise
+        reason = " ".join(str(e).split())[:150]
+        raise UserError(
+            f"{url} cannot be fetched ({reason}); download it where there is a network, and pass "
+            "the file as --input=FILE."
+        ) from e
 
 
 def download(name: str, file: str) -> str:
@@ -119,12 +208,23 @@ def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]]
     Raises:
       UserError: if the file cannot be read or has no valid row.
     """
-    from semrl_jax import data
-
     source = DATASETS[name]
     reader = data.row_reader(source.row_format, answer_after=source.answer_after)
     # SimpleRL-Zoo's rows are kept whole. From other sets, only the fields needed are read.
-    fields = reader.fields if source.row_format == "question_answer" else ()
+    whole = source.row_format == "simplerl"
+    rows, num_bad_rows = valid_rows(path, reader, name, () if whole else reader.fields)
+    # GSM8K rows keep the published worked solution, so the same settings read both files.
+    return rows if whole else [row | {"data_source": name} for row in rows], num_bad_rows
+
+
+def valid_rows(
+    path: pathlib.Path, reader: Any, name: str, fields: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], int]:
+    """The rows that a reader accepts, and the number of the others, which are named.
+
+    Raises:
+      UserError: if the file cannot be read or has no valid row.
+    """
     bad_rows = data.BadRows(skip=True, report=print)
     rows = []
     for where, row in with_progress(data.read_rows(path, fields), "read"):
@@ -133,8 +233,7 @@ def read_valid_rows(path: pathlib.Path, name: str) -> tuple[list[dict[str, Any]]
         except data.RowError as error:
             bad_rows.add(where, error)
         else:
-            # GSM8K rows keep the published worked solution, so the same settings read both files.
-            rows.append(row if source.row_format == "simplerl" else row | {"data_source": name})
+            rows.append(row)
     if bad_rows.count and not rows:
         raise UserError(f"all {bad_rows.count} rows are bad; the first: {bad_rows.first}")
     if not rows:

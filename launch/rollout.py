@@ -27,6 +27,7 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax import compilation
+from semrl_jax.runs.config import check_sections
 from semrl_jax.settings.rollout import ENGINES
 
 PROGRESS_EVERY_S = 10.0
@@ -100,7 +101,7 @@ def report_until(listening: threading.Event) -> None:
 
 
 def main() -> int:
-    config = cli.checked_config(CONFIG)
+    config = cli.checked_config(CONFIG, check_sections)
     for number in (signal.SIGTERM, signal.SIGINT):  # until the server has installed its handlers
         signal.signal(number, lambda *_: sys.exit(0))
     with contextlib.ExitStack() as stack:

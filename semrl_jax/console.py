@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -163,9 +164,9 @@ def evaluation_line(step: int, scalars: Mapping[str, float]) -> str:
     lines: dict[str, str] = {}
     for key, value in scalars.items():
         benchmark, _, name = key.removeprefix("eval/").rpartition("/")
-        if name in shown:
+        if name in shown or re.fullmatch(r"(pass|maj)@\d+", name):
             line = lines.get(benchmark, f"eval {step}  {benchmark}")
-            lines[benchmark] = f"{line}  {shown[name]} {_short(100 * value):>4}%"
+            lines[benchmark] = f"{line}  {shown.get(name, name)} {_short(100 * value):>4}%"
     return "\n".join(lines.values())
 
 

@@ -17,6 +17,7 @@ from semrl_jax.data.prompts import (
     prompt_order,
 )
 from semrl_jax.data.rows import BadRows, check_row_format, row_reader
+from semrl_jax.data.shots import read_shots
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes
 from semrl_jax.data.stop_words import expand_stop_words, stop_word_ids
 from semrl_jax.data.templates import is_chat, set_chat_template
@@ -61,6 +62,7 @@ __all__ = [
     "pad_rows",
     "prompt_order",
     "read_rows",
+    "read_shots",
     "row_reader",
     "set_chat_template",
     "stop_word_ids",

@@ -39,8 +39,10 @@ def load_prompts(
     question_fields: str | Sequence[str] = ("question",),
     answer_field: str = "answer",
     answer_after: str = "",
+    reader: Any = None,
     template: str = "plain",
     system_prompt: str = "",
+    shots: Sequence[tuple[str, str]] = (),
     max_prompt_tokens: int = 512,
     add_special_tokens: bool = False,
     skip_bad_rows: bool = False,
@@ -58,7 +60,8 @@ def load_prompts(
       tokenizer: see `tokenizer.load_tokenizer`.
       row_format, question_fields, answer_field, answer_after: see `rows.row_reader`. The data
         source of a row is its field "data_source", else the file's name without suffix.
-      template, system_prompt: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
+      reader: replaces these four: reads rows as a `rows.RowReader` does, see `rows_of_files`.
+      template, system_prompt, shots: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
       max_prompt_tokens: the limit, template and special tokens included.
       add_special_tokens: see `build_dataset`; False with a chat template, which writes them itself.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
@@ -78,7 +81,7 @@ def load_prompts(
     """
     files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [pathlib.Path(path) for path in files]
-    reader = row_reader(
+    reader = reader or row_reader(
         row_format,
         question_fields,
         answer_field,
@@ -104,7 +107,7 @@ def load_prompts(
             "least 0."
         )
     render = prompt_renderer(
-        template, tokenizer, system_prompt=system_prompt, field_prefix=field_prefix
+        template, tokenizer, system_prompt=system_prompt, shots=shots, field_prefix=field_prefix
     )
     bad_rows = BadRows(skip_bad_rows, report)
     rows = itertools.islice(rows_of_files(files, reader, bad_rows), num_rows or None)
@@ -134,9 +137,8 @@ def load_prompts(
                     )
             ids = np.array(ids, np.int32)
             question = problem.question if too_long == "keep" else ""  # benchmarks show it
-            examples.append(
-                PromptExample(prompt, ids, problem.answer, source, index, problem.columns, question)
-            )
+            kept = (problem.columns, question, problem.problem_type)
+            examples.append(PromptExample(prompt, ids, problem.answer, source, index, *kept))
         if report and time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")
             reported_s = time.monotonic()

@@ -24,12 +24,14 @@ class QuestionAnswer(NamedTuple):
     """A problem: the question as in the file, the reference answer, and the data source.
 
     `columns` is the whole row as a JSON object, for a verifier that takes it; else "".
+    `problem_type` is such as "Algebra"; only readers of benchmarks know it.
     """
 
     question: str
     answer: str
     data_source: str
     columns: str = ""
+    problem_type: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +74,12 @@ class RowReader:
         elif not isinstance(source, str) or not source.strip():
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
         check_unicode(DATA_SOURCE_FIELD, source)
-        columns = _columns_text(row) if self.keep_columns else ""
+        columns = columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
 
     def _answer(self, row: dict[str, Any]) -> str:
         value = field_value(row, self.answer_field)
-        answer = _answer_text(value)
+        answer = answer_text(value)
         if not answer:
             raise RowError(
                 f"field {self.answer_field!r} must be text or a finite number, not {value!r:.80}."
@@ -195,7 +197,7 @@ def field_value(row: dict[str, Any], field: str) -> Any:
     return value
 
 
-def _columns_text(row: dict[str, Any]) -> str:
+def columns_text(row: dict[str, Any]) -> str:
     """The row as a JSON object; RowError if a column is not made of JSON values."""
     try:
         text = json.dumps(row, allow_nan=False)
@@ -222,7 +224,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _answer_text(value: Any) -> str | None:
+def answer_text(value: Any) -> str | None:
     """The answer as text. 27.0 becomes "27": number columns turn whole answers into floats."""
     if isinstance(value, str):
         return value.strip()

@@ -77,7 +77,7 @@ def _raw_answer(text: str) -> str | None:
         if end >= 0:
             return text[start:end]
     if "boxed" in text:
-        return _box_content(text.rpartition("boxed")[2])
+        return box_content(text.rpartition("boxed")[2])
     for mark in ("he answer is", "final answer is"):
         if mark in text:
             return text.rpartition(mark)[2]
@@ -87,7 +87,7 @@ def _raw_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _box_content(text: str) -> str:
+def box_content(text: str) -> str:
     """The content of a box; `text` is what follows the word boxed."""
     if text.startswith("{"):
         depth = 0

@@ -16,6 +16,7 @@ import ml_collections
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
+from semrl_jax.evaluation.entries import benchmark_entries
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
 from semrl_jax.metrics.records import MetricKey
@@ -120,6 +121,7 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
 
 def _check_data(config: ml_collections.ConfigDict) -> None:
     data, evaluation = config.data, config.evaluation
+    benchmark_entries(evaluation)
     if data.task == "files":
         if not config.model.path:
             raise UserError(

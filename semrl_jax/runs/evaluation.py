@@ -28,15 +28,22 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.evaluation import comparison, results
+from semrl_jax.evaluation.entries import check_benchmarks
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
-from semrl_jax.evaluation.interface import Plan, load_problems, load_scores
-from semrl_jax.model_setup import build_policy
+from semrl_jax.evaluation.interface import Plan, load_scores
+from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.model_setup import build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reward_model import batch_scores, find_reward_model
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.types import Rollout
 
 EXIT_PREEMPTED = 75
@@ -48,8 +55,12 @@ SAMPLING_FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
     "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
-    "evaluation.metrics",
+    "evaluation.metrics", "evaluation.reward_model",
 )  # fmt: skip
+
+
+REWARD_MODEL = MetricKey("reward_model")
+Judge = Callable[[Sequence[ScoredRollout]], list[ScoredRollout]]
 
 
 class Call(NamedTuple):
@@ -131,12 +142,13 @@ def _evaluate_model(
     first_source, *_ = sources
     config.model.path = str(first_source.model)
     with contextlib.ExitStack() as stack, stop.interruptible():
+        check_benchmarks(config)
         policy, tokenizer = build_policy(config)
         scores = load_scores(config.evaluation.scores)
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)
         if config.evaluation.metrics:
             check_metrics_of(config.evaluation.metric_options, policy)
-        settings: dict[str, dict[str, Any]] = {}
+        settings = benchmark_settings(config)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
             options = config.rewards.to_dict()
@@ -165,6 +177,7 @@ def _evaluate_model(
                 stop=stop,
             )
         )
+        judged = _reward_model(inference)
         evaluator = Evaluator(
             config=config,
             problems=problems,
@@ -176,7 +189,35 @@ def _evaluate_model(
         )
         _check_plans(evaluator)
         for source, directory in directories.items():
-            yield _evaluate_policy(source, directory, inference, evaluator, reporter, stop)
+            yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
+
+
+def _reward_model(inference: Inference) -> Judge:
+    """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
+    config, field = inference.config, "evaluation.reward_model"
+    path, mesh = config.evaluation.reward_model, inference.mesh
+    files = find_reward_model(field, path, config, inference.policy, inference.tokenizer, mesh)
+    if files is None:
+        return list
+    params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+    plan = row_plan(mesh, config.training)
+
+    def judged(items: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+        if not items:
+            return []
+        batch = pad_batch(
+            [item.rollout for item in items],
+            pad_token_id=inference.tokenizer.pad_token_id,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        scores = batch_scores(params, batch, model=files.model, plan=plan)
+        return [
+            item.with_metrics({REWARD_MODEL: Measurement(float(score), bool(np.isfinite(score)))})
+            for item, score in zip(items, scores, strict=True)
+        ]
+
+    return judged
 
 
 def _check_plans(evaluator: Evaluator) -> None:
@@ -196,6 +237,7 @@ def _evaluate_policy(
     directory: ResultDirectory,
     inference: Inference,
     evaluator: Evaluator,
+    judged: Judge,
     reporter: Reporter,
     stop: StopRequest,
 ) -> Evaluated:
@@ -217,7 +259,7 @@ def _evaluate_policy(
         if name not in finished
         for call in _calls(benchmark, config.evaluation.responses_per_call)
     ]
-    _sample_calls(calls, directory, evaluator, reporter, stop, source.name)
+    _sample_calls(calls, directory, evaluator, judged, reporter, stop, source.name)
     parts = [(call.benchmark.name, *directory.read_part(call.part)) for call in calls]
     over_set = {name: directory.over_set(name) for name in finished}
     for name in [name for name in benchmarks if name not in finished]:
@@ -266,6 +308,7 @@ def _sample_calls(
     calls: Sequence[Call],
     directory: ResultDirectory,
     evaluator: Evaluator,
+    judged: Judge,
     reporter: Reporter,
     stop: StopRequest,
     name: str,
@@ -283,7 +326,7 @@ def _sample_calls(
             plan = call.plan
             places = range(call.first, call.last)
             in_benchmark = [(call.benchmark, place) for place in places]
-            items = evaluator.sample(in_benchmark, plan, progress.count)
+            items = judged(evaluator.sample(in_benchmark, plan, progress.count))
             lists = evaluator.samples(call.benchmark, places, plan, items)
             states = [item.mean_states for item in items if item.mean_states is not None]
             with stop.deferred():
@@ -293,7 +336,11 @@ def _sample_calls(
                     np.stack(states) if states else None,
                 )
 
+        began = time.monotonic()
         run(sample, todo)
+    if todo:
+        seconds, count = time.monotonic() - began, total - done
+        reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
 
 
 @contextlib.contextmanager

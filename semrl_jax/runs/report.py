@@ -36,6 +36,7 @@ PANELS = (
         "share",
         {
             "eval/*/greedy_accuracy": "greedy",
+            "eval/*/pass@1": "pass@1",
             "reward/correct": "training",
             "reward/correct_sampled": "all sampled groups",
         },

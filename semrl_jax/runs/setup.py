@@ -21,9 +21,11 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
+from semrl_jax.evaluation.entries import check_benchmarks
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
-from semrl_jax.evaluation.interface import load_problems, load_scores
+from semrl_jax.evaluation.interface import load_scores
+from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.model_setup import (
@@ -154,6 +156,7 @@ def open_run(
             scores = load_scores(config.evaluation.scores)
             plans_of(scores, config.evaluation)  # a wrong plan is found here
             check_files(config)
+            check_benchmarks(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
             check_model_limits(config, policy.config, tokenizer)
@@ -186,10 +189,13 @@ def open_run(
                 prompts=prompts,
                 problems=problems,
                 scores=scores,
-                reward_model=find_reward_model(config, policy, tokenizer, mesh),
+                reward_model=find_reward_model(
+                    "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
+                ),
             )
 
         inputs = agreed("check_inputs", check_inputs)
+        settings = benchmark_settings(config)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
@@ -207,7 +213,9 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=(sampling.index(peers.index), len(sampling)),
-                    num_problems=most_requests(inputs.problems, inputs.scores, config, {}),
+                    num_problems=most_requests(
+                        inputs.problems, inputs.scores, config, settings
+                    ),
                 )
             )
 
@@ -236,7 +244,7 @@ def open_run(
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(open_measurer(config, config.metrics))
-        graders = open_graders(stack, config, inputs.problems, {})
+        graders = open_graders(stack, config, inputs.problems, settings)
         evaluation_measurer = None
         if config.evaluation.metrics:
             options = config.evaluation.metric_options
@@ -289,6 +297,7 @@ def open_run(
             problems=inputs.problems,
             scores=inputs.scores,
             sampler=sampler,
+            settings=settings,
             graders=graders,
             measurer=evaluation_measurer,
         )

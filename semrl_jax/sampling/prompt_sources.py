@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -20,8 +21,18 @@ ROW_DEFAULTS = {
     "answer_after": "",
     "template": "plain",
 }
-# Settings that an entry of evaluation.files may have.
+# Settings that an entry of evaluation.files may have. Those of evaluation.benchmarks have more.
 FILE_SETTINGS = (*ROW_DEFAULTS, "num_problems", "name")
+
+_WHOLE, _DECIMAL = r"\d{1,9}", r"\d*\.?\d+(?:[eE]-?\d{1,3})?"
+_NUMBERS = {
+    "num_problems": (_WHOLE, lambda x: x >= 1, "a whole number from 1 to 999999999"),
+    "n": (_WHOLE, lambda x: x >= 1, "a whole number from 1 to 999999999"),
+    "shots": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
+    "top_k": (_WHOLE, lambda x: x >= 0, "a whole number from 0 to 999999999"),
+    "temperature": (_DECIMAL, lambda x: 0 <= x < math.inf, "a number of at least 0"),
+    "top_p": (_DECIMAL, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+}
 
 
 class EvaluationFile(NamedTuple):
@@ -99,36 +110,67 @@ def held_out_problems(
         return data.arithmetic_held_out_prompts(tokenizer, options.num_problems).examples
     problems: list[data.PromptExample] = []
     for file in evaluation_files(options.files):
-        same_format = file.settings.get("row_format", options.row_format) == options.row_format
-        settings = _row_settings(options) if same_format else ROW_DEFAULTS
-        settings = {**settings, "num_problems": options.num_problems, "name": "", **file.settings}
-        num_rows, name = settings.pop("num_problems"), settings.pop("name")
-        is_chat = data.is_chat(settings["template"])
-        loaded = data.load_prompts(
-            (file.path,),
+        found = load_file(
+            config,
             tokenizer,
-            **settings,
-            # Only chat templates use a system prompt, and they add the special tokens themselves.
-            system_prompt=config.data.system_prompt if is_chat else "",
-            add_special_tokens=config.data.add_special_tokens and not is_chat,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            too_long="keep",
-            num_rows=num_rows,
-            data_source=name,
+            file.path,
+            file.settings,
             keep_columns=keep_columns,
             field_prefix=f"evaluation.files={file.entry!r}: ",
             report=report,
         )
         seen = {problem.data_source for problem in problems}
-        for example in loaded.examples:
+        for example in found:
             if example.data_source in seen:
                 raise UserError(
                     f"evaluation.files={tuple(options.files)}: two files have the data source "
                     f"{example.data_source!r}, which names their results; rename one: "
                     f"{file.path}:name=NAME."
                 )
-        problems += loaded.examples
+        problems += found
     return problems
+
+
+def load_file(
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    path: str,
+    settings: Mapping[str, Any],
+    *,
+    reader: Any = None,
+    **options: Any,
+) -> Sequence[data.PromptExample]:
+    """The held-out problems of one file; those above the token limit are kept.
+
+    Args:
+      settings: `FILE_SETTINGS` and `shots`; what is missing is as in `config.evaluation`.
+      reader: of the rows, see `data.load_prompts`; None: by the settings.
+      options: `keep_columns`, `field_prefix` and `report` of `data.load_prompts`.
+    """
+    defaults = config.evaluation
+    same_format = settings.get("row_format", defaults.row_format) == defaults.row_format
+    found = _row_settings(defaults) if same_format else dict(ROW_DEFAULTS)
+    if reader is not None:
+        found = {"template": defaults.template}
+    others = {"num_problems": defaults.num_problems, "name": "", "shots": defaults.shots}
+    found = {**found, **others, **settings}
+    num_rows, name, num_shots = (found.pop(key) for key in others)
+    is_chat = data.is_chat(found["template"])
+    return data.load_prompts(
+        (path,),
+        tokenizer,
+        **found,
+        reader=reader,
+        # Only chat templates use a system prompt, and they add the special tokens themselves.
+        system_prompt=config.data.system_prompt if is_chat else "",
+        shots=data.read_shots(defaults.shots_file, num_shots) if num_shots else (),
+        add_special_tokens=config.data.add_special_tokens and not is_chat,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        too_long="keep",
+        num_rows=num_rows,
+        data_source=name,
+        **options,
+    ).examples
 
 
 def sampled_problems(
@@ -155,27 +197,32 @@ def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:
         path, found = split_entry(
             "evaluation.files", entry, "file", FILE_SETTINGS, repeatable=("question_fields",)
         )
-        settings: dict[str, Any] = {
-            name: tuple(values) if name == "question_fields" else _checked(entry, name, *values)
-            for name, values in found.items()
-        }
-        files.append(EvaluationFile(entry, path, settings))
+        files.append(EvaluationFile(entry, path, setting_values("evaluation.files", entry, found)))
     return files
 
 
-def _checked(entry: str, name: str, value: str) -> str | int:
-    """The value of a setting; UserError if it is out of range."""
-    field, rule = f"evaluation.files={entry!r}: ", ""
+def setting_values(field: str, entry: str, found: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The values of the settings of an entry; UserError if one is out of range."""
+    return {
+        name: tuple(values)
+        if name == "question_fields"
+        else _setting_value(f"{field}={entry!r}: ", name, *values)
+        for name, values in found.items()
+    }
+
+
+def _setting_value(field: str, name: str, value: str) -> str | int | float:
+    """The value of one setting; `field` is the beginning of the error message."""
     if name == "row_format":
         data.check_row_format(value, field)
-    elif name == "num_problems":
-        if re.fullmatch("0*[1-9][0-9]{0,8}", value):
-            return int(value)
-        rule = "be a whole number from 1 to 999999999"
+    elif name in _NUMBERS:
+        pattern, is_allowed, rule = _NUMBERS[name]
+        number = float(value) if re.fullmatch(pattern, value) else math.nan
+        if not is_allowed(number):
+            raise UserError(f"{field}{name}={value!r} must be {rule}.")
+        return int(value) if pattern == _WHOLE else number
     elif name == "name" and not value.strip():
-        rule = "not be empty"
-    if rule:
-        raise UserError(f"{field}{name}={value!r} must {rule}.")
+        raise UserError(f"{field}{name}={value!r} must not be empty.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Checks of `config.evaluation`; `sampling.prompt_sources` checks the settings of each file."""
+"""Checks of `config.evaluation`; `evaluation.entries` checks the settings of each benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_a
 
 def check(evaluation: Section) -> None:
     above_zero("evaluation", evaluation, "num_problems", "responses_per_call")
-    at_least_zero("evaluation", evaluation, "every_steps")
+    at_least_zero("evaluation", evaluation, "every_steps", "shots")
     check_row_format(evaluation["row_format"], "evaluation.")
     check_stop_strings("evaluation", evaluation)
     items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")
@@ -21,6 +21,11 @@ def check(evaluation: Section) -> None:
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])
     metrics.check(evaluation["metric_options"], "evaluation.metric_options")
+    if evaluation["shots"] and not evaluation["shots_file"]:
+        raise UserError(
+            f"evaluation.shots={evaluation['shots']} takes examples from evaluation.shots_file, "
+            "which is empty; name a .jsonl or .parquet file with question and answer."
+        )
 
 
 def check_sampling(options: Section, place: str = "evaluation.") -> None:

@@ -26,20 +26,28 @@ from semrl_jax.types import RolloutBatch
 
 
 def find_reward_model(
-    config: ml_collections.ConfigDict, policy: Policy, tokenizer: Any, mesh: Mesh
+    field: str,
+    path: str,
+    config: ml_collections.ConfigDict,
+    policy: Policy,
+    tokenizer: Any,
+    mesh: Mesh,
 ) -> ModelFiles | None:
-    """The model of `rewards.model.path`; None without one.
+    """The model of a path; None if it is empty.
+
+    Args:
+      field: of the config that has the path, for error messages.
+      config, policy, tokenizer, mesh: as `find_value_model`.
 
     Raises:
       UserError: as `find_value_model`, or if it is no classifier.
     """
-    path = config.rewards.model.path
     if not path:
         return None
-    found = find_value_model("rewards.model.path", path, config, policy, tokenizer, mesh)
+    found = find_value_model(field, path, config, policy, tokenizer, mesh)
     if not found.has_head:
         raise UserError(
-            f"rewards.model.path={path!r} has no score.weight; name a sequence classifier with one "
+            f"{field}={path!r} has no score.weight; name a sequence classifier with one "
             "label, such as transformers saves for AutoModelForSequenceClassification."
         )
     return found

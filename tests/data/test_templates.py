@@ -7,10 +7,19 @@ import tokenizers
 import transformers
 
 from semrl_jax.data import load_prompts
-from semrl_jax.data.templates import TEMPLATES, prompt_renderer
+from semrl_jax.data.templates import FORMATS, STOP_STRINGS, TEMPLATES, prompt_renderer
 from semrl_jax.errors import UserError
 
 QUESTION = "What is {1}+{input}?"
+GUIDELINES = (
+    "Integrate step-by-step reasoning and Python code to solve math problems using the following "
+    "guidelines:\n\n- Analyze the question and write functions to solve the problem; the function "
+    "should not take any arguments.\n- Present the final result in LaTeX using a `\\boxed{}` "
+    "without any units.\n- Utilize the `pi` symbol and `Rational`` from Sympy for $\\pi$ and "
+    "fractions, and simplify all fractions and square roots without converting them to decimal "
+    "values.\n\nHere are some examples you may refer to:\n\n---\n\n"
+)
+SHOTS = [("1+{input}", "one {input}"), ("2+2", "four")]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +53,53 @@ QUESTION = "What is {1}+{input}?"
         ),
         ("mistral", "[INST] What is {1}+{input}?[/INST]"),
         ("numina", "### Problem: What is {1}+{input}?\n### Solution:"),
+        ("pal", "Question: What is {1}+{input}?\n\n"),
+        ("tool-integrated", f"{GUIDELINES}Question: What is {{1}}+{{input}}?\n\nSolution:\n"),
+        ("tora", f"{GUIDELINES}<|user|>\nWhat is {{1}}+{{input}}?\n<|assistant|>\n"),
+        ("self-instruct", "<|user|>\nWhat is {1}+{input}?\n<|assistant|>\n"),
+        (
+            "wizard_zs",
+            "### Instruction:\nWhat is {1}+{input}?\n\n### Response: Let's think step by step.",
+        ),
+        (
+            "platypus_fs",
+            "Below is an instruction that describes a task. Write a response that appropriately "
+            "completes the request.\n\n### Instruction:\n### Instruction:\nWhat is {1}+{input}?"
+            "\n\n### Response:\n\n\n### Response:\n",
+        ),
+        (
+            "kpmath",
+            "User: Please reason step by step and put your final answer at the end with "
+            '"The answer is: ".\n\nWhat is {1}+{input}?\n\nAssistant:',
+        ),
+        ("jiuzhang", "## Question\nWhat is {1}+{input}?\n\n## Solution\n"),
+        ("jiuzhang_tora", "## Question\nWhat is {1}+{input}?\n\n## Code Solution\n"),
+        ("jiuzhang_nl", "## Question\nWhat is {1}+{input}?\n\n## Natural Language Solution\n"),
+        (
+            "mmiqc",
+            "Please solve the following problem and put your answer at the end with "
+            '"The answer is: ".\n\nWhat is {1}+{input}?\n\n',
+        ),
+        ("shepherd", "What is {1}+{input}?\n"),
+        ("internlm-math-fs", "Question:What is {1}+{input}?\nAnswer:"),
+        (
+            "internlm-math-chat",
+            "<|im_start|>user\nWhat is {1}+{input}?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "o1_cot",
+            "[Round 0] USER:\nWhat is {1}+{input}?\nPlease reason step by step, and put your "
+            "final answer within \\boxed{}. ASSISTANT:\n",
+        ),
+        (
+            "deepseek-r1",
+            "A conversation between User and Assistant. The user asks a question, and the "
+            "Assistant solves it. The assistant first thinks about the reasoning process in the "
+            "mind and then provides the user with the answer. The reasoning process and answer are "
+            "enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., "
+            "<think> reasoning process here </think> <answer> answer here </answer>. User: "
+            "What is {1}+{input}?. Assistant:",
+        ),
         ("Problem: {input}\\boxed{}", "Problem: What is {1}+{input}?\\boxed{}"),
     ],
 )
@@ -54,6 +110,69 @@ def test_question_is_inserted_as_it_is(tokenizer, name, text):
 def test_every_template_is_spelled_out_above():
     [parameters] = test_question_is_inserted_as_it_is.pytestmark
     assert set(TEMPLATES) == {name for name, _ in parameters.args[1]} & set(TEMPLATES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plain", "1+{input}\none {input}\n\n2+2\nfour\n\nQ"),
+        ("cot", "Question: 1+{input}\nAnswer: one {input}\n\n\n"
+                "Question: 2+2\nAnswer: four\n\n\nQuestion: Q\nAnswer: "),
+        ("numina", "### Problem: 1+{input}\n### Solution: one {input}\n\n"
+                   "### Problem: 2+2\n### Solution: four\n\n### Problem: Q\n### Solution:"),
+        ("qwen25-math-cot",
+         "<|im_start|>system\nPlease reason step by step, and put your final answer within "
+         "\\boxed{}.<|im_end|>\n<|im_start|>user\n1+{input}\none {input}\n\n2+2\nfour\n\nQ"
+         "<|im_end|>\n<|im_start|>assistant\n"),
+        ("tora", f"{GUIDELINES}<|user|>\n1+{{input}}\n<|assistant|>\none {{input}}\n"
+                 "<|user|>\n2+2\n<|assistant|>\nfour\n<|user|>\nQ\n<|assistant|>\n"),
+        ("Q: {input}\nA:", "Q: 1+{input}\nA: one {input}\n\nQ: 2+2\nA: four\n\nQ: Q\nA:"),
+        ("Q: {input}\n", "Q: 1+{input}\none {input}\n\nQ: 2+2\nfour\n\nQ: Q\n"),
+    ],
+)  # fmt: skip
+def test_examples_are_in_the_template_and_inserted_as_they_are(tokenizer, name, text):
+    assert prompt_renderer(name, tokenizer, shots=SHOTS)(["Q"]) == [text]
+
+
+def test_separators_of_examples():
+    separators = {
+        "\n": {"self-instruct", "tora", "internlm-math-fs"},
+        "\n---\n": {"pal", "tool-integrated"},
+        "\n\n\n": {
+            "cot", "deepseek-math", "wizard_zs", "platypus_fs", "jiuzhang", "jiuzhang_tora",
+            "jiuzhang_nl", "mmiqc", "shepherd",
+        },
+    }  # fmt: skip
+    for name, form in FORMATS.items():
+        found = [separator for separator, names in separators.items() if name in names]
+        assert form.separator == (*found, "\n\n")[0], name
+
+
+def test_examples_are_turns_of_a_chat(chat_tokenizer):
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    options = {"system_prompt": "S", "shots": SHOTS}
+    turns = "system:S;user:1+{input};assistant:one {input};user:2+2;assistant:four;user:Q;"
+    assert prompt_renderer("chat", chat_tokenizer, **options)(["Q"]) == [turns]
+    turns = "user:[1+{input}];assistant:one {input};user:[2+2];assistant:four;user:[Q];"
+    assert prompt_renderer("chat:[{input}]", chat_tokenizer, shots=SHOTS)(["Q"]) == [turns]
+
+
+def test_stop_strings_end_a_further_question_but_no_ordinary_answer():
+    assert STOP_STRINGS.keys() == {*TEMPLATES, "chat"}
+    answer = (
+        "The user asks an assistant: Problem 2. Question: 1+1? Answer: 2. Instruction, Response.\n"
+        "Problem solved\nAnswer: \\boxed{2} <answer>2</answer>\n---\nThe end."
+    )
+    for name, stops in STOP_STRINGS.items():
+        assert {"</s>", "<|im_end|>", "<|endoftext|>"} < {*stops, "any"}
+        assert not any(stop in answer for stop in stops), name
+    # Templates with words around the question end where the next question would begin.
+    without = {"plain", "shepherd", "deepseek-r1", "qwen25-math-cot", "chat", "mathstral"}
+    for name in STOP_STRINGS.keys() - without:
+        following = f"2\n\n{TEMPLATES[name]}"
+        assert any(stop in following for stop in STOP_STRINGS[name][3:]), name
 
 
 def test_page_names_every_template():

@@ -1,15 +1,13 @@
 """A user's score or benchmark that is wrong is refused in one line."""
 
-import sys
 import types
 
 import ml_collections
 import numpy as np
 import pytest
 
-from semrl_jax import data
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation import evaluator, interface
+from semrl_jax.evaluation import evaluator
 from semrl_jax.evaluation.interface import PerProblem, Plan
 
 
@@ -63,31 +61,3 @@ def test_two_scores_with_one_name_are_refused():
     one, two = (score(per_problem=lambda *args: {"x": PerProblem(np.ones(0))}) for _ in range(2))
     with pytest.raises(UserError, match="two scores have the key 'x'; rename one"):
         evaluator.figures_of([one, two], [], ml_collections.ConfigDict())
-
-
-def problem(**wrong):
-    found = data.PromptExample("Q", np.asarray([1, 2], np.int32), "2", "b", 0)
-    for name, value in wrong.items():
-        object.__setattr__(found, name, value)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ([], "at least one problem"),
-        (None, "NoneType"),
-        (["1+1"], "must return data.PromptExample"),
-        ([problem(answer=2)], "must be texts"),
-        ([problem(prompt_ids=[1, 2])], "int32"),
-        ([problem(columns="[1]")], "columns of a problem must be the text of a JSON object"),
-    ],
-)
-def test_wrong_problems_are_refused(found, message, monkeypatch):
-    module = types.ModuleType("users_benchmark")
-    module.problems = lambda config, tokenizer: found
-    monkeypatch.setitem(sys.modules, "users_benchmark", module)
-    monkeypatch.setattr(interface, "held_out_problems", lambda *args, **options: [])
-    config = ml_collections.ConfigDict({"evaluation": {"benchmarks": ("users_benchmark",)}})
-    with pytest.raises(UserError, match=f"problems of users_benchmark failed .*{message}"):
-        interface.load_problems(config, None, print)

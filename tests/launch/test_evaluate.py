@@ -9,6 +9,7 @@ import pytest
 
 from semrl_jax.evaluation.sample_files import read_samples
 from tests.launch.conftest import TINY, run, start
+from tests.training.test_reward_model import classifier
 
 # Calls of 4 problems with 4 responses each.
 SIZES = ("--n=4", "--num_problems=48", "--config.evaluation.responses_per_call=16")
@@ -31,10 +32,24 @@ def evaluate(*arguments, **options):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(trained, tmp_path_factory):
-    """The directory of an evaluation of the last checkpoint, with metrics."""
+def judge(tmp_path_factory):
+    """The directory of a random reward model."""
+    directory = tmp_path_factory.mktemp("models") / "judge"
+    classifier(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(trained, judge):
+    """Of an evaluation of the last checkpoint, with metrics and the reward model."""
+    return (f"--policy={trained}", "--metrics", f"--reward_model={judge}", *SIZES)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, tmp_path_factory):
+    """The directory of such an evaluation."""
     output = tmp_path_factory.mktemp("evaluated") / "results"
-    done = evaluate(f"--policy={trained}", f"--output={output}", "--metrics", *SIZES)
+    done = evaluate(*settings, f"--output={output}")
     assert done.returncode == 0, done.stderr
     assert "pass@4" in done.stdout
     return output
@@ -58,12 +73,14 @@ def test_an_evaluation_writes_samples_and_figures(undisturbed):
     assert found["responses/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert found["metrics/effective_rank/mean"] > 0
     assert found["metrics/global/effective_rank"] > 0
+    assert len({s.metrics["reward_model"] for s in samples}) > len(samples) / 2
+    assert "best@2/reward_model" in found
     assert not (undisturbed / "parts").exists()
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_continues_with_the_same_results(trained, undisturbed, tmp_path):
-    command = (f"--policy={trained}", f"--output={tmp_path / 'killed'}", "--metrics", *SIZES)
+def test_a_killed_evaluation_continues_with_the_same_results(settings, undisturbed, tmp_path):
+    command = (*settings, f"--output={tmp_path / 'killed'}")
     process = start("launch.evaluate", *command)
     parts = tmp_path / "killed" / "parts"
     deadline = time.monotonic() + 100
@@ -113,19 +130,19 @@ def test_greedy_accuracy_of_steps_is_that_in_the_log_of_the_run(trained, tmp_pat
 
 @pytest.mark.slow
 def test_benchmarks_can_be_added_to_results_and_other_settings_cannot(
-    undisturbed, trained, tmp_path
+    undisturbed, settings, tmp_path
 ):
     output = shutil.copytree(undisturbed, tmp_path / "results")
     (tmp_path / "sums.jsonl").write_text('{"question": "Q:1+1=\\nA:", "answer": "2"}\n')
-    command = ("launch.evaluate", f"--policy={trained}", f"--output={output}", "--metrics")
-    done = run(*command, *SIZES, f"--benchmarks={tmp_path / 'sums.jsonl'}")
+    command = (*settings, f"--output={output}")
+    done = evaluate(*command, f"--benchmarks={tmp_path / 'sums.jsonl'}")
     assert done.returncode == 0, done.stderr
     found = json.loads((output / "results.json").read_text())
     assert (
         found["arithmetic"] == json.loads((undisturbed / "results.json").read_text())["arithmetic"]
     )
     assert found["sums"]["num_problems"] == 1
-    done = run(*command, *SIZES, "--temperature=0.9")
+    done = evaluate(*command, "--temperature=0.9")
     assert done.returncode == 2
     assert "holds responses with another temperature of arithmetic (0.6, now 0.9)" in done.stderr
 

@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from launch import prepare_data
 from launch.prepare_data import DATASETS, with_progress, write_rows
 from semrl_jax.data import load_prompts
+from semrl_jax.errors import UserError
 from tests.launch.conftest import ROOT, run
 
 GSM8K = [
@@ -211,6 +214,64 @@ def test_fetches_from_the_hub_and_then_from_its_cache(hub, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "taking the copy fetched earlier" in result.stdout
     assert output.read_text() == made
+
+
+AMC24 = {"exam": "2024 AMC 12A", "problem_number": 1, "problem": "1+1?", "answer": "2"}
+
+
+def prepare_benchmarks(name, output, monkeypatch, given=""):
+    """In this process, so that the source can be replaced."""
+    values = {"INPUT": SimpleNamespace(value=given), "SPLIT": SimpleNamespace(present=False)}
+    for flag, value in values.items():
+        monkeypatch.setattr(prepare_data, flag, value)
+    return prepare_data.prepare_benchmarks(name, output)
+
+
+def test_benchmarks_are_fetched_and_keep_their_rows(hub, tmp_path, monkeypatch, capsys):
+    files, env = hub
+    source = f"{env['HF_ENDPOINT']}/data/{{folder}}/test.jsonl"
+    monkeypatch.setattr("semrl_jax.evaluation.benchmark.SOURCE", source)
+    files["/data/amc24/test.jsonl"] = f"{json.dumps(AMC24)}\n{{}}\n".encode()
+    olymmath = {"problem": "1+1?", "answer": "2", "subject": "代数", "unique_id": "x"}
+    files["/data/OlymMATH-ZH-EASY/test.jsonl"] = json.dumps(olymmath).encode()
+    assert prepare_benchmarks("amc24,olymmath_zh_easy", tmp_path, monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("bad row skipped: ") and "line 2: field 'question' is m" in lines[1]
+    assert lines[2] == (
+        f"amc24: 1 rows written to {tmp_path}/amc24.jsonl, 1 bad rows left out; published are 45."
+    )
+    assert lines[-1] == (
+        "Flags: --config.evaluation.benchmarks=amc24 --config.evaluation.benchmarks="
+        f"olymmath_zh_easy --config.evaluation.data_dir={tmp_path}"
+    )
+    assert json.loads((tmp_path / "amc24.jsonl").read_text()) == AMC24
+    assert json.loads((tmp_path / "olymmath_zh_easy.jsonl").read_text()) == olymmath
+    with pytest.raises(UserError, match=r"aime24/test\.jsonl cannot be fetched \(HTTP Error 404"):
+        prepare_benchmarks("aime24", tmp_path, monkeypatch)
+
+
+def test_a_benchmark_is_converted_from_a_local_file(tmp_path):
+    source = write(tmp_path / "source.jsonl", [AMC24] * 45)
+    result = prepare("amc24", tmp_path / "made" / "amc24.parquet", f"--input={source}")
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    written = f"amc24: 45 rows written to {tmp_path}/made/amc24.parquet."
+    assert result.stdout.splitlines()[0] == written
+    assert pyarrow.parquet.read_table(tmp_path / "made" / "amc24.parquet").to_pylist()[0] == AMC24
+
+
+def test_wrong_names_and_outputs_of_benchmarks(tmp_path, monkeypatch):
+    def assert_refused(message, name, output, given=""):
+        with pytest.raises(UserError, match=message):
+            prepare_benchmarks(name, output, monkeypatch, given)
+
+    assert_refused("'amc42' is unknown; did you mean 'amc24'", "aime24,amc42", tmp_path)
+    assert_refused("must be amc24.jsonl or amc24.parquet", "amc24", tmp_path / "a.jsonl")
+    assert_refused("must be a directory for 5 benchmarks", "tiny", tmp_path / "tiny.jsonl")
+    assert_refused("x.jsonl is one file, but --dataset names 5", "tiny", tmp_path, "x.jsonl")
+    source = write(tmp_path / "amc24.jsonl", [AMC24])
+    assert_refused("is the input; name another file", "amc24", tmp_path, str(source))
+    monkeypatch.setattr("semrl_jax.evaluation.benchmark.SOURCE", "http://127.0.0.1:9/{folder}")
+    assert_refused("127.0.0.1:9/amc24 cannot be fetched .* pass the file as", "amc24", tmp_path)
 
 
 def test_help_needs_neither_jax_nor_the_hub():

@@ -169,9 +169,14 @@ def test_the_score_joins_or_replaces_that_of_the_verifiers(saved):
         broken.judged(scored, batch)
 
 
+def find(config, *others):
+    """The reward model of `rewards.model.path`."""
+    return find_reward_model("rewards.model.path", config.rewards.model.path, config, *others)
+
+
 @pytest.fixture
 def inputs(config, saved):
-    """What `find_reward_model` gets from a run with this reward model."""
+    """What `find` gets from a run with this reward model."""
     _, directory = saved
     config.rewards.functions = ("model",)
     config.rewards.model.path = str(directory)
@@ -181,11 +186,11 @@ def inputs(config, saved):
 
 
 def test_the_model_computes_as_the_policy_does(inputs, saved):
-    model, directory, _ = find_reward_model(*inputs)
+    model, directory, _ = find(*inputs)
     assert directory == saved[1] and model.decoder.compute_dtype == "bfloat16"
     assert model.decoder.config.hidden_size == 64 and model.decoder.mesh == mesh_of(2)
     inputs[0].rewards.model.path = ""
-    assert find_reward_model(*inputs) is None
+    assert find(*inputs) is None
 
 
 def respell(directory):
@@ -225,21 +230,21 @@ def test_a_model_that_cannot_judge_is_refused_by_name(inputs, saved, tmp_path, m
     spoil(tmp_path)
     inputs[0].rewards.model.path = str(tmp_path)
     with pytest.raises(UserError, match=message) as caught:
-        find_reward_model(*inputs)
+        find(*inputs)
     assert str(caught.value).startswith("rewards.model.path=") and "\n" not in str(caught.value)
 
 
 def test_a_directory_that_does_not_exist_is_named_with_its_field(inputs):
     inputs[0].rewards.model.path = "/nowhere"
     with pytest.raises(UserError, match=r"^rewards\.model\.path='/nowhere': .*/nowhere"):
-        find_reward_model(*inputs)
+        find(*inputs)
 
 
 def test_a_policy_of_more_tokens_is_refused(inputs):
     config, policy, *rest = inputs
     larger = dataclasses.replace(policy.config, vocab_size=35)
     with pytest.raises(UserError, match="vocab_size=34, but the policy may sample each of 35"):
-        find_reward_model(config, dataclasses.replace(policy, config=larger), *rest)
+        find(config, dataclasses.replace(policy, config=larger), *rest)
 
 
 @pytest.mark.slow

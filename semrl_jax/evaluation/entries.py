@@ -1,0 +1,123 @@
+"""Entries of `evaluation.benchmarks`: names, groups, files and modules, each with settings."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from semrl_jax import data
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation import catalogue
+from semrl_jax.sampling.prompt_sources import FILE_SETTINGS, setting_values
+from semrl_jax.settings.rewards import check_function
+from semrl_jax.settings.rules import Section, split_entry
+
+FIELD = "evaluation.benchmarks"
+GRADER = "benchmark"  # verifier of named sets
+# Settings of the evaluator; the others say how problems are read.
+EVALUATOR_SETTINGS = ("n", "temperature", "top_p", "top_k", "verifier")
+SET_SETTINGS = ("num_problems", "template", "name", "shots", *EVALUATOR_SETTINGS)
+
+
+class Entry(NamedTuple):
+    """A benchmark that `evaluation.benchmarks` names.
+
+    Attributes:
+      entry: as in the config.
+      kind: "set" (one of `catalogue.names()`), "file" or "module".
+      target: the set, the path or the module.
+      name: of its results; "" for a module, whose problems have it.
+      settings: those given, as values of their types.
+    """
+
+    entry: str
+    kind: str
+    target: str
+    name: str
+    settings: Mapping[str, Any]
+
+
+def benchmark_entries(evaluation: Section) -> list[Entry]:
+    """The benchmarks of `evaluation.benchmarks`, those of groups one by one.
+
+    A set that is in a group and in another entry counts once, with the settings of the later entry.
+
+    Raises:
+      UserError: for an unknown name or setting, a value out of range, or one name for two.
+    """
+    found: dict[str, Entry] = {}
+    grouped: set[str] = set()
+    modules: list[Entry] = []
+    for text in evaluation["benchmarks"]:
+        target = re.split(r":(?=\w+=)", text, maxsplit=1)[0]
+        kind = _kind(target)
+        if kind == "module":
+            split_entry(FIELD, text, "module, which has its own", ())
+            modules.append(Entry(text, kind, target, "", {}))
+            continue
+        allowed = (*FILE_SETTINGS, *SET_SETTINGS) if kind == "file" else SET_SETTINGS
+        _, given = split_entry(
+            FIELD, text, kind, tuple(dict.fromkeys(allowed)), repeatable=("question_fields",)
+        )
+        settings = setting_values(FIELD, text, given)
+        if "verifier" in settings:
+            check_function(f"{FIELD}={text!r}: verifier", settings["verifier"])
+        targets = (target,) if kind == "file" else catalogue.members(FIELD, target)
+        if len(targets) > 1 and "name" in settings:
+            raise UserError(f"{FIELD}={text!r}: a group has no name of its own; leave name out.")
+        for target in targets:
+            name = settings.get("name") or (pathlib.Path(target).stem if kind == "file" else target)
+            if name in found and not (len(targets) > 1 or name in grouped):
+                raise UserError(
+                    f"{FIELD} has {found[name].entry!r} and {text!r} with the same name {name!r}, "
+                    f"which names the results; rename one: {target}:name=NAME."
+                )
+            if len(targets) > 1:
+                grouped.add(name)
+            found[name] = Entry(text, kind, target, name, settings)
+    return [*found.values(), *modules]
+
+
+def benchmark_settings(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
+    """The settings of `EVALUATOR_SETTINGS` of each entry of `evaluation.benchmarks`, by its name.
+
+    Such as {"gsm8k": {"verifier": "benchmark", "n": 4}, "mine": {}}. What is missing is as in
+    `config.evaluation`. A named set has a verifier. Benchmarks of modules and of `evaluation.files`
+    are not in the result.
+    """
+    return {
+        entry.name: ({"verifier": GRADER} if entry.kind == "set" else {})
+        | {name: value for name, value in entry.settings.items() if name in EVALUATOR_SETTINGS}
+        for entry in benchmark_entries(config.evaluation)
+        if entry.kind != "module"
+    }
+
+
+def check_benchmarks(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError if a file does not exist; called before anything slow."""
+    entries = benchmark_entries(config.evaluation)
+    wanted = tuple(dict.fromkeys(entry.target for entry in entries if entry.kind == "set"))
+    catalogue.check_files_of(FIELD, wanted, config.evaluation.data_dir)
+    for entry in entries:
+        if entry.kind == "file":
+            try:
+                data.check_file(entry.target)
+            except UserError as error:
+                raise UserError(f"{FIELD}: {error}") from None
+    num_shots = [entry.settings.get("shots", config.evaluation.shots) for entry in entries]
+    if any(num_shots) and not config.evaluation.shots_file:
+        raise UserError(
+            f"{FIELD} asks for examples in the prompts, but evaluation.shots_file is empty; "
+            "name a .jsonl or .parquet file with question and answer."
+        )
+
+
+def _kind(target: str) -> str:
+    if "/" in target or target.endswith((".jsonl", ".parquet")):
+        return "file"
+    known = target in catalogue.GROUPS or target in catalogue.names()
+    return "module" if "." in target and not known else "set"
