@@ -21,7 +21,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.entries import check_benchmarks
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_scores
@@ -213,9 +213,7 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=(sampling.index(peers.index), len(sampling)),
-                    num_problems=most_requests(
-                        inputs.problems, inputs.scores, config, settings
-                    ),
+                    num_problems=most_requests(inputs.problems, inputs.scores, config, settings),
                 )
             )
 
