@@ -55,7 +55,8 @@ PROGRESS_S = 10.0  # between two lines where the output is no terminal
 SAMPLING_FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "evaluation.responses_per_call", "evaluation.metrics", "evaluation.reward_model",
+    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
+    "evaluation.metrics", "evaluation.reward_model",
 )  # fmt: skip
 
 

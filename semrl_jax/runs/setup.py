@@ -159,7 +159,7 @@ def open_run(
             check_benchmarks(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
-            check_model_limits(config, policy.config)
+            check_model_limits(config, policy.config, tokenizer)
             if config.hidden_states.source != "none":
                 check_metrics_of(config.metrics, policy)
             if config.evaluation.metrics:
@@ -395,9 +395,9 @@ def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
 
 
 def check_model_limits(
-    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig, tokenizer: Any
 ) -> None:
-    """Raises UserError for sampling settings beyond the model's context or vocabulary."""
+    """Raises UserError for sampling settings that model or tokenizer do not permit."""
     rollout, vocab_size = config.rollout, architecture.vocab_size
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     if length > architecture.max_position_embeddings:
@@ -416,3 +416,6 @@ def check_model_limits(
                 f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
                 f"{vocab_size} tokens."
             )
+    data.stop_word_ids(tokenizer, rollout.stop_words)
+    if rollout.stop_strings or config.evaluation.stop_strings:
+        data.TokenBytes(tokenizer)
