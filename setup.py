@@ -11,6 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["semrl_jax*", "configs*", "launch*"]),
+    package_data={"semrl_jax.evaluation": ["page.html"]},
     install_requires=[
         "absl-py>=2.5",
         "chex>=0.1.92",

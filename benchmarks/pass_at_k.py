@@ -6,11 +6,10 @@
 Eight responses per problem are sampled from the unmodified policy, at temperature 1.
 """
 
-import math
-
 import numpy as np
 
 from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.evaluation.scores.pass_at_k import pass_at_k
 
 NUM_SAMPLES = 8
 
@@ -26,11 +25,3 @@ def per_problem(problems, options):
         f"pass_at_{k}": PerProblem(np.array([pass_at_k(NUM_SAMPLES, c, k) for c in correct]))
         for k in (1, 2, 4, 8)
     }
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The unbiased estimate from n >= k samples, c of them correct: 1 - C(n - c, k) / C(n, k).
-
-    Source: arXiv:2107.03374, Eq. 1.
-    """
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -77,7 +77,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.annealing.max_decay_tokens = 800_000.0
     config.rollout.max_prompt_tokens = 512
     config.rollout.max_response_tokens = 1536
-    config.rollout.stop_token_ids = ()  # in addition to the end-of-sequence token
+    # In addition to the end-of-sequence token, these end a response. docs/data.md
+    config.rollout.stop_token_ids = ()
+    config.rollout.stop_words = ()  # words that are one token, or verl:llama, ...; repeat the flag
+    config.rollout.stop_strings = ()  # texts, which may span tokens; repeat the flag
     # What a replica does with running responses when new weights arrive: wait for them, abort them,
     # or keep them (vLLM only). Kept responses take their further tokens from the new weights.
     config.rollout.in_flight = "wait"
@@ -326,6 +329,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.answer_field = config.data.get_ref("answer_field").identity()
     config.evaluation.answer_after = config.data.get_ref("answer_after").identity()
     config.evaluation.template = config.data.get_ref("template").identity()
+    # Follows rollout unless set.
+    config.evaluation.stop_strings = config.rollout.get_ref("stop_strings").identity()
     # As config.metrics, for evaluation.metrics. Each field follows it unless set.
     config.evaluation.metric_options = ml_collections.ConfigDict()
     for field in config.metrics:

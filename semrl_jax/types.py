@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["eos", "stop", "length", "aborted"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+MAX_STOP_STRINGS = 64  # of a call
+MAX_STOP_CHARACTERS = 128  # of a stop string
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,9 @@ class SamplingParams:
       eos_token_ids, stop_token_ids: end a response with finish reason "eos" or "stop"; the token
         stays in the response.
       annealing: None keeps one temperature; without effect on greedy sampling.
+      stop_strings: end a response with finish reason "stop", at the first token with which its
+        decoded text contains one of them; special tokens add no text. A stop string may span
+        several tokens. All tokens up to this one stay in the response.
     """
 
     max_tokens: int
@@ -110,6 +115,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     annealing: Annealing | None = None
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +292,8 @@ class ReplicaDescription:
       max_prompts: sequences per call; max_prompt_tokens and max_response_tokens are per sequence.
       version: the weights it serves, None before the first update.
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
-      sampling_kinds: "annealed" if the engine can change the temperature along a response.
+      sampling_kinds: "annealed" if the engine can change the temperature along a response,
+        "stop_strings" if it can end responses at stop strings.
     """
 
     protocol_major: int = 0

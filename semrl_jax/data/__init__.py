@@ -18,6 +18,8 @@ from semrl_jax.data.prompts import (
 )
 from semrl_jax.data.rows import BadRows, check_row_format, row_reader
 from semrl_jax.data.shots import read_shots
+from semrl_jax.data.stop_strings import StopMatcher, TokenBytes
+from semrl_jax.data.stop_words import expand_stop_words, stop_word_ids
 from semrl_jax.data.templates import is_chat, set_chat_template
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
@@ -37,6 +39,8 @@ __all__ = [
     "PromptDataset",
     "PromptExample",
     "RowError",
+    "StopMatcher",
+    "TokenBytes",
     "arithmetic_demonstrations",
     "arithmetic_held_out_prompts",
     "arithmetic_prompts",
@@ -47,6 +51,7 @@ __all__ = [
     "columns_hash",
     "check_same_tokens",
     "dataset_hash",
+    "expand_stop_words",
     "full_text",
     "is_chat",
     "load_conversations",
@@ -60,6 +65,7 @@ __all__ = [
     "read_shots",
     "row_reader",
     "set_chat_template",
+    "stop_word_ids",
     "tokenizer_hash",
     "train_tokenizer",
     "verifier_text",

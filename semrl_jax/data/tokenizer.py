@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from semrl_jax.data.stop_strings import before_stop, stop_text
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
 from semrl_jax.rewards.extraction import END_MARKERS, response_text
@@ -165,14 +166,20 @@ def full_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) 
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def verifier_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " T"] | Sequence[int]) -> str:
-    """Text of a response for a verifier.
+def verifier_text(
+    tokenizer: Tokenizer,
+    ids: Int[np.ndarray, " T"] | Sequence[int],
+    stop_strings: Sequence[str] = (),
+) -> str:
+    """Text of a response for a verifier, which is also the text that is recorded and shown.
 
-    It ends before the first end marker, which is a token or is written out in characters. Other
-    special tokens are left out.
+    It ends before the first end marker, which is a token or is written out in characters, and
+    before the first stop string. Other special tokens are left out.
     """
     markers = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in END_MARKERS}
     end = next((at for at, token in enumerate(ids) if int(token) in markers), len(ids))
+    if stop_strings:
+        return response_text(before_stop(stop_text(tokenizer, ids[:end]), stop_strings))
     return response_text(tokenizer.decode(ids[:end], skip_special_tokens=True))
 
 

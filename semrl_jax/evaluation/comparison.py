@@ -19,8 +19,9 @@ from semrl_jax.evaluation.results import (
     Results,
     as_results,
     figure_text,
+    is_average,
+    main_figures,
     names_of,
-    shown_figures,
     sizes_text,
 )
 from semrl_jax.files import replacing
@@ -40,7 +41,8 @@ def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
 
     Returns:
       `first`: name of the first policy. `results`: by policy. `differences`: by policy other than
-      the first, benchmark and figure, with the fields of `statistics.Difference`.
+      the first, benchmark and figure, with the fields of `statistics.Difference`. Averages over
+      different benchmarks have none.
 
     Raises:
       UserError: if there is no policy, or a benchmark has other problems for one of them.
@@ -53,23 +55,20 @@ def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
     for name in others:
         differences[name] = {}
         for benchmark, found in evaluated[name].items():
-            if benchmark in base:
-                _check_problems(first, base[benchmark], name, found, benchmark)
+            if benchmark not in base:
+                continue
+            if found.problems == base[benchmark].problems:
                 differences[name][benchmark] = _differences(found, base[benchmark])
+            elif not is_average(benchmark):
+                raise UserError(
+                    f"{name!r:.100} and {first!r:.100} were evaluated on different problems of "
+                    f"{benchmark!r:.100}; evaluate both on the same ones to compare them."
+                )
     return {
         "first": first,
         "results": {name: as_results(found) for name, found in evaluated.items()},
         "differences": differences,
     }
-
-
-def _check_problems(first: str, base: Figures, name: str, found: Figures, benchmark: str) -> None:
-    sizes = [figures.sizes.get("num_benchmarks") for figures in (base, found)]
-    if found.problems != base.problems or sizes[0] != sizes[1]:
-        raise UserError(
-            f"{name!r:.100} and {first!r:.100} were evaluated on different problems of "
-            f"{benchmark!r:.100}; evaluate both on the same ones to compare them."
-        )
 
 
 def _differences(found: Figures, base: Figures) -> dict[str, Any]:
@@ -94,8 +93,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     table = Table(title=f"percent, ± half of the 95 % interval; (difference from {first:.60})")
     for title in ("benchmark", "policy", "problems x samples"):
         table.add_column(title, justify="right" if title.startswith("problems") else "left")
-    names = shown_figures([key for rows in found.values() for key in names_of(rows)])
-    names = list(dict.fromkeys(names))
+    names = main_figures(list(dict.fromkeys(n for rows in found.values() for n in names_of(rows))))
     for name in names:
         table.add_column(name, justify="right")
     benchmarks = dict.fromkeys(benchmark for rows in found.values() for benchmark in rows)
@@ -119,7 +117,7 @@ def _difference_text(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
     low, high = found["interval"]
-    return f" ({100 * found['difference']:+.1f} ±{50 * (high - low):.1f})"
+    return f"\n({100 * found['difference']:+.1f} ±{50 * (high - low):.1f})"
 
 
 def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[str] = ()) -> Figure:
@@ -133,9 +131,7 @@ def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[st
     rows = [found for by_step in steps.values() for found in by_step.values()]
     panels = list(dict.fromkeys(benchmark for found in rows for benchmark in found))
     if not figures:
-        figures = shown_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
-        # pass@n is any@n; one line is enough.
-        figures = [name for name in figures if not name.startswith("any@")] or figures
+        figures = main_figures(list(dict.fromkeys(n for found in rows for n in names_of(found))))
         figures = figures[: 1 if len(steps) > 1 else MAX_LINES]
     left_out = len(panels) - MAX_PANELS
     panels = panels[:MAX_PANELS]

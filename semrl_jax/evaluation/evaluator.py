@@ -182,6 +182,7 @@ class Evaluator:
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
+            stop_strings=self.config.evaluation.stop_strings,
             measuring=Measuring(options, self.measurer) if self.config.evaluation.metrics else None,
             arrived=arrived,
         )

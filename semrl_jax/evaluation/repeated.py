@@ -8,6 +8,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
+from semrl_jax.errors import UserError
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
 
@@ -33,16 +34,24 @@ def subset_sizes(
     """The values of `evaluation.k`, each once, in ascending order.
 
     Raises:
-      ValueError: if one is below 1 or above the number of samples of a problem.
+      UserError: if one is below 1 or above the number of samples of a problem.
     """
     fewest = min(map(len, problems), default=None)
     for k in options.k:
         if k < 1 or (fewest is not None and k > fewest):
-            raise ValueError(
+            raise UserError(
                 f"evaluation.k={k} must be from 1 to the number of samples per problem, {fewest}; "
-                "set a smaller k, or a larger evaluation.n"
+                "set a smaller k, or a larger evaluation.n."
             )
     return tuple(sorted(set(options.k)))
+
+
+def sizes_above_one(
+    problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
+) -> tuple[int, ...]:
+    """`subset_sizes` without 1, for scores that choose among responses; n if that leaves none."""
+    sizes = tuple(k for k in subset_sizes(problems, options) if k > 1)
+    return sizes or tuple({min(map(len, problems))} if problems else ())
 
 
 def correct_counts(problems: Sequence[Sequence[Sample]]) -> Int[np.ndarray, " P"]:

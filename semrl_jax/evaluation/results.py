@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
@@ -39,14 +40,15 @@ class Figures:
       errors: standard error of each.
       draws: of the bootstrap, [draws] each.
       sizes: of SIZES.
-      problems: (place, question, reference) of each problem; empty for an average.
+      problems: (place, question, reference) of each problem; (place, name, "") of the benchmarks
+        of an average.
     """
 
     values: Mapping[str, float]
     errors: Mapping[str, float]
     draws: Mapping[str, Float[np.ndarray, " draws"]]
     sizes: Mapping[str, int]
-    problems: tuple[tuple[int, str, str], ...] = ()
+    problems: tuple[tuple[int, str, str], ...]
 
 
 def evaluate(
@@ -62,19 +64,21 @@ def evaluate(
       scores: modules, see `evaluation.interface`.
       options: `config.evaluation`.
       groups: names of benchmarks by name of a group. The average over those of a group that were
-        evaluated is "average/<group>". "average" is over all.
+        evaluated, if there are two or more, is "average/<group>". "average" is over all.
 
     Raises:
-      UserError: if a score fails, or a benchmark has the name of an average.
+      UserError: if a score fails, a benchmark has the name of an average, or a sample is there
+        twice.
     """
     benchmarks: dict[str, list[Sample]] = {}
     for sample in samples:
         benchmarks.setdefault(sample.benchmark, []).append(sample)
     found: dict[str, Figures] = {}
     for name, of_benchmark in benchmarks.items():
-        if name.partition("/")[0] == AVERAGE:
+        if is_average(name):
             raise UserError(f"a benchmark has the name {name!r}, which results.json needs.")
         problems = by_problem(of_benchmark)
+        _check_once(name, problems)
         figures = figures_of(scores, problems, options)
         found[name] = Figures(
             {key: statistics.mean(figure) for key, figure in figures.items()},
@@ -89,13 +93,29 @@ def evaluate(
         )
     averages = {}
     for name, members in {"": list(found), **(groups or {})}.items():
-        if chosen := [found[member] for member in members if member in found]:
+        if chosen := {member: found[member] for member in members if member in found}:
             averages["/".join(filter(None, (AVERAGE, name)))] = _average(chosen)
     return found | averages
 
 
-def _average(members: Sequence[Figures]) -> Figures:
+def is_average(name: str) -> bool:
+    """Whether the results of this name are an average over benchmarks."""
+    return name == AVERAGE or name.startswith(f"{AVERAGE}/")
+
+
+def _check_once(benchmark: str, problems: Sequence[Sequence[Sample]]) -> None:
+    for samples in problems:
+        for one, other in itertools.pairwise(samples):
+            if one.sample == other.sample:
+                raise UserError(
+                    f"benchmark {benchmark!r:.100}, problem {one.problem}: sample {one.sample} is "
+                    "there twice; every sample counts once, so remove one."
+                )
+
+
+def _average(by_name: Mapping[str, Figures]) -> Figures:
     """The unweighted mean over benchmarks of the figures that all of them have."""
+    members = list(by_name.values())
     names = [
         name
         for name in members[0].values
@@ -112,6 +132,7 @@ def _average(members: Sequence[Figures]) -> Figures:
             "num_samples": max(m.sizes["num_samples"] for m in members),
             "num_not_sampled": sum(m.sizes["num_not_sampled"] for m in members),
         },
+        tuple((place, name, "") for place, name in enumerate(by_name)),
     )
 
 
@@ -160,6 +181,15 @@ def shown_figures(names: Sequence[str], patterns: Sequence[str] = ACCURACIES) ->
     return found
 
 
+def main_figures(names: Sequence[str]) -> list[str]:
+    """The accuracies of the tables. Of two figures with the same value, only pass@k is shown."""
+    found = shown_figures(names)
+    twice = {f"any@{name.removeprefix('pass@')}" for name in found if name.startswith("pass@")}
+    if "pass@1" in found:
+        twice |= {name for name in found if name.startswith("mean@")}
+    return [name for name in found if name not in twice]
+
+
 def sizes_text(row: Mapping[str, Any]) -> str:
     """Such as "500 x 16": problems x samples per problem."""
     return f"{row['num_problems']} x {row['num_samples']}"
@@ -173,7 +203,7 @@ def figure_text(row: Mapping[str, Any], name: str) -> str:
     scale = 1 if "length" in name or name.endswith("_words") else 100
     low, high = row[f"{name}_interval"]
     half = "" if low is None else f" ±{scale * (high - low) / 2:.1f}"
-    return f"{scale * value:.1f}{half}"
+    return f"{round(scale * value, 1) + 0.0:.1f}{half}"  # + 0.0: no "-0.0"
 
 
 def names_of(found: Results) -> list[str]:
@@ -189,7 +219,7 @@ def results_table(found: Results) -> Table:
     table = Table(title="percent, ± half of the 95 % interval; lengths in tokens")
     table.add_column("benchmark")
     table.add_column("problems x samples", justify="right")
-    names = shown_figures(names_of(found), (*ACCURACIES, *SHOWN))
+    names = [*main_figures(names_of(found)), *shown_figures(names_of(found), SHOWN)]
     for name in names:
         title = name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
         table.add_column(title, justify="right")

@@ -44,7 +44,16 @@ def has_complete_box(text: str) -> bool:
 
 
 def extract_answer(text: str) -> str | None:
-    """Finds the answer in a response; None if no rule finds one.
+    """Finds the answer in a response as `find_answer`, normalised by `normalize_answer`.
+
+    It may be empty (`\\boxed{}`). None if no rule finds an answer.
+    """
+    answer = find_answer(text)
+    return None if answer is None else normalize_answer(answer)
+
+
+def find_answer(text: str) -> str | None:
+    """Finds the answer in a response as it is written there; None if no rule finds one.
 
     In the text before the first end marker, the first rule that applies gives the answer:
 
@@ -55,7 +64,7 @@ def extract_answer(text: str) -> str | None:
     5. after the first `答案是`, up to a blank line;
     6. the last number, commas removed.
 
-    The result is normalised by `normalize_answer` and may be empty (`\\boxed{}`).
+    Line breaks, a leading `:`, and a final `.` or `/` are removed.
 
     Source: the math scorer of the reference implementation (hf618/VERL, 3de68f1), which reads the
     prompt as well.
@@ -64,8 +73,7 @@ def extract_answer(text: str) -> str | None:
     if answer is None:
         return None
     answer = re.sub(r"\n\s*", "", answer).strip()
-    answer = answer.removeprefix(":").removesuffix(".").removesuffix("/")
-    return normalize_answer(answer)
+    return answer.removeprefix(":").removesuffix(".").removesuffix("/")
 
 
 def _raw_answer(text: str) -> str | None:

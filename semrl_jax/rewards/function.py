@@ -1,4 +1,4 @@
-"""Imports a user's own verifier, and reads what it returns."""
+"""Imports verifiers, and reads what a user's own returns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
+from semrl_jax.modules import load_module
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
-from semrl_jax.settings.rewards import MAX_SCORE
+from semrl_jax.settings.rewards import MAX_SCORE, VERIFIERS
 
 MAX_EXTRACTED_CHARS = 1_000_000
+
+
+def load_builtin(name: str, field: str = "rewards.function") -> tuple[ModuleType, bool]:
+    """Imports a module of `verifiers`; tells also whether its `verify` takes the row of the prompt.
+
+    Args:
+      name: of the module; "" is "math".
+      field: of the config that has it, for error messages.
+
+    Raises:
+      UserError: if there is none.
+    """
+    module = load_module(field, name or "math", VERIFIERS, ("prepare", "verify"))
+    return module, "row" in inspect.signature(module.verify).parameters
 
 
 class UserFunction(NamedTuple):

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
-from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict
+from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict, load_builtin
 from semrl_jax.rewards.verdict import (
     Verdict,
     VerifierSettings,
@@ -183,9 +183,9 @@ class VerifierPool:
 
     @property
     def takes_row(self) -> bool:
-        """Whether a verifier is a user's function that takes the row of the prompt."""
-        if not self._has_users:
-            return False
+        """Whether a verifier takes the row of the prompt."""
+        if not self._has_users:  # no need to wait for a worker
+            return any(load_builtin(settings.function)[1] for settings in self._settings)
         self.wait_ready()
         return any(self._started.result())
 

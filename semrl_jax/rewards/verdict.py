@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction
 
+# Built-in verifiers on which `mode` has no influence; a wrong response scores 0.
+ZERO_OR_ONE = ("benchmark", "gsm8k_flexible", "gsm8k_strict", "math_text")
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -47,8 +50,8 @@ class VerifierSettings:
         name(response, reference, row), see `function`; or the name of a module of `verifiers`; ""
         is "math".
       failure_score: score of a response for which a user's verifier raised, hung, crashed or
-        returned no verdict. If a built-in verifier fails, the response is wrong and `mode` gives
-        the score.
+        returned no verdict. If a built-in verifier fails, the response is wrong: `mode` gives the
+        score, but those of `ZERO_OR_ONE` score 0.
       memory_limit_gib: address space of a worker; 0 is no limit.
     """
 
@@ -126,5 +129,10 @@ def _bounded(score: float) -> float:
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:
     """The verdict for a response whose verifier failed: wrong, with the error."""
     boxed = has_complete_box(response)
-    score = settings.failure_score if settings.is_users else verdict_score(False, boxed, settings)
+    if settings.is_users:
+        score = settings.failure_score
+    elif settings.function in ZERO_OR_ONE:
+        score = 0.0
+    else:
+        score = verdict_score(False, boxed, settings)
     return Verdict(score, False, boxed, None, error)

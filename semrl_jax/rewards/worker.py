@@ -24,11 +24,15 @@ from collections.abc import Callable
 from typing import Any
 
 from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module
-from semrl_jax.rewards.function import NonsenseError, as_verdict, error_text, load_function
+from semrl_jax.rewards.function import (
+    NonsenseError,
+    as_verdict,
+    error_text,
+    load_builtin,
+    load_function,
+)
 from semrl_jax.rewards.guard import fork_under_guard
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
-from semrl_jax.settings.rewards import VERIFIERS
 
 MAX_ERROR_CHARS = 200
 
@@ -91,7 +95,6 @@ def build_verifier(
     Raises:
       UserError: if the user's function cannot be imported or called.
     """
-    takes_row = False
     if settings.is_users:
         function = load_function(settings.function, field)
         takes_row = bool(function.row)
@@ -99,12 +102,12 @@ def build_verifier(
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
             return as_verdict(function(response, reference, columns), response)
     else:
-        name = settings.function or "math"
-        module = load_module(field, name, VERIFIERS, ("prepare", "verify"))
+        module, takes_row = load_builtin(settings.function, field)
         module.prepare()
 
         def verify(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
-            return module.verify(response, reference, settings=settings)
+            row = {"row": columns} if takes_row else {}
+            return module.verify(response, reference, settings=settings, **row)
 
     def guarded(response: str, reference: str, columns: dict[str, Any]) -> Verdict:
         try:

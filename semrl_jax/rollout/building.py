@@ -43,6 +43,7 @@ def jax_engine(
         policy,
         mesh=configured_mesh(config, policy.config),
         tokenizer_hash=data.tokenizer_hash(tokenizer),
+        tokens=_tokens(tokenizer),
         max_batch=rollout.jax_max_batch,
         chunk=rollout.jax_chunk_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
@@ -104,6 +105,7 @@ def vllm_engine(
             vocab_size=architecture.vocab_size,
             hidden_size=architecture.hidden_size,
             num_layers=architecture.num_layers,
+            tokens=_tokens(tokenizer),
         ),
         VllmSettings(
             dtype=dtype,
@@ -118,6 +120,14 @@ def vllm_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
     )
+
+
+def _tokens(tokenizer: Any) -> data.TokenBytes | None:
+    """None for a tokenizer with which an engine cannot find stop strings."""
+    try:
+        return data.TokenBytes(tokenizer)
+    except UserError:
+        return None
 
 
 def configured_mesh(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> Mesh:

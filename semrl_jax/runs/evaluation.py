@@ -24,19 +24,20 @@ from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
-from semrl_jax.evaluation import comparison, results
-from semrl_jax.evaluation.entries import check_benchmarks
+from semrl_jax.evaluation import catalogue, comparison, page, results
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.sample_files import read_samples
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.model_setup import build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
 from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.result_directory import ResultDirectory, open_results
+from semrl_jax.runs.result_directory import SAMPLES, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.packing import row_plan
@@ -47,7 +48,8 @@ from semrl_jax.training.rollout_batch import pad_batch
 SAMPLING_FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
-    "evaluation.responses_per_call", "evaluation.metrics", "evaluation.reward_model",
+    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
+    "evaluation.metrics", "evaluation.reward_model",
 )  # fmt: skip
 
 
@@ -81,9 +83,10 @@ class Call(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The figures of one policy, by benchmark."""
+    """The figures of one policy, by benchmark, and where they are."""
 
     source: PolicySource
+    directory: pathlib.Path
     figures: dict[str, results.Figures]
 
 
@@ -140,7 +143,7 @@ def _evaluate_model(
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)
         if config.evaluation.metrics:
             check_metrics_of(config.evaluation.metric_options, policy)
-        settings: dict[str, dict[str, Any]] = {}
+        settings = benchmark_settings(config)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
             options = config.rewards.to_dict()
@@ -263,23 +266,28 @@ def _evaluate_policy(
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
-    figures = results.evaluate(samples, evaluator.scores, config.evaluation)
+    figures = results.evaluate(samples, evaluator.scores, config.evaluation, catalogue.GROUPS)
     found = results.as_results(figures)
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
     results.write_results(directory.path / "results.json", found)
+    page.write_page(
+        directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
+    )
     reporter.line(f"{source.name}, {_sampling_text(config)}")
     reporter.table(results.results_table(found))
     if (table := results.selection_table(found)) is not None:
         reporter.table(table)
-    return Evaluated(source, figures)
+    return Evaluated(source, directory.path, figures)
 
 
 def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
-    """Writes comparison.json, and curves.png if a run has several steps; prints the table."""
+    """Writes comparison.json and page.html, and curves.png if a run has several steps."""
     compared = comparison.compare({item.source.name: item.figures for item in found})
     results.write_results(output / "comparison.json", compared)
     reporter.table(comparison.comparison_table(compared))
+    samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
+    page.write_page(output / "page.html", samples, compared["results"], output.name)
     runs: dict[str, dict[int, results.Results]] = {}
     for item in found:
         run = item.source.name.removesuffix(f"-step{item.source.step}")

@@ -72,7 +72,7 @@ def open_inference(
     """
     mesh = models.make_mesh(config.mesh.to_dict())
     check_addresses(config.rollout.addresses)
-    check_model_limits(config, policy.config)
+    check_model_limits(config, policy.config, tokenizer)
     models.check_mesh(policy.config, mesh)
     if config.rollout.engine == "jax" and not config.rollout.addresses:
         configured_mesh(config, policy.config)

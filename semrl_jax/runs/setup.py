@@ -21,7 +21,7 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.evaluation.entries import check_benchmarks
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_scores
@@ -159,7 +159,7 @@ def open_run(
             check_benchmarks(config)
             policy, tokenizer = build_policy(config)
             end_tokens = end_token_ids(config, tokenizer)
-            check_model_limits(config, policy.config)
+            check_model_limits(config, policy.config, tokenizer)
             if config.hidden_states.source != "none":
                 check_metrics_of(config.metrics, policy)
             if config.evaluation.metrics:
@@ -195,6 +195,7 @@ def open_run(
             )
 
         inputs = agreed("check_inputs", check_inputs)
+        settings = benchmark_settings(config)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
 
@@ -212,7 +213,7 @@ def open_run(
                     attempt_id=workdir.attempt_id,
                     directory=workdir.path,
                     place=(sampling.index(peers.index), len(sampling)),
-                    num_problems=most_requests(inputs.problems, inputs.scores, config, {}),
+                    num_problems=most_requests(inputs.problems, inputs.scores, config, settings),
                 )
             )
 
@@ -241,7 +242,7 @@ def open_run(
         measurer = None
         if config.hidden_states.source != "none":
             measurer = stack.enter_context(open_measurer(config, config.metrics))
-        graders = open_graders(stack, config, inputs.problems, {})
+        graders = open_graders(stack, config, inputs.problems, settings)
         evaluation_measurer = None
         if config.evaluation.metrics:
             options = config.evaluation.metric_options
@@ -294,6 +295,7 @@ def open_run(
             problems=inputs.problems,
             scores=inputs.scores,
             sampler=sampler,
+            settings=settings,
             graders=graders,
             measurer=evaluation_measurer,
         )
@@ -393,9 +395,9 @@ def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
 
 
 def check_model_limits(
-    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig, tokenizer: Any
 ) -> None:
-    """Raises UserError for sampling settings beyond the model's context or vocabulary."""
+    """Raises UserError for sampling settings that model or tokenizer do not permit."""
     rollout, vocab_size = config.rollout, architecture.vocab_size
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     if length > architecture.max_position_embeddings:
@@ -415,3 +417,6 @@ def check_model_limits(
                 f"rollout.stop_token_ids has {token}, which is not in the vocabulary of "
                 f"{vocab_size} tokens."
             )
+    data.stop_word_ids(tokenizer, rollout.stop_words)
+    if rollout.stop_strings or config.evaluation.stop_strings:
+        data.TokenBytes(tokenizer)

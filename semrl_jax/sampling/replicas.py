@@ -141,6 +141,13 @@ def _check_limits(
             "but rollout.annealing.enabled=True; start a replica with the JAX engine of this "
             "release, or set it to False."
         )
+    uses_stop_strings = config.rollout.stop_strings or config.evaluation.stop_strings
+    if uses_stop_strings and "stop_strings" not in replica.sampling_kinds:
+        raise UserError(
+            f"replica {replica.replica_id} ({replica.engine} engine) cannot end responses at "
+            "rollout.stop_strings or evaluation.stop_strings; start the replica with this release, "
+            "or leave them empty."
+        )
 
 
 def _check_measured(

@@ -220,6 +220,7 @@ class Sampler:
             {first + draw: example.answer for draw, example in draws.items()},
             columns={first + draw: example.columns for draw, example in draws.items()},
             **self._distribution(step),
+            stop_strings=self.config.rollout.stop_strings,
             measuring=self._measuring(),
             states=HiddenStateParams((FINAL_LAYER,)) if self.compares(step) else None,
             clock=clock,
@@ -347,6 +348,12 @@ class Sampler:
         every = self.config.hidden_states.compare_every
         return bool(every) and step % every == 0
 
+    @functools.cached_property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        rollout = self.config.rollout
+        of_words = data.stop_word_ids(self.tokenizer, rollout.stop_words)
+        return tuple(dict.fromkeys((*rollout.stop_token_ids, *of_words)))
+
     def _measuring(self) -> Measuring | None:
         """What is measured of the rollouts of a training step."""
         if self.config.hidden_states.source != "rollout":
@@ -389,6 +396,7 @@ class Sampler:
         references: Mapping[int, str],
         *,
         columns: Mapping[int, str] | None = None,
+        stop_strings: Sequence[str] = (),
         verifier: VerifierPool | None = None,
         measuring: Measuring | None = None,
         states: HiddenStateParams | None = None,
@@ -413,7 +421,8 @@ class Sampler:
         sampling = SamplingParams(
             max_tokens=self.config.rollout.max_response_tokens,
             eos_token_ids=self.end_token_ids,
-            stop_token_ids=tuple(self.config.rollout.stop_token_ids),
+            stop_token_ids=self._stop_token_ids,
+            stop_strings=tuple(stop_strings),
             **distribution,
         )
         measurer = metrics = None
@@ -438,7 +447,9 @@ class Sampler:
         with self.stop.interruptible(), contextlib.closing(rollouts):
             return score_and_measure(
                 clock.iterate("generate", rollouts) if clock else rollouts,
-                decode=functools.partial(data.verifier_text, self.tokenizer),
+                decode=functools.partial(
+                    data.verifier_text, self.tokenizer, stop_strings=tuple(stop_strings)
+                ),
                 references=references,
                 columns=columns,
                 verifier=verifier or self.verifier,

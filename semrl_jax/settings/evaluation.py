@@ -6,7 +6,7 @@ from semrl_jax.data.rows import check_row_format
 from semrl_jax.errors import UserError
 from semrl_jax.settings import metrics
 from semrl_jax.settings.rewards import check_function
-from semrl_jax.settings.rollout import MIN_TEMPERATURE
+from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
 
 
@@ -14,6 +14,7 @@ def check(evaluation: Section) -> None:
     above_zero("evaluation", evaluation, "num_problems", "responses_per_call")
     at_least_zero("evaluation", evaluation, "every_steps", "shots")
     check_row_format(evaluation["row_format"], "evaluation.")
+    check_stop_strings("evaluation", evaluation)
     items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")
     items_are(int, "evaluation", evaluation, "k")
     check_sampling(evaluation)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+from semrl_jax.data.stop_words import expand_stop_words
 from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, items_are, one_of
+from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")
 MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
@@ -25,7 +27,9 @@ def check(rollout: Section) -> None:
     one_of("rollout.engine", rollout["engine"], ENGINES)
     one_of("rollout.in_flight", rollout["in_flight"], ("wait", "abort", "keep"))
     one_of("rollout.weight_dtype", rollout["weight_dtype"], ("", "float32", "bfloat16"))
-    items_are(str, "rollout", rollout, "addresses")
+    items_are(str, "rollout", rollout, "addresses", "stop_words")
+    expand_stop_words(rollout["stop_words"])
+    check_stop_strings("rollout", rollout)
     items_are(int, "rollout", rollout, "stop_token_ids")
     for address in rollout["addresses"]:
         if not re.fullmatch(r".+:\d{1,5}", address):
@@ -56,6 +60,26 @@ def check(rollout: Section) -> None:
             f"rollout.max_staleness={rollout['max_staleness']} is not built yet: "
             "sampling ahead of the update is refused rather than ignored; set it to 0."
         )
+
+
+def check_stop_strings(name: str, section: Section) -> None:
+    """The field `stop_strings` of the section `name` is within the limits of the protocol."""
+    field, strings = f"{name}.stop_strings", section["stop_strings"]
+    items_are(str, name, section, "stop_strings")
+    at_most(f"number of {field}", len(strings), MAX_STOP_STRINGS)
+    for text in strings:
+        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+            raise UserError(
+                f"{field} has {text!r:.60} of {len(text)} characters; each has 1 to "
+                f"{MAX_STOP_CHARACTERS}."
+            )
+        if "\ufffd" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(
+                f"{field} has {text!r}, which is not valid Unicode text; U+FFFD stands for bytes "
+                "that are no text."
+            )
+        if strings.count(text) > 1:
+            raise UserError(f"{field} has {text!r} twice; keep one.")
 
 
 def _check_annealing(rollout: Section) -> None:

@@ -7,24 +7,24 @@ from semrl_jax.evaluation.samples import Sample
 
 def make_sample(problem=0, sample=0, correct=False, **fields) -> Sample:
     """A sample; `fields` replace its defaults."""
-    values = dict(
-        benchmark="sums",
-        problem=problem,
-        sample=sample,
-        question=f"What is {problem} + {problem}?",
-        reference=f"{2 * problem}",
-        problem_type="",
-        response="text",
-        extracted=None,
-        correct=correct,
-        score=float(correct),
-        boxed=False,
-        verifier_error="",
-        finish_reason="eos",
-        num_tokens=3,
-        mean_logprob=math.nan,
-        metrics={},
-    )
+    values = {
+        "benchmark": "sums",
+        "problem": problem,
+        "sample": sample,
+        "question": f"What is {problem} + {problem}?",
+        "reference": f"{2 * problem}",
+        "problem_type": "",
+        "response": "text",
+        "extracted": None,
+        "correct": correct,
+        "score": float(correct),
+        "boxed": False,
+        "verifier_error": "",
+        "finish_reason": "eos",
+        "num_tokens": 3,
+        "mean_logprob": math.nan,
+        "metrics": {},
+    }
     return Sample(**values | fields)
 
 

@@ -32,11 +32,11 @@ def test_draws_are_means_over_resampled_problems():
 
 
 def test_weights_are_resampled_with_their_values():
-    values, weights = [1.0, 0.0, 0.5], [1.0, 3.0, 0.0]
+    values, weights = [0.0, 1.0, 0.5], [1.0, 3.0, 0.0]
     draws = statistics.bootstrap({"x": figure(values, weights)}, "sums")["x"]
-    assert set(np.round(draws[~np.isnan(draws)], 9)) == {
-        0.0, 1.0, 0.25, round(2 / 5, 9), round(1 / 7, 9)
-    }  # fmt: skip
+    # One to three of the first two problems, in all proportions.
+    expected = {0.0, 1.0, 3 / 4, 3 / 5, 6 / 7}
+    assert set(np.round(draws[~np.isnan(draws)], 9)) == {round(value, 9) for value in expected}
     # A draw of only the third problem has no weight: (1/3)^3 of the draws.
     assert abs(np.isnan(draws).mean() - 1 / 27) < 0.02
     assert not math.isnan(statistics.interval(draws)[0])

@@ -19,6 +19,7 @@ MISTAKES = {
     "not built": (["--config.rollout.max_staleness=1"], "not built yet"),
     "model directory missing": (["--config.model.path=/nowhere"], "does not exist"),
     "stop token": (["--config.rollout.stop_token_ids=99"], "stop_token_ids has 99"),
+    "stop word": (["--config.rollout.stop_words=Answer"], "'Answer', which is not one token"),
     "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
     "mesh": (["--config.mesh.tensor=3"], "needs 3 devices, but 1 are there"),
     "engine": (["--config.rollout.jax_tensor_parallelism=16"], "product must be at most"),

@@ -47,6 +47,16 @@ def test_a_replica_without_annealing_is_refused_before_training(config):
     replicas._check_limits(dataclasses.replace(replica, sampling_kinds=("annealed",)), config)
 
 
+@pytest.mark.parametrize("section", ["rollout", "evaluation"])
+def test_a_replica_without_stop_strings_is_refused_before_training(config, section):
+    config[section].stop_strings = ("user",)
+    replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()
+    with pytest.raises(UserError, match=r"\(fake engine\) cannot end responses at rollout.stop_"):
+        replicas._check_limits(replica, config)
+    able = dataclasses.replace(replica, sampling_kinds=("stop_strings",))
+    replicas._check_limits(able, config)
+
+
 def test_a_replica_without_a_layer_is_refused_before_training(config):
     config.metrics.layers = (-1, 1)
     replica = FakeEngine(max_prompts=64, max_response_tokens=64).describe()

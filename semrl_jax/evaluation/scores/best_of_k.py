@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from semrl_jax.evaluation.interface import PerProblem
-from semrl_jax.evaluation.repeated import correct_counts, plan, subset_sizes
+from semrl_jax.evaluation.repeated import correct_counts, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
 
 __all__ = ["per_problem", "plan"]
@@ -24,7 +24,7 @@ MEAN_LOGPROB = "mean_logprob"  # the field of Sample, chosen from like the metri
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """The mean over all subsets of k samples, for each k of `evaluation.k` above 1.
+    """The mean over all subsets of k samples, for each k of `sizes_above_one`.
 
     The values chosen by are those in `Sample.metrics` (a reward model's is "reward_model") and
     `mean_logprob`. A NaN is chosen last. Equal values are chosen equally often.
@@ -37,9 +37,9 @@ def per_problem(
       `best@<k>/chance`: mean accuracy.
 
     Raises:
-      ValueError: if a problem has fewer than k samples.
+      UserError: if a problem has fewer than k samples.
     """
-    sizes = [k for k in subset_sizes(problems, options) if k > 1]
+    sizes = sizes_above_one(problems, options)
     names = sorted({name for samples in problems for sample in samples for name in sample.metrics})
     chance = correct_counts(problems) / np.maximum([len(s) for s in problems], 1)
     figures = {f"best@{k}/chance": PerProblem(chance, with_error=True) for k in sizes}

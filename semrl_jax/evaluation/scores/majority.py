@@ -9,7 +9,7 @@ import ml_collections
 import numpy as np
 
 from semrl_jax.evaluation.interface import PerProblem
-from semrl_jax.evaluation.repeated import log_factorials, plan, subset_sizes
+from semrl_jax.evaluation.repeated import log_factorials, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.rewards.extraction import normalize_answer
 
@@ -19,10 +19,10 @@ __all__ = ["per_problem", "plan"]
 def per_problem(
     problems: Sequence[Sequence[Sample]], options: ml_collections.ConfigDict
 ) -> dict[str, PerProblem]:
-    """`maj@<k>` in [0, 1] for each k of `evaluation.k`: the mean over all subsets of k samples.
+    """`maj@<k>` in [0, 1] for each k of `sizes_above_one`: the mean over all subsets of k samples.
 
     Raises:
-      ValueError: if a problem has fewer than k samples.
+      UserError: if a problem has fewer than k samples.
     """
     votes = [votes_of(samples) for samples in problems]
     return {
@@ -30,7 +30,7 @@ def per_problem(
             np.array([majority_accuracy(found, len(s), k) for found, s in zip(votes, problems)]),
             with_error=True,
         )
-        for k in subset_sizes(problems, options)
+        for k in sizes_above_one(problems, options)
     }
 
 

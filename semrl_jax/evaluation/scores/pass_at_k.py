@@ -21,7 +21,7 @@ def per_problem(
     """`pass@<k>` in [0, 1] for each k of `evaluation.k`.
 
     Raises:
-      ValueError: if a problem has fewer than k samples.
+      UserError: if a problem has fewer than k samples.
     """
     counts = [(len(s), c) for s, c in zip(problems, correct_counts(problems).tolist())]
     return {

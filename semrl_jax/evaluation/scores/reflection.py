@@ -16,7 +16,7 @@ __all__ = ["per_problem", "plan"]
 # Those that the reference implementation counts (sh/collect_results.py); it counts them within
 # words too, such as "wait" in "waiter".
 WORDS = ("recheck", "rethink", "try again", "wait", "alternatively", "retry", "however")
-_WORDS = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
+_WORDS = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 
 
 def per_problem(
@@ -30,9 +30,16 @@ def per_problem(
     """
     return {
         "responses/reflection_fraction": over_responses(
-            problems, lambda sample: float(_WORDS.search(sample.response) is not None)
+            problems, lambda sample: float(count(sample.response) > 0)
         ),
         "responses/reflection_words": over_responses(
-            problems, lambda sample: len(_WORDS.findall(sample.response))
+            problems, lambda sample: count(sample.response)
         ),
     }
+
+
+def count(text: str) -> int:
+    """How often WORDS occur in the text, as whole words in any case."""
+    text = text.lower()
+    # Most responses have none, and the search for plain texts is much faster.
+    return len(_WORDS.findall(text)) if any(word in text for word in WORDS) else 0

@@ -53,6 +53,7 @@ def loops(text: str) -> bool:
         size = max(MIN_TURNS * period, MIN_CHARACTERS)
         if size > len(text):
             return False
-        if text[-size + period :] == text[-size:-period]:
+        # The first comparison is fast and decides most cases.
+        if text[-1] == text[-1 - period] and text[-size + period :] == text[-size:-period]:
             return True
     return False

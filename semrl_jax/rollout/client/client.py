@@ -200,7 +200,7 @@ class RolloutClient(contextlib.AbstractContextManager):
           UserError, ValueError: a replica refuses the call permanently, or cannot send such states.
         """
         self._check_kinds(hidden_states)
-        self._check_annealing(sampling)
+        self._check_sampling(sampling)
         call = codec.GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
         return dispatch(call, self._replicas, self._counters, self._waits, resync)
 
@@ -227,14 +227,22 @@ class RolloutClient(contextlib.AbstractContextManager):
                         "from this release."
                     )
 
-    def _check_annealing(self, sampling: SamplingParams) -> None:
-        """Refuses an annealed temperature, which a replica of an earlier release would ignore."""
-        for replica in self._replicas if sampling.annealing else ():
-            if replica.description and "annealed" not in replica.description.sampling_kinds:
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """Refuses kinds of sampling that a replica of an earlier release would ignore."""
+        for replica in self._replicas:
+            if (description := replica.description) is None:
+                continue
+            if sampling.annealing and "annealed" not in description.sampling_kinds:
                 raise UserError(
-                    f"{replica.name} has no annealed temperature ({replica.description.engine} "
+                    f"{replica.name} has no annealed temperature ({description.engine} "
                     "engine); leave sampling.annealing out, or start a replica with the JAX "
                     "engine of this release."
+                )
+            if sampling.stop_strings and "stop_strings" not in description.sampling_kinds:
+                raise UserError(
+                    f"{replica.name} cannot end responses at stop strings ({description.engine} "
+                    "engine); leave sampling.stop_strings out, or start a replica from this "
+                    "release."
                 )
 
     def _await_replica(self, replica: Replica, deadline: float) -> None:

@@ -6,7 +6,8 @@ Each slot of the batch holds the KV cache of one response. Every step of the loo
 2. resizes the slots (`resize_slots`): the cache grows with the longest response, and once no prompt
    waits the batch shrinks with the number of running responses,
 3. generates up to `chunk` tokens in every slot (`decode_chunk`), and
-4. collects the responses that have ended, which frees their slots.
+4. collects the responses that have ended, which frees their slots. Stop strings are found here:
+   tokens that were sampled after one are dropped, and the slot is made inactive.
 
 The schedule depends on the requests and on the sampled lengths only, never on time.
 
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,6 +30,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from semrl_jax.data import StopMatcher
 from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
 from semrl_jax.models.sharding import activation_spec
 from semrl_jax.rollout.engines.sampling import (
@@ -321,6 +324,7 @@ class _Response:
     # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
+    matcher: StopMatcher | None = None  # if the call has stop strings
 
     @property
     def num_tokens(self) -> int:
@@ -334,6 +338,7 @@ class DecodingCall:
       policy, params: the model; the slots are split over the policy's mesh.
       max_batch: limit on the slots of all devices; rounded up to a power of two.
       chunk: tokens generated per step and slot.
+      new_matcher: makes the matcher of a response; None if the call has no stop strings.
     """
 
     def __init__(
@@ -344,6 +349,7 @@ class DecodingCall:
         *,
         max_batch: int,
         chunk: int,
+        new_matcher: Callable[[], StopMatcher] | None = None,
     ):
         _limit_programs()
         self._policy = policy
@@ -356,6 +362,7 @@ class DecodingCall:
             for kind in ("prefill", "decode")
         )
         self._chunk = chunk
+        self._new_matcher = new_matcher
         self._started = time.monotonic()
         self._waiting = collections.deque(call.requests)
         longest_prompt = max(len(request.prompt_ids) for request in call.requests)
@@ -423,7 +430,8 @@ class DecodingCall:
             token_ids[index, -len(request.prompt_ids) :] = request.prompt_ids
             segment_ids[index, -len(request.prompt_ids) :] = 1
             keys[index] = request.seed >> 32, request.seed & 0xFFFFFFFF
-            self._running[slot] = _Response(request)
+            matcher = self._new_matcher() if self._new_matcher else None
+            self._running[slot] = _Response(request, matcher=matcher)
         # A padding row has one token, because the softmax over no token is not finite.
         segment_ids[num_prompts:, -1] = 1
         self._slots, prompt_states = prefill_and_insert(
@@ -487,17 +495,26 @@ class DecodingCall:
             if response is None:
                 continue
             num_new = int(generated[slot]) - response.num_tokens
+            is_stopped = False
+            if response.matcher:
+                num_kept = response.matcher.feed(chunk.token_ids[slot, :num_new].tolist())
+                is_stopped, num_new = num_kept is not None, num_kept or num_new
             response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
-            if not active[slot]:
+            if is_stopped or not active[slot]:
                 self._running[slot] = None
                 last_token = int(chunk.token_ids[slot, num_new - 1])
-                ended.append(self._rollout(response, self._finish_reason(last_token)))
+                ended.append(self._rollout(response, self._finish_reason(last_token, is_stopped)))
+        is_running = np.array([response is not None for response in self._running])
+        if (active & ~is_running).any():
+            kept = jax.device_put(active & is_running, self._slots.active.sharding)
+            self._slots = self._slots._replace(active=kept)
         return ended
 
-    def _finish_reason(self, last_token: int) -> FinishReason:
+    def _finish_reason(self, last_token: int, is_stopped: bool) -> FinishReason:
         if last_token in self._call.sampling.eos_token_ids:
             return "eos"
-        return "stop" if last_token in self._call.sampling.stop_token_ids else "length"
+        is_stopped |= last_token in self._call.sampling.stop_token_ids
+        return "stop" if is_stopped else "length"
 
     def _rollout(self, response: _Response, reason: FinishReason) -> Rollout:
         request, version = response.request, self._call.version

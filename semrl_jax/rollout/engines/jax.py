@@ -6,12 +6,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.models import (
     AXES,
     Params,
@@ -39,6 +41,7 @@ class JaxEngine(Engine):
         takes the first device. Responses are split over the data axes (a power of two in total),
         parameters, heads and vocabulary over `tensor`, as far as `check_mesh` permits.
       tokenizer_hash: of the tokenizer that the token ids belong to.
+      tokens: of that tokenizer; None: the engine takes no stop strings.
       max_batch, chunk: as in `DecodingCall`.
       max_prompts: limit on the responses of a call.
       max_prompt_tokens, max_response_tokens: limits per response.
@@ -52,6 +55,7 @@ class JaxEngine(Engine):
         *,
         mesh: Mesh | None = None,
         tokenizer_hash: str = "",
+        tokens: TokenBytes | None = None,
         max_batch: int = 64,
         chunk: int = 16,
         max_prompts: int = 65_536,
@@ -72,11 +76,12 @@ class JaxEngine(Engine):
             layers=(*range(policy.config.num_layers + 1), -1),
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling", "raw"),
-            sampling_kinds=("annealed",),
+            sampling_kinds=("annealed",) if tokens is None else ("annealed", "stop_strings"),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
         )
+        self._tokens = tokens
         self._max_batch = max_batch
         self._chunk = chunk
         self._device_lock = device_lock or contextlib.nullcontext()
@@ -122,9 +127,17 @@ class JaxEngine(Engine):
         self._params = None
 
     def _start(self, call: GenerateCall) -> DecodingCall:
+        stop_strings, new_matcher = call.sampling.stop_strings, None
+        if stop_strings:
+            new_matcher = functools.partial(StopMatcher, self._tokens, stop_strings)
         with self._device_lock:
             return DecodingCall(
-                self._policy, self._params, call, max_batch=self._max_batch, chunk=self._chunk
+                self._policy,
+                self._params,
+                call,
+                max_batch=self._max_batch,
+                chunk=self._chunk,
+                new_matcher=new_matcher,
             )
 
     def _locked_step(self, decoding: DecodingCall) -> Callable[[], list[Rollout]]:

@@ -26,6 +26,7 @@ import ml_dtypes  # noqa: F401 - bfloat16 in NumPy
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.memory import available_bytes
@@ -89,6 +90,7 @@ class VllmModel:
     vocab_size: int
     hidden_size: int
     num_layers: int
+    tokens: TokenBytes | None = None  # of the tokenizer; None: the engine takes no stop strings
 
 
 class VllmEngine(Engine):
@@ -126,6 +128,7 @@ class VllmEngine(Engine):
             layers=(-1, model.num_layers),
             state_kinds=("decode", "prefill"),
             logprob_kinds=("sampling",),
+            sampling_kinds=() if model.tokens is None else ("stop_strings",),
             max_prompts=max_prompts,
             max_prompt_tokens=max_prompt_tokens,
             max_response_tokens=max_response_tokens,
@@ -324,18 +327,24 @@ class VllmEngine(Engine):
             self._running.add(request_id)
             try:
                 with _engine_errors():
-                    output = await self._last_output(
+                    output, num_kept = await self._last_output(
                         request_id, prompt, seed, sampling, kinds, slot, tag
                     )
             finally:
                 self._running.discard(request_id)
-            ids = np.array(output.token_ids, np.int32)
+            ids = np.array(output.token_ids[:num_kept], np.int32)
             rows = self._rows(kinds, slot, tag, len(prompt), len(ids))
-        logprobs = np.array(output.logprobs.logprobs if len(ids) else (), np.float32)
+        logprobs = np.array(output.logprobs.logprobs[:num_kept] if len(ids) else (), np.float32)
         assert len(logprobs) == len(ids), "one log-probability per token was asked for"
-        return _Sample(
-            ids, logprobs, _finish_reason(output, sampling), output.weight_versions or [], rows
-        )
+        reason = _finish_reason(output, sampling)
+        if num_kept is not None:  # by a stop string
+            reason = "eos" if ids[-1] in sampling.eos_token_ids else "stop"
+        spans = [
+            (span.version, span.start, min(span.end, len(ids)))
+            for span in output.weight_versions or ()
+            if span.start < len(ids)
+        ]
+        return _Sample(ids, logprobs, reason, spans, rows)
 
     def _rows(
         self, kinds: Sequence[str], slot: int | None, tag: int, prompt_len: int, num_tokens: int
@@ -363,7 +372,14 @@ class VllmEngine(Engine):
                 "those of fewer samples at once."
             )
 
-    async def _last_output(self, request_id, prompt, seed, sampling, kinds, slot, tag) -> Any:
+    async def _last_output(
+        self, request_id, prompt, seed, sampling, kinds, slot, tag
+    ) -> tuple[Any, int | None]:
+        """The final output, and how many of its tokens stay if a stop string ended it, else None.
+
+        vLLM sees token ids only. A request is therefore aborted at a stop string, and the tokens
+        that it sampled until then are dropped.
+        """
         import vllm
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -381,14 +397,29 @@ class VllmEngine(Engine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # An output has all tokens so far. Without stop strings, only the last one is needed.
+            output_kind=RequestOutputKind.CUMULATIVE
+            if sampling.stop_strings
+            else RequestOutputKind.FINAL_ONLY,
             extra_args=extra if kinds else None,
             # Tokens read from the prefix cache are not computed, so they would have no states.
             skip_reading_prefix_cache=wants_prompt,
         )
-        outputs = self._llm.generate(tokens_input(prompt.tolist()), params, request_id)
-        (output,) = [found async for found in outputs]
-        return output.outputs[0]
+        matcher = None
+        if sampling.stop_strings:
+            matcher = StopMatcher(self._model.tokens, sampling.stop_strings)
+        num_read, num_kept = 0, None
+        async for found in self._llm.generate(tokens_input(prompt.tolist()), params, request_id):
+            output = found.outputs[0]
+            if matcher and num_kept is None:
+                new_ids = list(output.token_ids[num_read:])
+                count = matcher.feed(new_ids)
+                if count is not None:
+                    num_kept = num_read + count
+                    if not found.finished:
+                        await self._llm.abort(request_id)
+                num_read += len(new_ids)
+        return output, num_kept
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[int]:
@@ -405,7 +436,7 @@ class VllmEngine(Engine):
         hidden_states: HiddenStateParams,
         started: float,
     ) -> Rollout:
-        spans = [VersionSpan(self._versions[s.version], s.start, s.end) for s in found.spans]
+        spans = [VersionSpan(self._versions[label], *span) for label, *span in found.spans]
         planes = {}
         for kind, rows in found.rows.items():
             plane = self._as_states(rows, hidden_states.dtype)
@@ -452,7 +483,7 @@ class _Sample:
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
-    spans: Sequence[Any]  # vLLM's WeightVersionSpan
+    spans: Sequence[tuple[str, int, int]]  # vLLM's label of the weights, first token, end
     rows: dict[str, np.ndarray]  # uint8 [T, bytes] by kind of state
 
 

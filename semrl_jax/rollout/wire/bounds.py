@@ -15,7 +15,12 @@ from google.protobuf.message import DecodeError, Message
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.codec import LimitExceeded
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.types import ReplicaDescription, TensorSpec
+from semrl_jax.types import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    ReplicaDescription,
+    TensorSpec,
+)
 
 MAX_SMALL_BYTES = 4096  # of a message that carries no arrays or prompts
 _MAX_DESCRIPTION_BYTES = 1 << 20
@@ -159,6 +164,13 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
     max_prompt_bytes = _VARINT_BYTES * (limits.max_prompt_tokens + _SLACK)
     max_sample_bytes = _UTF8_BYTES * codec.MAX_NAME_LENGTH + 256
     num_entries = limits.max_prompts + _SLACK
+    sampling = Bounds(
+        pb.SamplingParams,
+        _MAX_PARAMS_BYTES,
+        eos_token_ids=(codec.MAX_END_TOKENS + _SLACK, _MAX_PARAMS_BYTES),
+        stop_token_ids=(codec.MAX_END_TOKENS + _SLACK, _MAX_PARAMS_BYTES),
+        stop_strings=(MAX_STOP_STRINGS + _SLACK, _UTF8_BYTES * (MAX_STOP_CHARACTERS + _SLACK)),
+    )
     bounds = Bounds(
         pb.GenerateRequest,
         min(
@@ -166,7 +178,7 @@ def _generate_reader(limits: ReplicaDescription) -> Reader:
             4 * _MAX_PARAMS_BYTES + num_entries * (max_prompt_bytes + max_sample_bytes),
         ),
         version=(1, _MAX_PARAMS_BYTES),
-        sampling=(1, _MAX_PARAMS_BYTES),
+        sampling=(1, sampling),
         hidden_states=(1, _MAX_PARAMS_BYTES),
         metrics=(1, _MAX_PARAMS_BYTES),
         prompts=(num_entries, max_prompt_bytes),

@@ -18,6 +18,8 @@ from semrl_jax.metrics.records import decode, encode
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
     TOKEN_ARRAYS,
     Annealing,
     HiddenStateParams,
@@ -33,8 +35,9 @@ from semrl_jax.types import (
 )
 
 PROTOCOL_MAJOR = 1
-# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing
-PROTOCOL_MINOR = 4
+# 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
+# 1.5: stop strings
+PROTOCOL_MINOR = 5
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -495,10 +498,30 @@ def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> 
             raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
         ids = np.array(getattr(message, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
+    _check_stop_strings(message.stop_strings, limits)
     annealing = None
     if message.HasField("annealing"):
         annealing = _decode_annealing(message.annealing, limits)
     return _record(SamplingParams, message, annealing=annealing)
+
+
+def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:
+    if not strings:
+        return
+    _check_choice("sampling", ["stop_strings"], limits.sampling_kinds)
+    name = "sampling.stop_strings"
+    if len(strings) > MAX_STOP_STRINGS:
+        raise LimitExceeded(f"{name} has {len(strings)} texts; at most {MAX_STOP_STRINGS}.")
+    for text in strings:
+        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"{name} has {quoted(text)} of {len(text)} characters; each has 1 to "
+                f"{MAX_STOP_CHARACTERS}."
+            )
+        if "\ufffd" in text:  # what decodes to it may change with the next token
+            raise ValueError(f"{name} has {quoted(text)}, which contains U+FFFD.")
+    if len(set(strings)) < len(strings):
+        raise ValueError(f"{name}={quoted(strings)} has an entry twice.")
 
 
 def _decode_annealing(message: pb.Annealing, limits: ReplicaDescription) -> Annealing:

@@ -80,6 +80,13 @@ def test_a_replica_that_would_ignore_the_annealing_is_not_asked(world):
         client.generate(make_requests(), annealed, version=sync(client))
 
 
+def test_a_replica_that_would_ignore_stop_strings_is_not_asked(world):
+    client = world.client(world.replica())
+    stopping = SamplingParams(16, stop_strings=("user",))
+    with pytest.raises(UserError, match=r"cannot end responses at stop strings \(fake engine\)"):
+        client.generate(make_requests(), stopping, version=sync(client))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("model_hash", "another"), ("tokenizer_hash", "another"), ("vocab_size", 102)],

@@ -7,14 +7,18 @@ or lengths differ; every test of states here has both.
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
-from semrl_jax import models
+from semrl_jax import data, models
+from semrl_jax.errors import UserError
 from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.rollout.client import RolloutClient
@@ -250,6 +254,86 @@ def test_an_annealed_temperature_counts_the_tokens_of_each_response(policy, para
             expected = chosen - np.log(np.exp(scaled).sum(axis=1))
             # As above, and logits divided by temperatures down to 0.2.
             np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """31 tokens: two special ones, letters, pieces of words, and the bytes of a character."""
+    names = ["<pad>", "<eos>", "c", *"abdefgh", *(x + y for x in "abd" for y in "abd")]
+    names += ["äĲ", "Ĺ", "Ġ", "Ċ", "abdab", *"ijklmno"]  # the first two are the bytes of 中
+    assert len(names) == 31
+    vocabulary = {name: i for i, name in enumerate(names)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token=None
+    )
+
+
+def up_to_stop(tokenizer, rollout, sampling):
+    """The length and the finish reason, by decoding every prefix."""
+    for count in range(1, len(rollout.response_ids) + 1):
+        text = tokenizer.decode(rollout.response_ids[:count], skip_special_tokens=True)
+        if any(stop_string in text for stop_string in sampling.stop_strings):
+            return count, "eos" if rollout.response_ids[count - 1] == EOS else "stop"
+    return len(rollout.response_ids), rollout.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "chunk"),
+    [
+        (8, 7),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(64, 1), (8, 3), (64, 40)]),
+    ],
+)
+def test_stop_strings_end_responses_whatever_the_chunk(policy, params, tokenizer, max_batch, chunk):
+    """What is kept are the tokens, log-probabilities and states of the call without them."""
+    sampling = SamplingParams(40, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+    states = HiddenStateParams((-1,), "float32")
+    options = {"max_batch": max_batch, "chunk": chunk, "tokens": data.TokenBytes(tokenizer)}
+    stopping = dataclasses.replace(sampling, stop_strings=("bad", "中", "ab d", "i", "o\n"))
+    with synced_client(policy, params, **options) as (client, version):
+        whole = list(client.generate(make_requests(), sampling, states, version=version))
+        before = decoding.decode_chunk._cache_size()
+        found = list(client.generate(make_requests(), stopping, states, version=version))
+        again = list(client.generate(make_requests(), stopping, states, version=version))
+        assert decoding.decode_chunk._cache_size() == before  # stops compile nothing
+    assert as_bytes(found) == as_bytes(again)
+    found = {rollout.sample_id: rollout for rollout in found}
+    ends = []
+    for expected in whole:
+        actual = found[expected.sample_id]
+        length, reason = up_to_stop(tokenizer, expected, stopping)
+        ends.append((length < len(expected.response_ids), reason, length % chunk))
+        assert actual.finish_reason == reason
+        np.testing.assert_array_equal(actual.response_ids, expected.response_ids[:length])
+        for field in ("rollout_logprobs", "rollout_raw_logprobs", "hidden_states"):
+            values = getattr(expected, field)[:length]
+            # Slots that become free earlier give other batches, and sums in another order.
+            np.testing.assert_allclose(getattr(actual, field), values, rtol=1e-5, atol=1e-5)
+        assert [(span.start, span.end) for span in actual.versions] == [(0, length)]
+    assert sum(is_cut for is_cut, *_ in ends) > 5
+    assert {reason for _, reason, _ in ends} == {"eos", "stop", "length"}
+    assert chunk == 1 or len({place for is_cut, _, place in ends if is_cut}) > 2
+
+
+def test_a_slot_that_a_stop_string_freed_is_inactive(policy, params, tokenizer):
+    """Otherwise the device would go on with a response that nobody reads."""
+    sampling = SamplingParams(64, eos_token_ids=(EOS,))  # programs of the test below
+    call = make_call(policy, params, make_requests(8, 4), sampling)
+    call._new_matcher = lambda: data.StopMatcher(data.TokenBytes(tokenizer), ("a", "b", "c"))
+    num_stopped = 0
+    while not call.done:
+        num_stopped += sum(rollout.finish_reason == "stop" for rollout in call.step())
+        assert [bool(r) for r in call._running] == np.asarray(call._slots.active).tolist()
+    assert num_stopped > 20
+
+
+def test_an_engine_without_tokenizer_takes_no_stop_strings(policy, params):
+    with synced_client(policy, params) as (client, version):
+        stopping = SamplingParams(4, stop_strings=("a",))
+        with pytest.raises(UserError, match="cannot end responses at stop strings"):
+            client.generate(make_requests(1, 1), stopping, version=version)
 
 
 def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):

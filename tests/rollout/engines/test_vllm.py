@@ -18,6 +18,9 @@ import transformers
 from semrl_jax import data, models
 from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.records import encode
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
@@ -207,6 +210,54 @@ def test_states_and_logprobs_are_those_of_a_forward_pass(client, model):
         (span,) = rollout.versions
         assert (span.version, span.start, span.end) == (version, 0, length)
     assert_right(ended.values(), model)
+
+
+def first_stop(model, ids, stop_strings):
+    """Number of tokens of the shortest prefix whose text contains a stop string, or None."""
+    for count in range(1, len(ids) + 1):
+        text = model.tokenizer.decode(ids[:count], skip_special_tokens=True)
+        if any(stop_string in text for stop_string in stop_strings):
+            return count
+    return None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_stop_strings_end_responses_where_the_jax_engine_ends_them(client, model, temperature):
+    """Text over several tokens; greedy responses equal those of the JAX engine."""
+    version = model.sync(client, 0)
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+    requests = requests_of(random_prompts(model, [1, 7, 30, 65, 130, 200], seed=5), 2)
+    long = sampled(client, version, requests, sampling, BOTH)
+    texts = [
+        model.tokenizer.decode(r.response_ids, skip_special_tokens=True) for r in long.values()
+    ]
+    stops = tuple({text[2:5] for text in texts} - {""})  # special tokens: no text
+    stopping = dataclasses.replace(sampling, stop_strings=stops)
+    ended = sampled(client, version, requests, stopping, BOTH)
+    reasons = collections.Counter()
+    for sample_id, rollout in ended.items():
+        ids = long[sample_id].response_ids
+        stop = first_stop(model, ids, stops)
+        length, reason = (64, "length") if stop is None else (stop, "stop")
+        reasons[reason] += 1
+        assert rollout.finish_reason == reason
+        np.testing.assert_array_equal(rollout.response_ids, ids[:length])
+        (span,) = rollout.versions
+        assert (span.version, span.start, span.end) == (version, 0, length)
+    assert reasons["stop"] >= 6
+    assert_right(ended.values(), model, sampling)
+    if temperature == 0:
+        engine = JaxEngine(
+            model.policy, tokens=data.TokenBytes(model.tokenizer), max_prompt_tokens=200
+        )
+        with EmbeddedReplica(engine) as replica:
+            with RolloutClient(
+                (replica.address,), replica.token, run_id="r", attempt_id="a"
+            ) as own:
+                expected = sampled(own, model.sync(own, 0), requests, stopping, BOTH)
+        for sample_id, rollout in ended.items():
+            assert rollout.finish_reason == expected[sample_id].finish_reason
+            np.testing.assert_array_equal(rollout.response_ids, expected[sample_id].response_ids)
 
 
 def test_cached_prefixes_change_nothing(client, model):

@@ -12,10 +12,13 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.metrics.names import METHODS, ORDERS, WINDOWS
 from semrl_jax.metrics.names import METRICS as KINDS
 from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.bounds import request_readers
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
     FINISH_REASONS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
     Annealing,
     HiddenStateParams,
     MetricParams,
@@ -419,6 +422,57 @@ def test_bad_request_is_refused(change, error, match):
         change_request(change)
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
+
+
+def with_stop_strings(strings, kinds=("stop_strings",)):
+    """The stop strings of a request as a replica decodes them."""
+    call = make_call()
+    sampling = dataclasses.replace(call.sampling, stop_strings=tuple(strings))
+    limits = dataclasses.replace(LIMITS, sampling_kinds=kinds)
+    data = codec.encode_request(call._replace(sampling=sampling)).SerializeToString()
+    return request_readers(limits, ())["Generate"].read(data).sampling.stop_strings
+
+
+@given(
+    strings=st.lists(
+        st.text(
+            st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"),
+            min_size=1, max_size=MAX_STOP_CHARACTERS,
+        ),
+        unique=True, max_size=MAX_STOP_STRINGS,
+    )
+)  # fmt: skip
+def test_stop_strings_round_trip(strings):
+    assert with_stop_strings(strings) == tuple(strings)
+
+
+def test_the_longest_stop_strings_are_taken():
+    longest = [chr(0x1F600 + i) * MAX_STOP_CHARACTERS for i in range(MAX_STOP_STRINGS)]
+    assert with_stop_strings(longest) == tuple(longest)
+
+
+@pytest.mark.parametrize(
+    ("strings", "match"),
+    [
+        (map(str, range(65)), "sampling.stop_strings has 65 texts; at most 64"),
+        (map(str, range(90)), "SamplingParams.stop_strings: more than 80 came"),
+        (["a", ""], "has '' of 0 characters; each has 1 to 128"),
+        (["a" * 129], "of 129 characters; each has 1 to 128"),
+        (["a" * 600], "SamplingParams.stop_strings has 600 bytes; at most 576"),
+        (["a\ufffd"], "contains U.FFFD"),
+        (["a", "b", "a"], "has an entry twice"),
+    ],
+)
+def test_bad_stop_strings_are_refused(strings, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        with_stop_strings(strings)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_stop_strings_that_the_engine_has_not_are_refused():
+    with pytest.raises(ValueError, match=r"sampling has 'stop_strings'; the replica has \['ann"):
+        with_stop_strings(["a"], kinds=("annealed",))
+    assert with_stop_strings([], kinds=()) == ()
 
 
 ANNEALING = Annealing(1.2, 0.1, 10, 25.0)

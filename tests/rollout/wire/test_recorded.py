@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.4 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 1.5 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -123,6 +123,10 @@ FINAL_ONLY = dataclasses.replace(
 )
 ANNEALED = dataclasses.replace(SAMPLING, annealing=Annealing(1.25, 0.125, 10, 525.0))  # 1.4
 ANNEALS = dataclasses.replace(DESCRIPTION, protocol_minor=4, sampling_kinds=("annealed",))
+STOPPED = dataclasses.replace(SAMPLING, stop_strings=("Question:", "\n答"))  # 1.5
+STOPS = dataclasses.replace(
+    DESCRIPTION, protocol_minor=5, sampling_kinds=("annealed", "stop_strings")
+)
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -197,6 +201,16 @@ def messages_of_1_4():
         "describe_response_annealed": codec.encode_description(ANNEALS),
         "generate_request_annealed": codec.encode_request(
             GenerateCall(REQUESTS, ANNEALED, STATES, VERSION)
+        ),
+    }
+
+
+def messages_of_1_5():
+    """Messages that version 1.4 did not have."""
+    return {
+        "describe_response_stops": codec.encode_description(STOPS),
+        "generate_request_stopped": codec.encode_request(
+            GenerateCall(REQUESTS, STOPPED, STATES, VERSION)
         ),
     }
 
@@ -279,6 +293,13 @@ def test_request_with_an_annealed_temperature():
     assert codec.decode_request(request, ANNEALS).sampling == ANNEALED
 
 
+def test_request_with_stop_strings():
+    description = recorded("describe_response_stops", pb.DescribeResponse, "1.5")
+    assert codec.decode_description(description) == STOPS
+    request = recorded("generate_request_stopped", pb.GenerateRequest, "1.5")
+    assert codec.decode_request(request, STOPS).sampling == STOPPED
+
+
 def test_weight_update():
     begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
@@ -312,6 +333,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
         "1.2": messages_of_1_2(),
         "1.3": messages_of_1_3(),
         "1.4": messages_of_1_4(),
+        "1.5": messages_of_1_5(),
     }
     for version, known in written.items():
         for name, message in known.items():
@@ -321,6 +343,9 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True)
-    parts = (messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4())
+    parts = (
+        messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4(),
+        messages_of_1_5(),
+    )  # fmt: skip
     for name, message in {name: part[name] for part in parts for name in part}.items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

@@ -85,7 +85,7 @@ class Annealing(_message.Message):
     def __init__(self, maximum: _Optional[float] = ..., minimum: _Optional[float] = ..., warmup_tokens: _Optional[int] = ..., decay_tokens: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "eos_token_ids", "stop_token_ids", "annealing")
+    __slots__ = ("temperature", "top_p", "top_k", "max_tokens", "eos_token_ids", "stop_token_ids", "annealing", "stop_strings")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class SamplingParams(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ANNEALING_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -100,7 +101,8 @@ class SamplingParams(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     annealing: Annealing
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., annealing: _Optional[_Union[Annealing, _Mapping]] = ...) -> None: ...
+    stop_strings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., annealing: _Optional[_Union[Annealing, _Mapping]] = ..., stop_strings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HiddenStateParams(_message.Message):
     __slots__ = ("layers", "dtype", "kinds")

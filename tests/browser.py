@@ -1,0 +1,102 @@
+"""A headless Chromium for tests of pages, controlled over the pipe of its debugging protocol."""
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--remote-debugging-pipe",
+)  # fmt: skip
+
+
+class Page:
+    """A page that is open in the browser."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def run(self, script):
+        """The JSON value of a JavaScript expression; promises are awaited."""
+        found = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def screenshot(self, file, width=1300, height=900, dark=False):
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+
+
+@contextlib.contextmanager
+def open_page(file, profile):
+    """Opens a file by its file:// address, and waits until it is loaded."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    assert browser, "install Chromium"
+    reads, commands = os.pipe()
+    answers, writes = os.pipe()
+
+    def connect():  # the browser reads from descriptor 3 and writes to 4
+        saved = os.dup(reads), os.dup(writes)
+        os.dup2(saved[0], 3)
+        os.dup2(saved[1], 4)
+
+    process = subprocess.Popen(
+        [browser, *OPTIONS, f"--user-data-dir={profile}", "about:blank"],
+        preexec_fn=connect, close_fds=False, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    os.close(reads)
+    os.close(writes)
+    buffer, number, loaded = b"", 0, False
+
+    def receive():
+        nonlocal buffer, loaded
+        while b"\0" not in buffer:
+            data = os.read(answers, 1 << 20)
+            assert data, "the browser ended"
+            buffer += data
+        message, _, buffer = buffer.partition(b"\0")
+        message = json.loads(message)
+        loaded |= message.get("method") == "Page.loadEventFired"
+        return message
+
+    def call(method, session=None, **params):
+        nonlocal number
+        number += 1
+        request = {"id": number, "method": method, "params": params}
+        if session:
+            request["sessionId"] = session
+        os.write(commands, json.dumps(request).encode() + b"\0")
+        while (message := receive()).get("id") != number:
+            pass
+        assert "error" not in message, message["error"]
+        return message["result"]
+
+    # A browser that hangs ends the test instead of blocking it.
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(120)
+    try:
+        target = call("Target.createTarget", url="about:blank")["targetId"]
+        session = call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        call("Page.enable", session)
+        loaded = False
+        call("Page.navigate", session, url=file.as_uri())
+        while not loaded:
+            receive()
+        yield Page(lambda method, **params: call(method, session, **params))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        os.close(commands)
+        os.close(answers)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,146 @@
+"""A real browser sorts, filters, searches and expands the page, and executes no response."""
+
+import ml_collections
+import pytest
+
+from semrl_jax.evaluation import page, results
+from semrl_jax.evaluation.scores import mean_at_n
+from tests.browser import open_page
+from tests.evaluation.making import make_sample
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'"
+
+# Functions for the tests; each click waits until the page was drawn again.
+HELPERS = """
+const all = (selector) => [...document.querySelectorAll(selector)];
+const cells = (column) =>
+  all("#problems tr.problem").map((tr) => tr.children[column].textContent.replace(/[▸▾]/, ""));
+const choose = (id, value) => {
+  byId(id).selectedIndex = [...byId(id).options].findIndex((option) => option.text === value);
+  byId(id).dispatchEvent(new Event("change"));
+};
+const sortBy = (name) =>
+  all("#problems th button").find((button) => button.textContent.startsWith(name)).click();
+const find = async (text) => {
+  byId("search").value = text;
+  byId("search").dispatchEvent(new Event("input"));
+  await new Promise((resolve) => setTimeout(resolve, 400));
+};
+0
+"""
+
+
+def samples_of(better):
+    """60 problems of sums with 0, 1 or 2 of 2 correct, and one hostile problem."""
+    samples = [
+        make_sample(
+            p, s, s < (p + better) % 3,
+            extracted=f"{2 * p}", num_tokens=100 - p, problem_type=("Algebra", "Geometry")[p % 2],
+            response=f"Response \\frac{{{p}}}{{7}} of sample {s}.\nDone.",
+            metrics={"effective_rank": p + 0.5},
+        )
+        for p in range(60)
+        for s in range(2)
+    ]  # fmt: skip
+    return [
+        *samples,
+        make_sample(0, 0, True, benchmark="hostile", question=HOSTILE, response=HOSTILE,
+                    extracted=HOSTILE, reference=HOSTILE, finish_reason=HOSTILE),
+    ]  # fmt: skip
+
+
+def write(file, num_policies=1):
+    policies = {f"policy {i}": samples_of(i) for i in range(num_policies)}
+    options = ml_collections.ConfigDict({"k": (1,)})
+    found = {name: results.results(s, [mean_at_n], options) for name, s in policies.items()}
+    page.write_page(file, policies, found, "Evaluation")
+
+
+def test_page_of_one_policy(tmp_path):
+    write(tmp_path / "page.html")
+    with open_page(tmp_path / "page.html", tmp_path / "profile") as browser:
+        run = browser.run
+        run(HELPERS)
+        assert run("byId('count').textContent") == "61 of 61 problems"
+        assert "mean@2" in run("byId('summary').textContent")
+
+        # Pages of 50 problems.
+        assert run("cells(1)") == [str(p) for p in range(50)]
+        run("byId('next').click()")
+        assert run("cells(0)") == ["sums"] * 10 + ["hostile"]
+        assert run("byId('next').disabled") and run("byId('place').textContent") == "2 / 2"
+
+        # Sorting, in both directions; it starts at the first page.
+        run("sortBy('mean tokens')")
+        assert run("cells(1).slice(0, 3)") == ["0", "59", "58"]
+        run("sortBy('mean tokens')")
+        assert run("cells(1).slice(0, 3)") == ["0", "1", "2"]
+        assert run("all('#problems th').map((th) => th.ariaSort)") == (
+            ["none"] * 6 + ["descending"]
+        )
+        run("sortBy('correct')")
+        assert run("cells(5).slice(0, 2)") == ["0 / 2", "0 / 2"]
+
+        # Filters, alone and together.
+        run("choose('verdict', 'some correct')")
+        assert run("new Set(cells(5)).size") == 1 and run("cells(5)[0]") == "1 / 2"
+        run("choose('type', 'Geometry')")
+        assert run("byId('count').textContent") == "10 of 61 problems"
+        run("choose('verdict', 'none correct')")
+        assert run("cells(1)") == [str(p) for p in range(3, 60, 6)]
+        run("choose('type', 'all types'); choose('verdict', 'any verdict')")
+        run("choose('benchmark', 'hostile')")
+        assert run("cells(0)") == ["hostile"]
+        run("choose('benchmark', 'all benchmarks')")
+
+        # Search in questions, responses and answers.
+        run("find('What is 17 ')")
+        assert run("cells(1)") == ["17"]
+        run(r"find('\\FRAC{33}')")
+        assert run("cells(1)") == ["33"]
+        run("find('ONERROR=\"document')")
+        assert run("cells(0)") == ["hostile"]
+        run("find('no such text')")
+        assert run("cells(0)") == []
+        run("find('')")
+
+        # A problem shows its responses, a response its text and metrics.
+        run("sortBy('problem'); all('#problems tr.problem')[2].click()")
+        assert run("all('tr.detail summary').length") == 2
+        run("all('tr.detail summary')[1].click()")
+        run("new Promise((resolve) => setTimeout(resolve, 100))")
+        shown = run("all('tr.detail')[0].innerText")
+        for text in ("Response \\frac{1}{7} of sample 1.\nDone.", "✓ correct #0, answer 2",
+                     "✗ wrong #1", "effective_rank", "1.5", "99 tokens, eos"):  # fmt: skip
+            assert text in shown, text
+        run("all('#problems tr.problem')[2].click()")
+        assert run("all('tr.detail').length") == 0
+
+        # Hostile text is shown and not executed.
+        run("choose('benchmark', 'hostile'); all('#problems tr.problem')[0].click()")
+        run("all('tr.detail summary')[0].click()")
+        run("new Promise((resolve) => setTimeout(resolve, 100))")
+        assert run("all('tr.detail')[0].innerText").count(HOSTILE) >= 4
+        assert run("document.title") == "Evaluation" and run("all('img').length") == 0
+
+
+def test_page_of_two_policies(tmp_path):
+    write(tmp_path / "page.html", num_policies=2)
+    with open_page(tmp_path / "page.html", tmp_path / "profile") as browser:
+        run = browser.run
+        run(HELPERS)
+        assert run("all('#problems th').length") == 9
+        run("choose('verdict', 'first policy better')")
+        assert run("cells(5)[0] + cells(7)[0]") == "2 / 20 / 2"
+        assert run("byId('count').textContent") == "20 of 61 problems"
+        run("choose('verdict', 'policies differ')")
+        assert run("byId('count').textContent") == "60 of 61 problems"
+        run("all('#problems tr.problem')[0].click()")
+        assert run("all('.policies h3').map((h) => h.textContent)") == ["policy 0", "policy 1"]
+        assert run("all('.policies > div').map((d) => d.querySelectorAll('details').length)") == [
+            2, 2
+        ]  # fmt: skip
+        left, right = run("all('.policies > div').map((d) => d.getBoundingClientRect().left)")
+        assert left < right

@@ -1,0 +1,178 @@
+"""Results, tables and comparisons of policies."""
+
+import io
+import json
+import math
+
+import ml_collections
+import numpy as np
+import pytest
+from rich.console import Console
+
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation import comparison, results
+from semrl_jax.evaluation.samples import NOT_SAMPLED
+from semrl_jax.evaluation.scores import best_of_k, lengths, mean_at_n, pass_at_k, types
+from tests.evaluation.making import make_sample
+
+OPTIONS = ml_collections.ConfigDict({"n": 2, "k": (1, 2)})
+SCORES = (pass_at_k, mean_at_n, lengths, types, best_of_k)
+
+
+def samples_of(table, benchmark="sums", **fields):
+    return [
+        make_sample(p, s, bool(correct), benchmark=benchmark, **fields)
+        for p, row in enumerate(table)
+        for s, correct in enumerate(row)
+    ]
+
+
+def text_of(table):
+    out = io.StringIO()
+    Console(file=out, width=240).print(table)
+    return out.getvalue()
+
+
+def simulated(accuracy, seed=0, num_problems=200, **fields):
+    random = np.random.default_rng(seed)
+    return samples_of(random.random((num_problems, 2)) < accuracy, **fields)
+
+
+def test_results_have_figures_intervals_and_sizes(tmp_path):
+    samples = samples_of([[1, 0], [0, 0]], mean_logprob=-0.5)
+    samples += [make_sample(2, s, finish_reason=NOT_SAMPLED, num_tokens=0) for s in range(2)]
+    found = results.results(samples, SCORES, OPTIONS)
+    assert list(found) == ["sums", "average"]
+    row = found["sums"]
+    assert (row["pass@1"], row["pass@2"]) == pytest.approx((1 / 6, 1 / 3))
+    assert row["pass@2_stderr"] == pytest.approx(math.sqrt(2 / 9 / 3))
+    assert row["pass@2_interval"] == [0.0, 1.0]  # at three problems anything is possible
+    sizes = {name: row[name] for name in results.SIZES if name in row}
+    assert sizes == {"num_problems": 3, "num_samples": 2, "num_not_sampled": 1}
+    assert row["responses/mean_length"] == 3.0 and row["responses/mean_length_correct"] == 3.0
+    assert found["average"]["pass@1"] == row["pass@1"]
+    results.write_results(tmp_path / "results.json", found)
+    text = (tmp_path / "results.json").read_text()
+    assert json.loads(text) == found and "NaN" not in text
+
+
+def test_a_figure_without_a_response_is_null():
+    row = results.results(samples_of([[0, 0]]), SCORES, OPTIONS)["sums"]
+    assert row["responses/mean_length_correct"] is None
+    assert row["responses/mean_length_correct_interval"] == [None, None]
+    assert "responses/mean_length_correct" not in results.names_of(
+        {"average": results.results(samples_of([[0, 0]]), SCORES, OPTIONS)["average"]}
+    )
+
+
+def test_averages_are_over_benchmarks_and_groups():
+    samples = (
+        simulated(0.2, 0, num_problems=50)
+        + simulated(0.6, 1, benchmark="b", problem_type="Algebra")
+        + simulated(0.9, 2, benchmark="c")
+    )
+    found = results.results(
+        samples, SCORES, OPTIONS, {"hard": ("sums", "b", "not evaluated"), "none": ("d",)}
+    )
+    assert list(found) == ["sums", "b", "c", "average", "average/hard"]
+    three = [found[name]["pass@1"] for name in ("sums", "b", "c")]
+    assert found["average"]["pass@1"] == pytest.approx(np.mean(three))
+    assert found["average/hard"]["pass@1"] == pytest.approx(np.mean(three[:2]))
+    assert found["average/hard"]["num_problems"] == 250
+    assert found["average/hard"]["num_benchmarks"] == 2
+    assert "accuracy/Algebra" in found["b"] and "accuracy/Algebra" not in found["average"]
+    # The benchmarks are independent: the error of their mean is as that of independent numbers.
+    error = math.hypot(*(found[name]["pass@1_stderr"] for name in ("sums", "b", "c"))) / 3
+    assert found["average"]["pass@1_stderr"] == pytest.approx(error)
+    low, high = found["average"]["pass@1_interval"]
+    np.testing.assert_allclose((high - low) / 2, 1.96 * error, rtol=0.1)  # 2000 draws: 3 %
+
+
+def test_wrong_samples_are_refused():
+    with pytest.raises(UserError, match="problem 0: sample 1 is there twice"):
+        results.results([*samples_of([[1, 0]]), make_sample(0, 1)], SCORES, OPTIONS)
+    with pytest.raises(UserError, match="a benchmark has the name 'average'"):
+        results.results(samples_of([[1, 0]], "average"), SCORES, OPTIONS)
+    with pytest.raises(UserError, match=r"evaluation.k=2 must be from 1 to .*, 1; set"):
+        results.results(samples_of([[1]]), SCORES, OPTIONS)
+
+
+def test_tables_have_percent_intervals_and_sizes():
+    samples = simulated(0.5, benchmark="[red]b", mean_logprob=-0.5)
+    found = results.results(samples, SCORES, OPTIONS)
+    row = found["[red]b"]
+    text = text_of(results.results_table(found))
+    low, high = row["pass@1_interval"]
+    assert f"{100 * row['pass@1']:.1f} ±{50 * (high - low):.1f}" in text
+    assert "[red]b" in text and "200 x 2" in text and "mean length" in text
+    order = ("pass@1", "pass@2", "mean length", "truncated")
+    assert "any@2" not in text and "mean@2" not in text  # equal to pass@2 and pass@1
+    places = [text.index(f" {name} ") for name in order]
+    assert places == sorted(places)
+    # Equal log-probabilities choose as chance does.
+    chosen = text_of(results.selection_table(found))
+    assert "mean_logprob" in chosen and "(+0.0 ±0.0)" in chosen
+    assert results.selection_table(results.results(samples, [pass_at_k], OPTIONS)) is None
+
+
+def evaluated(*samples):
+    return results.evaluate([s for part in samples for s in part], [pass_at_k, mean_at_n], OPTIONS)
+
+
+def test_comparison_with_the_first_policy():
+    one = evaluated(simulated(0.3), simulated(0.5, 1, benchmark="b"))
+    other = evaluated(simulated(0.6, 7), simulated(0.5, 1, benchmark="b"))
+    found = comparison.compare({"base": one, "trained": other})
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["first"] == "base" and list(found["differences"]) == ["trained"]
+    differences = found["differences"]["trained"]
+    row = differences["sums"]["pass@1"]
+    assert row["difference"] == pytest.approx(
+        found["results"]["trained"]["sums"]["pass@1"] - found["results"]["base"]["sums"]["pass@1"]
+    )
+    assert row["interval"][0] > 0.15 and row["share_above"] == 1.0
+    # The same samples: paired draws do not differ.
+    assert differences["b"]["pass@1"] == {
+        "difference": 0.0, "interval": [0.0, 0.0], "share_above": 0.0
+    }  # fmt: skip
+    assert differences["average"]["pass@1"]["difference"] == pytest.approx(row["difference"] / 2)
+    text = text_of(comparison.comparison_table(found))
+    half = 50 * (row["interval"][1] - row["interval"][0])
+    assert f"({100 * row['difference']:+.1f} ±{half:.1f})" in text and "200 x 2" in text
+
+
+def test_other_problems_are_not_compared():
+    one, other = evaluated(simulated(0.5)), evaluated(simulated(0.5, num_problems=199))
+    with pytest.raises(UserError, match="'b' and 'a' were evaluated on different problems"):
+        comparison.compare({"a": one, "b": other})
+    # Benchmarks that only one policy has, and averages over different benchmarks, are left out.
+    more = evaluated(simulated(0.5), simulated(0.5, benchmark="b"))
+    assert list(comparison.compare({"a": one, "b": more})["differences"]["b"]) == ["sums"]
+    with pytest.raises(UserError, match="at least one policy"):
+        comparison.compare({})
+
+
+def test_curves_are_a_panel_per_benchmark_with_bands(tmp_path):
+    steps = {
+        step: results.results(
+            simulated(0.3 + step / 100, step)
+            + simulated(0.5, step, benchmark="a$b", num_problems=30),
+            [pass_at_k],
+            OPTIONS,
+        )
+        for step in (20, 0, 40)
+    }
+    figure = comparison.draw_curves({"run": steps})
+    panels = figure.axes
+    assert len(panels) == 3 and "(200 x 2)" in panels[0].get_title(loc="left")
+    lines = panels[0].get_lines()
+    assert [line.get_label() for line in lines] == ["pass@1", "pass@2"]
+    assert lines[0].get_xdata().tolist() == [0, 20, 40]
+    np.testing.assert_allclose(
+        lines[0].get_ydata(), [100 * steps[step]["sums"]["pass@1"] for step in (0, 20, 40)]
+    )
+    assert len(panels[0].collections) == 2  # bands
+    several = comparison.draw_curves({"grpo": steps, "verl": steps})
+    assert [line.get_label() for line in several.axes[0].get_lines()] == ["grpo", "verl"]
+    comparison.write_curves(tmp_path / "curves.png", {"run": steps})
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,97 @@
+"""Samples are the same after they were written and read."""
+
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.evaluation import sample_files
+from semrl_jax.evaluation.samples import Sample
+from tests.evaluation.making import make_sample
+
+
+def same(one, other):
+    """Equality in which NaN equals NaN."""
+    return repr(one) == repr(other)
+
+
+SAMPLES = [
+    make_sample(0, 0, True, extracted="0", score=0.1, mean_logprob=-1 / 3, response="a\n\u2028<b>"),
+    make_sample(0, 1, metrics={"effective_rank": 1 / 3, "effective_rank_velocity": math.nan}),
+    make_sample(7, 0, metrics={"effective_rank": math.inf}, extracted="", question="求和 😀"),
+]
+
+
+def test_samples_survive_a_file(tmp_path):
+    file = tmp_path / "samples.parquet"
+    sample_files.write_samples(file, SAMPLES)
+    assert same(sample_files.read_samples(file), SAMPLES)
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
+
+
+def test_columns_are_the_fields_of_a_sample_and_typed_also_without_values(tmp_path):
+    file = tmp_path / "samples.parquet"
+    assert (*sample_files.TYPES, "metrics") == Sample._fields
+    for samples in ([make_sample()], []):
+        sample_files.write_samples(file, samples)
+        schema = pq.read_schema(file)
+        assert dict(zip(schema.names, schema.types)) == sample_files.TYPES
+        assert same(sample_files.read_samples(file), samples)
+
+
+def test_unpaired_surrogates_become_question_marks(tmp_path):
+    file = tmp_path / "samples.parquet"
+    sample_files.write_samples(file, [make_sample(response="a\ud800b", question="\udfff")])
+    (found,) = sample_files.read_samples(file)
+    assert (found.response, found.question) == ("a?b", "?")
+
+
+def changed(name, values):
+    def change(table):
+        table = table.drop_columns(name)
+        return table if values is None else table.append_column(name, values)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed("response", None), "no column 'response'"),
+        (changed("correct", pa.array([1, 0, 1])), "column 'correct' must be bool, not int64"),
+        (changed("score", pa.array([None, 0.5, 1.0])), "row 0 has no 'score'"),
+        (changed("benchmark", pa.array(["a", "b", None])), "row 2 has no 'benchmark'"),
+        (
+            lambda table: table.append_column("metrics/x", pa.array(["1", "2", "3"])),
+            "column 'metrics/x' must be double, not string",
+        ),
+        (
+            lambda table: table.append_column("score", pa.array([1.0, 2.0, 3.0])),
+            "more than one column 'score'",
+        ),
+    ],
+)
+def test_a_file_with_other_columns_is_refused(tmp_path, change, message):
+    file = tmp_path / "samples.parquet"
+    sample_files.write_samples(file, SAMPLES)
+    pq.write_table(change(pq.read_table(file)), file)
+    with pytest.raises(UserError, match=f"samples.parquet is no file of samples: .*{message}"):
+        sample_files.read_samples(file)
+
+
+@pytest.mark.parametrize("damage", ["text", "empty", "cut", "missing", "directory"])
+def test_what_is_no_parquet_file_is_refused_in_one_line(tmp_path, damage):
+    file = tmp_path / "samples.parquet"
+    sample_files.write_samples(file, SAMPLES)
+    content = {"text": b"PAR1 or not\n" * 99, "empty": b"", "cut": file.read_bytes()[:-20]}
+    if damage in content:
+        file.write_bytes(content[damage])
+    else:
+        file.unlink()
+        if damage == "directory":
+            file.mkdir()
+    with pytest.raises(UserError, match=r"samples.parquet (cannot be read|is not a file)") as error:
+        sample_files.read_samples(file)
+    assert "\n" not in str(error.value)

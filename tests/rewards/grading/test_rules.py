@@ -1,0 +1,121 @@
+"""Single rules of the grader: what a text is read as."""
+
+from fractions import Fraction
+
+import pytest
+
+from semrl_jax.rewards.grading import equal, expressions, relations
+from semrl_jax.rewards.grading.choice import option_text
+from semrl_jax.rewards.grading.numbers import Number, parse_number
+from semrl_jax.rewards.grading.splitting import Parts, split
+from semrl_jax.rewards.grading.text import is_words, normalized
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"$\left( 3,\, \dfrac{\pi}{2} \right)$", r"( 3, \frac{\pi}{2} )"),
+        (r"\$32,\!348.00 dollars.", "32,348.00"), ("（１，２）", "(1,2)"), ("≤", r"\leq"),
+        (r"5\mathrm{~m/s}", "5"), (r"\mathrm{e}^{2}", "e^{2}"), ("√3", r"\sqrt{3}"),
+        ("答案是：12平方厘米。", "12"), (r"12\%", r"12\%"), (r"\text{(C)}", "C"), ("5!", "5!"),
+        (r"1 \\ 2", r"1 \\ 2"), (r"45^{\circ}", "45"), ("The answer is: 7", "7"), ("", ""),
+    ],
+)  # fmt: skip
+def test_normalized_text(text, expected):
+    assert normalized(text) == expected
+    assert normalized(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234.50", Number(Fraction("1234.5"), False)), ("27.0", Number(Fraction(27), True)),
+        ("-1\\frac{4}{5}", Number(Fraction(-9, 5), True)),
+        ("10^{-2}", Number(Fraction("0.01"), True)),
+        ("1.5e3", Number(Fraction(1500), False)),
+        ("12.5\\%", Number(Fraction("12.5"), False, True)),
+        ("3万", Number(Fraction(30000), True)), ("1,23", None), ("1/0", None), ("1e999", None),
+        ("1e9999999", None), ("9" * 500, None), ("٣", None), ("", None), ("x", None), ("2k", None),
+    ],
+)  # fmt: skip
+def test_numbers_as_written(text, number):
+    assert parse_number(text) == number
+
+
+def test_words_after_a_number_count_only_if_asked_for():
+    assert parse_number("7 apples left") is None
+    assert parse_number("7 apples left", with_words=True).value == 7
+    for text in ("7 or x", "7x", "7 apples and 3 pears"):
+        assert parse_number(text, with_words=True) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("(1,(2,3))", Parts("()", ("1", "(2,3)"))), ("[0,1)", Parts("[)", ("0", "1"))),
+        (r"\{1\}", Parts("", ("1",))), ("{}", Parts("", ())),
+        ("1,2 and 3", Parts("", ("1", "2", "3"))),
+        (r"a \cup b", Parts("union", ("a", "b"))), (r"x \pm 1", Parts("", ("x + 1", "x - 1"))),
+        ("(1)(3)", Parts("", ("1", "3"))), ("(1)", None), ("f(1,2)", None), ("sand", None),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", Parts("matrix 2 2", ("1", "2", "3", "4"))),
+        (",".join("1" * 65), None),
+    ],
+)  # fmt: skip
+def test_parts(text, parts):
+    assert split(text) == parts
+
+
+def test_relations():
+    assert relations.as_interval(r"-2 \leq x < 7") == Parts("[)", ("-2", "7"))
+    assert relations.as_interval("x > 2") == Parts("()", ("2", r"\infty"))
+    assert relations.as_interval(r"3 \geq x") == Parts("(]", (r"-\infty", "3"))
+    assert relations.as_interval("a < x > b") is None
+    assert relations.as_chain("b > a >= c") == (["c", "a", "b"], ["<=", "<"])
+    assert relations.without_names("x=1,y=2", "3") == ("x=1,y=2", "3")
+    assert relations.without_names("x=5", "y=5") == ("x=5", "y=5")
+
+
+def test_words_are_no_products():
+    assert is_words("east") and is_words(r"\text{a}+b") and is_words("充要条件") and is_words("odd")
+    assert not is_words(r"\frac{ab}{c}") and not is_words("arcsin x + cosh y")
+
+
+def test_options_without_their_letters():
+    assert option_text("A)A) 5") == "5" and option_text("(B) x+1") == "x+1"
+    assert option_text("a1 = 3") == "a1 = 3"
+
+
+def test_percent_needs_a_sign_or_the_row():
+    assert equal("15\\%", "0.15") and equal("0.15", "15\\%")
+    assert not equal("15", "0.15") and not equal("500", "5")
+    assert equal("15", "0.15", percent=True) and equal("0.05", "5", percent=True)
+    assert not equal("16", "0.15", percent=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9^{9^{9^{9}}}", "(10^9)!", "((99!)!)!", "2^{" + "9" * 300 + "}", r"\binom{10^9}{10^8}",
+        r"e^{99999999 \ln 9}", r"\exp(\exp(\exp(\exp(9))))", r"\sin(10^{100000})",
+        r"\gcd(10^{10^9},3)", r"\int_0^1 x dx", r"9^{9^9}|_{x=1}", "x" * 500, "(" * 50 + ")" * 50,
+    ],
+)  # fmt: skip
+def test_values_beyond_the_limits_are_unequal(text):
+    assert not expressions.expressions_equal(text, "1")
+
+
+def test_values_within_the_limits():
+    assert expressions.expressions_equal(r"\frac{2023!}{2022!}", "2023")
+    assert not expressions.expressions_equal("2023!", "2023!+1")
+    assert expressions.expressions_equal(r"\lfloor 10^{20}\pi \rfloor", "314159265358979323846")
+    assert expressions.expressions_equal(r"\frac{x^2-1}{x-1}", "x+1")
+    assert not expressions.expressions_equal(r"\sqrt{x^2}", "x")
+
+
+@pytest.mark.parametrize("text", ["x|^{2}", "x|_{1}", "1 2", r"\frac{d}{dx} x", "A^T", "", "x^"])
+def test_texts_that_the_parser_reads_wrongly_are_refused(text):
+    assert expressions.parse(text) is None
+
+
+def test_long_answers_are_wrong():
+    assert not equal("1" * 5000, "1" * 5000)
