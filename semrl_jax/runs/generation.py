@@ -44,6 +44,7 @@ FIELDS = (
     "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
     "evaluation.n", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k",
     "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
+    "rollout.stop_words", "evaluation.stop_strings",
     "evaluation.responses_per_call", "evaluation.verifier", "evaluation.metrics",
 )  # fmt: skip
 
@@ -210,6 +211,7 @@ class Generation(NamedTuple):
             columns={place: prompt.columns for place, prompt in asked.items()},
             verifier=self.grader,
             measuring=Measuring(options, self.measurer) if config.evaluation.metrics else None,
+            stop_strings=config.evaluation.stop_strings,
             states=states,
             arrived=progress.count,
             **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},

@@ -105,10 +105,9 @@ def test_a_bad_file_is_named(tmp_path):
 @pytest.mark.parametrize("has_row", [True, False])
 def test_a_verifier_gets_the_row_of_the_prompt(tmp_path, has_row):
     prompt = {"bonus": 10.0, "solvable": True}
-    row = {"response": "123", "reference": "4"} | (
-        {"row": json.dumps(prompt)} if has_row else prompt
-    )
+    row = {"response": "123<|im_end|>", "reference": "4"}
+    row |= {"row": json.dumps(prompt)} if has_row else prompt
     with VerifierPool(num_workers=1, function="tests.verifiers:by_row") as pool:
         score(write(tmp_path / "in.jsonl", [row]), tmp_path / "out.jsonl", pool, Fields())
     (found,) = read(tmp_path / "out.jsonl")
-    assert (found["score"], found["correct"]) == (13.0, True)
+    assert (found["score"], found["correct"]) == (13.0, True)  # 3 characters
