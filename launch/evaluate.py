@@ -24,6 +24,7 @@ from ml_collections import config_flags
 from launch import cli
 from launch.fields import config_of_policy, fields_of_flags, first_run
 from semrl_jax import compilation
+from semrl_jax.data.templates import STOP_STRINGS
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
 from semrl_jax.runs.config import check_sections
@@ -103,6 +104,9 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     if "evaluation.scores" not in {*fields, *given}:
         fields["evaluation.scores"] = tuple(name for name in module_names(SCORES) if name != GREEDY)
     config.update_from_flattened_dict(fields)
+    if not {"evaluation.stop_strings", "rollout.stop_strings"} & given.keys():
+        own = config.evaluation.stop_strings or STOP_STRINGS.get(config.evaluation.template, ())
+        config.evaluation.stop_strings = tuple(own)
     if not (of_run or config.evaluation.benchmarks):
         raise UserError("--benchmarks is needed: names, files or modules; see --help.")
     if "evaluation.k" not in {*fields, *given}:

@@ -21,7 +21,6 @@ FLOORS = (
 PURE = {"metrics", "shaping", "algorithms"}
 EXCEPTIONS = {
     ("analysis", "runs"),  # checkpoint files
-    ("data", "rewards"),  # the marks that end a response
     ("data", "settings"),  # the rule of a choice
 }
 

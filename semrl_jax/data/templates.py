@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.end_markers import END_MARKERS
 from semrl_jax.errors import UserError
-from semrl_jax.rewards.extraction import END_MARKERS
 
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _QUESTION = "{input}"
@@ -147,7 +147,7 @@ _MARKS = {
     "internlm-math-chat": ("<|im_start|>",),
     "o1_cot": ("\n[Round",),
 }
-STOP_STRINGS = {name: (*END_MARKERS, *_MARKS.get(name, ())) for name in (*FORMATS, "chat")}
+STOP_STRINGS = {name: (*END_MARKERS, *marks) for name, marks in _MARKS.items()}
 
 CHAT = "chat"
 MAX_TEMPLATE_CHARS = 2**20

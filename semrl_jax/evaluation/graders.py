@@ -50,3 +50,12 @@ def open_graders(
             )
         graders[name] = pools[verifier]
     return graders
+
+
+def takes_rows(
+    config: ml_collections.ConfigDict, settings: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Whether a verifier of the evaluation may take the rows of the files, as a user's may."""
+    names = [config.evaluation.verifier, config.rewards.function]
+    names += [own.get("verifier", "") for own in settings.values()]
+    return any(":" in name for name in names)

@@ -25,6 +25,7 @@ TYPES = {
     "question": pa.string(),
     "reference": pa.string(),
     "problem_type": pa.string(),
+    "row": pa.string(),
     "response": pa.string(),
     "extracted": pa.string(),
     "correct": pa.bool_(),

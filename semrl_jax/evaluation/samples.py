@@ -21,6 +21,7 @@ class Sample(NamedTuple):
       question: without the template.
       reference: the right answer.
       problem_type: such as "Algebra"; "" if the benchmark has no types.
+      row: JSON object that the verifier could take, see `data.PromptExample.columns`; or "".
       response: the text that was graded.
       extracted: the answer found in it; None if there is none or the verifier failed.
       correct, score, boxed: of the verdict, see `rewards.Verdict`.
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     question: str
     reference: str
     problem_type: str
+    row: str
     response: str
     extracted: str | None
     correct: bool
@@ -65,6 +67,7 @@ def sampled(
         question=problem.question or problem.prompt,
         reference=item.reference,
         problem_type=problem.problem_type,
+        row=problem.columns,
         response=item.response,
         extracted=verdict.extracted,
         correct=verdict.correct,
@@ -91,6 +94,7 @@ def not_sampled(problem: data.PromptExample, place: int, num_samples: int) -> li
             question=problem.question or problem.prompt,
             reference=problem.answer,
             problem_type=problem.problem_type,
+            row=problem.columns,
             response="",
             extracted=None,
             correct=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-END_MARKERS = ("</s>", "<|im_end|>", "<|endoftext|>")
+from semrl_jax.end_markers import response_text
 
 # Possessive repeats do not backtrack, so hostile braces cost one pass. A box may contain two nested
 # levels of braces.
@@ -30,12 +30,6 @@ _UNIT_WORD = re.compile(
     r"weeks?|months?|years?|degrees?|radians?|percent|dollars?|cents?|euros?|units?|mph|"
     r"(?:square|cubic) (?:units?|meters?|centimeters?|feet|inches|miles))$"
 )
-
-
-def response_text(text: str) -> str:
-    """The text before the first end marker."""
-    end = min((at for at in map(text.find, END_MARKERS) if at >= 0), default=len(text))
-    return text[:end]
 
 
 def has_complete_box(text: str) -> bool:

@@ -27,7 +27,7 @@ from semrl_jax.errors import Preempted, UserError
 from semrl_jax.evaluation import catalogue, comparison, page, results
 from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
 from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
-from semrl_jax.evaluation.graders import open_graders
+from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.evaluation.sample_files import read_samples
@@ -140,10 +140,11 @@ def _evaluate_model(
         check_benchmarks(config)
         policy, tokenizer = build_policy(config)
         scores = load_scores(config.evaluation.scores)
-        problems = load_problems(config, tokenizer, reporter.line, keep_columns=True)
+        settings = benchmark_settings(config)
+        keep = takes_rows(config, settings)
+        problems = load_problems(config, tokenizer, reporter.line, keep_columns=keep)
         if config.evaluation.metrics:
             check_metrics_of(config.evaluation.metric_options, policy)
-        settings = benchmark_settings(config)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
             options = config.rewards.to_dict()

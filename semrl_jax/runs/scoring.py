@@ -18,10 +18,10 @@ from rich.table import Table
 
 from semrl_jax import data
 from semrl_jax.data.rows import answer_text, field_value
+from semrl_jax.end_markers import response_text
 from semrl_jax.errors import UserError
 from semrl_jax.files import replacing
 from semrl_jax.rewards import Verdict, VerifierPool
-from semrl_jax.rewards.extraction import response_text
 from semrl_jax.runs.generated_files import verdict_columns
 
 GROUP_FIELDS = ("benchmark", "data_source")

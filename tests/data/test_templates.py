@@ -160,7 +160,7 @@ def test_examples_are_turns_of_a_chat(chat_tokenizer):
 
 
 def test_stop_strings_end_a_further_question_but_no_ordinary_answer():
-    assert STOP_STRINGS.keys() == {*TEMPLATES, "chat"}
+    assert {*TEMPLATES} - STOP_STRINGS.keys() == {"plain", "shepherd"}  # without marks of their own
     answer = (
         "The user asks an assistant: Problem 2. Question: 1+1? Answer: 2. Instruction, Response.\n"
         "Problem solved\nAnswer: \\boxed{2} <answer>2</answer>\n---\nThe end."

@@ -14,6 +14,7 @@ def make_sample(problem=0, sample=0, correct=False, **fields) -> Sample:
         "question": f"What is {problem} + {problem}?",
         "reference": f"{2 * problem}",
         "problem_type": "",
+        "row": "",
         "response": "text",
         "extracted": None,
         "correct": correct,

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from semrl_jax import shaping
+from semrl_jax.evaluation.evaluator import logged
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
 from semrl_jax.sampling.statistics import batch_scalars
+from tests.evaluation.making import make_sample
 from tests.fixtures import make_scored
 from tests.shaping import by_name
 from tests.tiny import tiny_config
@@ -102,7 +104,8 @@ def test_what_is_computed_a_step_is_on_the_page():
     parts = {"math": 1.0, "short": 0.5}
     scored = [make_scored(i, score=float(i % 2), metrics=values, parts=parts) for i in range(4)]
     keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
-    keys |= set(greedy.scalars("a_set", [[item] for item in scored], len(scored)))
+    figures = greedy.per_problem([[make_sample(correct=i == 0)] for i in range(2)], tiny_config())
+    keys |= {f"eval/a_set/{name}" for name in logged(figures)}
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}
     state = shaping.init_shaping_state(guidance="curvature")
     mask = jnp.ones((4, 2), bool)

@@ -20,7 +20,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from semrl_jax.rewards.extraction import find_answer, has_complete_box, response_text
+from semrl_jax.end_markers import response_text
+from semrl_jax.rewards.extraction import find_answer, has_complete_box
 from semrl_jax.rewards.grading import choice, expressions
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.text import MAX_CHARS
