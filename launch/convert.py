@@ -59,7 +59,9 @@ def convert(
     record = read_record(source)
     with cli.new_directory("target", target) as target:
         if (source / "checkpoints").is_dir():
-            model = model_directory(source, record)
+            from semrl_jax.runs.policies import model_of  # here: mistakes and --help need no JAX
+
+            model = model_of(source)
             folder = find_checkpoint(source / "checkpoints", step)
             if "run_id" in record:
                 family = family or record["config"]["model"].get("family", "")
@@ -84,21 +86,6 @@ def read_record(source: pathlib.Path) -> dict[str, Any]:
             f"--source={source} is neither a run nor a Hugging Face directory: its config.json is "
             "missing or unreadable."
         ) from None
-
-
-def model_directory(source: pathlib.Path, record: dict[str, Any]) -> pathlib.Path:
-    """The model directory that has the architecture and tokenizer of the checkpoints."""
-    from semrl_jax import models
-
-    if "run_id" not in record:
-        return source  # made by import_parameters
-    try:
-        path = record["config"]["model"]["path"]
-    except (KeyError, TypeError):
-        path = None
-    if not isinstance(path, str):
-        raise UserError(f"--source={source} is not a run: its config.json has no model.path.")
-    return models.find_directory(path) if path else source / "warm_start"
 
 
 def export(

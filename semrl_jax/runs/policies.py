@@ -79,7 +79,7 @@ def find_policies(path: str, steps: Sequence[int] | None) -> list[PolicySource]:
 
 
 def _of_run(directory: pathlib.Path, steps: Sequence[int] | None) -> list[PolicySource]:
-    model = _model_of(directory)
+    model = model_of(directory)
     name = directory.absolute().name
     folder = directory / "checkpoints"
     saved = checkpoint_steps(folder) if folder.is_dir() else []
@@ -107,7 +107,7 @@ def _of_run(directory: pathlib.Path, steps: Sequence[int] | None) -> list[Policy
     return found
 
 
-def _model_of(directory: pathlib.Path) -> pathlib.Path:
+def model_of(directory: pathlib.Path) -> pathlib.Path:
     """The model directory with the architecture and tokenizer of a run's checkpoints."""
     record = record_of(directory)
     if "run_id" not in record:
