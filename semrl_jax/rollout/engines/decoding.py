@@ -36,6 +36,7 @@ from semrl_jax.models.sharding import activation_spec
 from semrl_jax.rollout.engines.sampling import (
     SamplingKind,
     SamplingValues,
+    block_size,
     sample_tokens,
     split_sampling,
 )
@@ -249,18 +250,32 @@ def _sample(
     kind: SamplingKind,
     mesh: Mesh | None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Runs `sample_tokens` with logits split over the vocabulary, or over rows if it sorts."""
+    """Runs `sample_tokens` with logits split over the vocabulary, or over rows.
+
+    Rows are split for top-k and top-p, which sort them, and where a device would have a part of a
+    block of the vocabulary. This moves each logit to another device once.
+    """
     draw = functools.partial(sample_tokens, kind=kind)
-    if mesh is None or mesh.shape["tensor"] == 1 or kind != "truncated":
-        return draw(logits, slots.keys, slots.num_generated, sampling)
-    # Top-k and top-p sort whole rows. If the rows cannot be split over all devices, those along
-    # `tensor` sort the same rows.
+    arguments = logits, slots.keys, slots.num_generated, sampling
+    if mesh is None or mesh.shape["tensor"] == 1 or kind == "greedy":
+        return draw(*arguments)
+    num_tokens, num_parts = logits.shape[1], mesh.shape["tensor"]
+    by_slot = PartitionSpec(DATA_AXES)
+    in_whole_blocks = num_tokens % (num_parts * block_size(num_tokens)) == 0
+    if kind != "truncated" and in_whole_blocks:
+        return jax.shard_map(
+            functools.partial(draw, axis="tensor"),
+            mesh=mesh,
+            in_specs=(PartitionSpec(DATA_AXES, "tensor"), by_slot, by_slot, PartitionSpec()),
+            out_specs=by_slot,
+            check_vma=False,  # JAX does not infer that gathered values are the same on all devices
+        )(*arguments)
+    # If the rows cannot be split over all devices, those along `tensor` sample the same rows.
     fits = logits.shape[0] % mesh.size == 0
     rows = PartitionSpec((*DATA_AXES, "tensor") if fits else DATA_AXES)
-    by_slot = NamedSharding(mesh, PartitionSpec(DATA_AXES))
 
     def constrained(arrays):  # else the compiler also splits other computations by these rows
-        return jax.lax.with_sharding_constraint(arrays, by_slot)
+        return jax.lax.with_sharding_constraint(arrays, NamedSharding(mesh, by_slot))
 
     return constrained(
         jax.shard_map(

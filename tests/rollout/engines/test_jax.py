@@ -288,7 +288,7 @@ def up_to_stop(tokenizer, rollout, sampling):
 )
 def test_stop_strings_end_responses_whatever_the_chunk(policy, params, tokenizer, max_batch, chunk):
     """What is kept are the tokens, log-probabilities and states of the call without them."""
-    sampling = SamplingParams(40, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+    sampling = SamplingParams(20, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
     states = HiddenStateParams((-1,), "float32")
     options = {"max_batch": max_batch, "chunk": chunk, "tokens": data.TokenBytes(tokenizer)}
     stopping = dataclasses.replace(sampling, stop_strings=("bad", "中", "ab d", "i", "o\n"))

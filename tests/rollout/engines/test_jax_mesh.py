@@ -16,7 +16,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.building import engine_mesh, jax_engine
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
-from semrl_jax.rollout.engines.sampling import split_sampling
+from semrl_jax.rollout.engines.sampling import block_size, split_sampling
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.runs import validate
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
@@ -224,7 +224,8 @@ def test_what_a_token_moves_between_devices(params):
     assert {kind for kind, _ in plain} == {"all-reduce", "all-gather"}
     assert max(size for _, size in plain) == states
     assert logits not in {size for _, size in plain}
-    assert all(size <= 16 * 2 for kind, size in plain if kind == "all-gather")
+    num_blocks = 32 // block_size(32)  # their sums decide which block a token is from
+    assert {size for kind, size in plain if kind == "all-gather"} == {16 * num_blocks}
     cut = list(collectives(compiled_decode(params, mesh_of(1, 2), SamplingParams(0, top_p=0.9))))
     assert sum(size for kind, size in cut if kind == "all-to-all") == logits // 2
     assert max(size for _, size in cut) == states

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semrl_jax.rollout.engines import sampling
 from semrl_jax.rollout.engines.sampling import (
     sample_tokens,
     sampling_logits,
@@ -178,3 +179,71 @@ def test_greedy_takes_the_largest_and_reports_the_unmodified_logprob():
     assert int(tokens[0]) == 1
     np.testing.assert_allclose(logprobs, raw)
     np.testing.assert_allclose(raw, [3 - np.log(1 + np.exp(3) + np.exp(1))], rtol=1e-6)
+
+
+def inverse_cdf_f64(logits, key, index):
+    """The token that the same bits give in float64, and the distance to the nearest bound."""
+    bits = jax.random.bits(jax.random.fold_in(jax.random.wrap_key_data(key), index), (2,))
+    shares = (np.asarray(bits) >> 8) / 2.0**24
+    size = 1 << -(-(len(logits) - 1).bit_length() // 2)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    weights = np.pad(weights, (0, -len(weights) % size)).reshape(-1, size)
+
+    def first_above(values, share):
+        bounds = np.cumsum(values) / values.sum()
+        found = np.flatnonzero((bounds > share) & (values > 0))[0]
+        return found, np.abs(bounds - share).min()
+
+    block, distance = first_above(weights.sum(axis=1), shares[0])
+    token, other = first_above(weights[block], shares[1])
+    return block * size + token, min(distance, other)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 34, 300, 5000])
+def test_tokens_are_those_of_the_inverse_distribution_in_float64(num_tokens):
+    rng = np.random.default_rng(num_tokens)
+    logits = rng.normal(size=(64, num_tokens)).astype(np.float32) * 3
+    logits[rng.random(logits.shape) < 0.3] = -np.inf  # as top-k leaves them
+    logits[:, rng.integers(num_tokens)] = 0.0
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 64))
+    index = jnp.arange(64, dtype=jnp.int32)
+    tokens, logprobs, _ = draw(jnp.asarray(logits), keys, index, SamplingParams(1))
+    assert np.isfinite(logprobs).all()  # none with probability 0
+    num_compared = 0
+    for row, token in enumerate(np.asarray(tokens)):
+        expected, distance = inverse_cdf_f64(logits[row], keys[row], row)
+        if distance > 1e-5:  # nearer to a bound, float32 sums may decide otherwise
+            assert token == expected
+            num_compared += 1
+    assert num_compared > 55
+
+
+@pytest.mark.parametrize(("num_tokens", "spread"), [(600, 0.0), (600, 2.0), (3, 1.0)])
+def test_the_counts_of_many_draws_follow_a_large_vocabulary(num_tokens, spread):
+    """Equally likely tokens are the hardest case: each has few of the 2^24 values of a number."""
+    logits = np.random.default_rng(1).normal(size=num_tokens).astype(np.float32) * spread
+    num_draws, rows = 2**17, 2**10
+    keys = jax.random.key_data(jax.random.split(jax.random.key(5), rows))
+    step = jax.jit(functools.partial(draw, sampling=SamplingParams(1)))
+    counts = np.zeros(num_tokens)
+    for index in range(num_draws // rows):
+        tokens, _, _ = step(
+            jnp.broadcast_to(logits, (rows, num_tokens)), keys, jnp.full(rows, index, jnp.int32)
+        )
+        counts += np.bincount(tokens, minlength=num_tokens)
+    probabilities = np.exp(logits.astype(np.float64))
+    expected = num_draws * probabilities / probabilities.sum()
+    common = expected > 5
+    chi_square = np.sum((counts - expected)[common] ** 2 / expected[common])
+    degrees = common.sum()
+    # Five standard deviations of a chi-square distribution, which is nearly normal here.
+    assert abs(chi_square - degrees) < 5 * np.sqrt(2 * degrees) + 10
+    rare = counts[~common].sum(), expected[~common].sum()
+    assert abs(rare[0] - rare[1]) <= 5 * np.sqrt(rare[1]) + 1
+
+
+def test_the_last_token_and_no_other_follows_a_share_near_one():
+    weights = jnp.asarray([[0.5, 0.0, 0.5, 0.0], [1e-30, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]])
+    for share in (0.0, 0.25, 1 - 2.0**-24):
+        found = sampling._first_above(weights, jnp.full(3, share, jnp.float32))
+        assert found.tolist() == [0 if share < 0.5 else 2, 1 if share else 0, 3]
