@@ -261,7 +261,7 @@ def options_of(
     """`config.evaluation` with the settings of one benchmark, and each k that its n allows."""
     found = options.copy_and_resolve_references()
     found.update(own)
-    found.k = tuple(k for k in found.k if k <= found.n) or found.k and (1,)
+    found.k = tuple(k for k in found.k if k <= found.n) or (found.k and (1,))
     return found
 
 

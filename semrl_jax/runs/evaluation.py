@@ -256,6 +256,10 @@ def _evaluate_policy(
         {name: _identity(benchmark, evaluator, config) for name, benchmark in benchmarks.items()},
     )
     finished = directory.finished()
+    for benchmark in benchmarks.values():
+        if of_benchmark := finished.get(benchmark.name):
+            call = Call(benchmark, 0, len(benchmark.problems))
+            _check_complete(directory.path / SAMPLES, of_benchmark, call)
     calls = [
         call
         for name, benchmark in benchmarks.items()
@@ -362,15 +366,20 @@ def _read_part(
 ) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
     """The responses of a call; UserError if its file has others."""
     samples, states = directory.read_part(call.part)
+    _check_complete(directory.part(call.part), samples, call)
+    return samples, states
+
+
+def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -> None:
+    """Raises UserError if the samples, which are of a file, are not those of the call."""
     expected = itertools.product(
         [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
     )
     if [(s.benchmark, s.problem, s.sample) for s in samples] != list(expected):
         raise UserError(
-            f"{directory.part(call.part)} has not the responses of its call; remove it, and the "
-            "same command samples them again."
+            f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
+            "the same command samples them again."
         )
-    return samples, states
 
 
 def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:

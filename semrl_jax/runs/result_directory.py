@@ -110,8 +110,8 @@ class ResultDirectory:
             found.setdefault(sample.benchmark, []).append(sample)
         if unknown := found.keys() - self._record()["benchmarks"].keys():
             raise UserError(
-                f"{file} has responses to {min(unknown)!r:.100}, which {self.record} does not know; "
-                "it is the file of another evaluation, so remove it or name a new directory."
+                f"{file} has responses to {min(unknown)!r:.100}, which {self.record} does not "
+                "know; it is the file of another evaluation, so remove it or name a new directory."
             )
         return found
 

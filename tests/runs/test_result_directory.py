@@ -3,11 +3,16 @@
 import contextlib
 import json
 
+import ml_collections
 import numpy as np
 import pytest
 
 from semrl_jax.errors import UserError
+from semrl_jax.evaluation.evaluator import Benchmark
+from semrl_jax.evaluation.interface import Plan
 from semrl_jax.evaluation.sample_files import write_samples
+from semrl_jax.evaluation.scores import pass_at_k
+from semrl_jax.runs.evaluation import Call, _check_complete
 from semrl_jax.runs.result_directory import RECORD, open_results
 from tests.evaluation.making import make_sample
 
@@ -33,7 +38,7 @@ def directory(tmp_path):
 )
 def test_a_wrong_record_is_refused(tmp_path, record):
     (tmp_path / RECORD).write_text(json.dumps(record))
-    with pytest.raises(UserError, match="evaluation.json is no record of responses"):
+    with pytest.raises(UserError, match=r"evaluation\.json is no record of responses"):
         open_results(tmp_path)
 
 
@@ -41,7 +46,9 @@ def test_the_samples_of_another_evaluation_are_refused(directory):
     write_samples(directory.path / "samples.parquet", SAMPLES)
     assert directory.finished() == {"sums": SAMPLES}
     write_samples(directory.path / "samples.parquet", [SAMPLES[0]._replace(benchmark="other")])
-    with pytest.raises(UserError, match="responses to 'other', which evaluation.json does not kn"):
+    with pytest.raises(
+        UserError, match=r"responses to 'other', which evaluation\.json does not kn"
+    ):
         directory.finished()
 
 
@@ -60,3 +67,13 @@ def test_a_damaged_part_names_the_file_to_remove(directory):
     directory.part("p").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"cannot be read as Parquet: .*; remove .*p\.parquet, and"):
         directory.read_part("p")
+
+
+def test_a_file_without_all_responses_of_its_call_is_refused(tmp_path):
+    options = ml_collections.ConfigDict()
+    benchmark = Benchmark("sums", (0, 1, 2), options, {Plan(num_samples=2): [pass_at_k]})
+    samples = [make_sample(problem, sample) for problem in (1, 2) for sample in (0, 1)]
+    _check_complete(tmp_path, samples, Call(benchmark, 1, 3))
+    for wrong in (samples[:3], samples[::-1], [*samples, samples[0]], []):
+        with pytest.raises(UserError, match="not have all responses to 'sums'; remove it, and"):
+            _check_complete(tmp_path, wrong, Call(benchmark, 1, 3))
