@@ -28,6 +28,7 @@ from semrl_jax.data.templates import STOP_STRINGS
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
 from semrl_jax.runs.config import check_sections
+from semrl_jax.settings.evaluation import most_responses
 
 POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
@@ -110,7 +111,9 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     if not (of_run or config.evaluation.benchmarks):
         raise UserError("--benchmarks is needed: names, files or modules; see --help.")
     if "evaluation.k" not in {*fields, *given}:
-        config.evaluation.k = tuple(2**i for i in range(config.evaluation.n.bit_length()))
+        config.evaluation.k = tuple(
+            2**i for i in range(most_responses(config.evaluation).bit_length())
+        )
     check_sections(config)
 
 

@@ -247,16 +247,21 @@ def benchmarks_of(
         places.setdefault(problem.data_source, []).append(index)
     found = {}
     for name, indices in places.items():
-        own = options
-        if special := {
-            key: settings[name][key] for key in SAMPLING if key in settings.get(name, ())
-        }:
-            own = options.copy_and_resolve_references()
-            own.update(special)
-            if "n" in special:  # of k, those that this benchmark has enough responses for
-                own.k = tuple(k for k in own.k if k <= own.n) or (1,)
+        special = {key: settings[name][key] for key in SAMPLING if key in settings.get(name, ())}
+        own = options_of(options, special)
+        if special:
             check_sampling(own, f"evaluation.benchmarks: {name}: ")
         found[name] = Benchmark(name, tuple(indices), own, plans_of(scores, own))
+    return found
+
+
+def options_of(
+    options: ml_collections.ConfigDict, own: Mapping[str, Any]
+) -> ml_collections.ConfigDict:
+    """`config.evaluation` with the settings of one benchmark, and each k that its n allows."""
+    found = options.copy_and_resolve_references()
+    found.update(own)
+    found.k = tuple(k for k in found.k if k <= found.n) or (found.k and (1,))
     return found
 
 

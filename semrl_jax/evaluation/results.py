@@ -56,6 +56,7 @@ def evaluate(
     scores: Sequence[ModuleType],
     options: ml_collections.ConfigDict,
     groups: Mapping[str, Sequence[str]] | None = None,
+    own: Mapping[str, ml_collections.ConfigDict] | None = None,
 ) -> dict[str, Figures]:
     """The figures of each benchmark and of the averages.
 
@@ -65,6 +66,7 @@ def evaluate(
       options: `config.evaluation`.
       groups: names of benchmarks by name of a group. The average over those of a group that were
         evaluated, if there are two or more, is "average/<group>". "average" is over all.
+      own: options of the benchmarks that have others, by name.
 
     Raises:
       UserError: if a score fails, a benchmark has the name of an average, or a sample is there
@@ -79,7 +81,7 @@ def evaluate(
             raise UserError(f"a benchmark has the name {name!r}, which results.json needs.")
         problems = by_problem(of_benchmark)
         _check_once(name, problems)
-        figures = figures_of(scores, problems, options)
+        figures = figures_of(scores, problems, (own or {}).get(name, options))
         found[name] = Figures(
             {key: statistics.mean(figure) for key, figure in figures.items()},
             {key: statistics.standard_error(figure) for key, figure in figures.items()},
@@ -93,7 +95,8 @@ def evaluate(
         )
     averages = {}
     for name, members in {"": list(found), **(groups or {})}.items():
-        if chosen := {member: found[member] for member in members if member in found}:
+        chosen = {member: found[member] for member in members if member in found}
+        if len(chosen) > bool(name):
             averages["/".join(filter(None, (AVERAGE, name)))] = _average(chosen)
     return found | averages
 

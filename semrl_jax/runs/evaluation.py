@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
+from jaxtyping import Float
 
 from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
@@ -26,11 +27,12 @@ from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.evaluation import catalogue, comparison, page, results
 from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
-from semrl_jax.evaluation.evaluator import Benchmark, Evaluator
+from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
 from semrl_jax.evaluation.graders import open_graders, takes_rows
 from semrl_jax.evaluation.interface import Plan, load_scores
 from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.evaluation.sample_files import read_samples
+from semrl_jax.evaluation.samples import Sample
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.model_setup import build_policy, value_params
 from semrl_jax.rewards import VerifierPool
@@ -217,8 +219,13 @@ def _reward_model(inference: Inference) -> Judge:
 
 
 def _check_plans(evaluator: Evaluator) -> None:
-    """Raises UserError if scores of a benchmark sample differently."""
-    for benchmark in evaluator.benchmarks.values():
+    """Raises UserError if scores of a benchmark sample differently, or one has a wrong name."""
+    for name, benchmark in evaluator.benchmarks.items():
+        if results.is_average(name):
+            raise UserError(
+                f"a benchmark has the name {name!r:.100}, which results.json needs; rename it "
+                "with FILE:name=NAME."
+            )
         if len(benchmark.scores) > 1:
             names = [scores[0].__name__.rpartition(".")[2] for scores in benchmark.scores.values()]
             raise UserError(
@@ -249,6 +256,10 @@ def _evaluate_policy(
         {name: _identity(benchmark, evaluator, config) for name, benchmark in benchmarks.items()},
     )
     finished = directory.finished()
+    for benchmark in benchmarks.values():
+        if of_benchmark := finished.get(benchmark.name):
+            call = Call(benchmark, 0, len(benchmark.problems))
+            _check_complete(directory.path / SAMPLES, of_benchmark, call)
     calls = [
         call
         for name, benchmark in benchmarks.items()
@@ -256,7 +267,7 @@ def _evaluate_policy(
         for call in _calls(benchmark, config.evaluation.responses_per_call)
     ]
     _sample_calls(calls, directory, evaluator, judged, reporter, stop, source.name)
-    parts = [(call.benchmark.name, *directory.read_part(call.part)) for call in calls]
+    parts = [(call.benchmark.name, *_read_part(directory, call)) for call in calls]
     over_set = {name: directory.over_set(name) for name in finished}
     for name in [name for name in benchmarks if name not in finished]:
         own = [(samples, states) for of, samples, states in parts if of == name]
@@ -267,7 +278,13 @@ def _evaluate_policy(
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)
-    figures = results.evaluate(samples, evaluator.scores, config.evaluation, catalogue.GROUPS)
+    options = {
+        name: options_of(config.evaluation, {"n": max(s.sample for s in of_name) + 1})
+        for name, of_name in finished.items()
+    } | {name: benchmark.options for name, benchmark in benchmarks.items()}
+    figures = results.evaluate(
+        samples, evaluator.scores, config.evaluation, catalogue.GROUPS, options
+    )
     found = results.as_results(figures)
     for name, values in over_set.items():
         found[name] |= {f"metrics/{label}": value for label, value in values.items()}
@@ -342,6 +359,27 @@ def _sample_calls(
     if todo:
         seconds, count = time.monotonic() - began, total - done
         reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
+
+
+def _read_part(
+    directory: ResultDirectory, call: Call
+) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
+    """The responses of a call; UserError if its file has others."""
+    samples, states = directory.read_part(call.part)
+    _check_complete(directory.part(call.part), samples, call)
+    return samples, states
+
+
+def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -> None:
+    """Raises UserError if the samples, which are of a file, are not those of the call."""
+    expected = itertools.product(
+        [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
+    )
+    if [(s.benchmark, s.problem, s.sample) for s in samples] != list(expected):
+        raise UserError(
+            f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
+            "the same command samples them again."
+        )
 
 
 def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:

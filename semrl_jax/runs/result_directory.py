@@ -90,8 +90,17 @@ class ResultDirectory:
     def read_part(self, name: str) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
         """What `write_part` wrote; UserError if a file is damaged."""
         states = self.part(name, ".npy")
-        found = np.load(states, allow_pickle=False) if states.exists() else None
-        return read_samples(self.part(name)), found
+        try:
+            found = np.load(states, allow_pickle=False) if states.exists() else None
+            if found is not None and (found.ndim != 3 or found.dtype != np.float32):
+                raise ValueError("it has no mean hidden states")
+            return read_samples(self.part(name)), found
+        except (ValueError, EOFError, OSError) as error:  # a UserError is a ValueError
+            file = f"{states}: " if not isinstance(error, UserError) else ""
+            raise UserError(
+                f"{file}{str(error).rstrip('.')}; remove {self.part(name)}, and the same command "
+                "samples these responses again."
+            ) from None
 
     def finished(self) -> dict[str, list[Sample]]:
         """The samples of finished benchmarks."""
@@ -99,6 +108,11 @@ class ResultDirectory:
         found: dict[str, list[Sample]] = {}
         for sample in read_samples(file) if file.exists() else ():
             found.setdefault(sample.benchmark, []).append(sample)
+        if unknown := found.keys() - self._record()["benchmarks"].keys():
+            raise UserError(
+                f"{file} has responses to {min(unknown)!r:.100}, which {self.record} does not "
+                "know; it is the file of another evaluation, so remove it or name a new directory."
+            )
         return found
 
     def finish(
@@ -166,8 +180,13 @@ def open_results(path: pathlib.Path, name: str = RECORD) -> ResultDirectory:
         if name not in contents:
             write_json(path / name, {"run_id": secrets.token_hex(8), "benchmarks": {}})
         record = read_json_object(path / name)
-        if not isinstance(record.get("run_id"), str) or not isinstance(
-            record.get("benchmarks"), dict
+        of_benchmarks = record.get("benchmarks")
+        if not (
+            isinstance(record.get("run_id"), str)
+            and isinstance(record.get("settings", {}), dict)
+            and isinstance(of_benchmarks, dict)
+            and all(isinstance(one, dict) for one in of_benchmarks.values())
+            and all(isinstance(one.get("over_set", {}), dict) for one in of_benchmarks.values())
         ):
             raise UserError(f"{path / name} is no record of responses; name a new directory.")
         return ResultDirectory(path, record["run_id"], lock, name)

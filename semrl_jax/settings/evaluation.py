@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from semrl_jax.data.rows import check_row_format
 from semrl_jax.errors import UserError
 from semrl_jax.settings import metrics
@@ -17,7 +19,7 @@ def check(evaluation: Section) -> None:
     check_stop_strings("evaluation", evaluation)
     items_are(str, "evaluation", evaluation, "files", "question_fields", "scores", "benchmarks")
     items_are(int, "evaluation", evaluation, "k")
-    check_sampling(evaluation)
+    check_sampling(evaluation, most=most_responses(evaluation))
     if evaluation["verifier"]:
         check_function("evaluation.verifier", evaluation["verifier"])
     metrics.check(evaluation["metric_options"], "evaluation.metric_options")
@@ -28,8 +30,20 @@ def check(evaluation: Section) -> None:
         )
 
 
-def check_sampling(options: Section, place: str = "evaluation.") -> None:
-    """Checks n, k, temperature, top_p and top_k; `place` is the beginning of the fields' names."""
+def most_responses(evaluation: Section) -> int:
+    """The largest n: of all benchmarks, or that an entry of `evaluation.benchmarks` sets."""
+    own = [int(n) for text in evaluation["benchmarks"] for n in re.findall(r":n=(\d{1,9})", text)]
+    return max(evaluation["n"], *own, 1)
+
+
+def check_sampling(options: Section, place: str = "evaluation.", most: int = 0) -> None:
+    """Checks n, k, temperature, top_p and top_k.
+
+    Args:
+      options: with these fields.
+      place: the beginning of their names.
+      most: the largest k; 0: n.
+    """
     n, temperature = options["n"], options["temperature"]
     if n < 1:
         raise UserError(f"{place}n={n} must be at least 1.")
@@ -48,7 +62,7 @@ def check_sampling(options: Section, place: str = "evaluation.") -> None:
     if options["top_k"] < 0:
         raise UserError(f"{place}top_k={options['top_k']} must be at least 0; 0 keeps all tokens.")
     for k in options["k"]:
-        if not 1 <= k <= n:
+        if not 1 <= k <= max(n, most):
             raise UserError(
                 f"{place}k has {k}, which must be from 1 to {place}n={n}, the responses per "
                 f"problem; raise n or leave it out."

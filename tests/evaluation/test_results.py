@@ -88,6 +88,23 @@ def test_averages_are_over_benchmarks_and_groups():
     np.testing.assert_allclose((high - low) / 2, 1.96 * error, rtol=0.1)  # 2000 draws: 3 %
 
 
+def test_a_group_of_which_one_benchmark_was_evaluated_has_no_average():
+    found = results.results(samples_of([[1, 0]]), SCORES, OPTIONS, {"hard": ("sums", "b")})
+    assert list(found) == ["sums", "average"]
+
+
+def test_benchmarks_may_have_options_of_their_own():
+    samples = samples_of([[1, 0, 0, 1]]) + samples_of([[1]], "one")
+    options = {
+        "sums": ml_collections.ConfigDict({"n": 4, "k": (1, 4)}),
+        "one": ml_collections.ConfigDict({"n": 1, "k": (1,)}),
+    }
+    found = results.as_results(results.evaluate(samples, SCORES, OPTIONS, own=options))
+    assert found["sums"]["pass@4"] == found["one"]["pass@1"] == 1
+    assert "pass@4" not in found["one"] and "pass@2" not in found["sums"]
+    assert found["average"]["pass@1"] == 0.75
+
+
 def test_wrong_samples_are_refused():
     with pytest.raises(UserError, match="problem 0: sample 1 is there twice"):
         results.results([*samples_of([[1, 0]]), make_sample(0, 1)], SCORES, OPTIONS)
