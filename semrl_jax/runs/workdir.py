@@ -276,7 +276,7 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
     old, new = with_present_names(flatten(recorded)), flatten(settings)
     named = old.keys()
     # A setting that is newer than the run had its default, and may have any value now.
-    old = flatten(jsonable(get_config().to_dict())) | old
+    old = _defaults(old) | old
     changed = []
     for field in sorted(old.keys() | new.keys()):
         if old.get(field) == new.get(field):
@@ -289,3 +289,15 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
             )
         changed.append(line)
     return tuple(changed)
+
+
+def _defaults(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The default of every setting, where some follow recorded ones."""
+    config = get_config()
+    known = recorded.keys() & flatten(config.to_dict()).keys()
+    for field in known:
+        value = recorded[field]
+        with contextlib.suppress(TypeError, ValueError):  # a type of an older release
+            value = tuple(value) if isinstance(value, list) else value
+            config.update_from_flattened_dict({field: value})
+    return flatten(jsonable(config.to_dict()))

@@ -167,3 +167,16 @@ def test_a_resumed_run_may_not_have_other_sampling(config, tmp_path):
     config.rollout.temperature = 0.5
     with pytest.raises(UserError, match=r"another config \(rollout.temperature: 1.0 -> 0.5\)"):
         open_workdir(str(tmp_path / "run"), config)
+
+
+def test_a_setting_that_is_newer_than_the_run_and_follows_another_has_not_changed(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    workdir.close()
+    file = workdir.path / "config.json"
+    record = json.loads(file.read_text())
+    del record["config"]["evaluation"]["metric_options"], record["config"]["evaluation"]["k"]
+    file.write_text(json.dumps(record))
+    assert config.metrics.stride == 4  # not the default
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert reopened.changed == ()
