@@ -34,7 +34,9 @@ POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
 )
 STEPS = flags.DEFINE_string(
-    "steps", None, "checkpoints of runs, 0,20,40 or all; default: the newest valid one"
+    "steps",
+    None,
+    "checkpoints of runs, 20,40 or all; 0: the first model; default: the newest valid one",
 )
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
 CONFIG = config_flags.DEFINE_config_file(
