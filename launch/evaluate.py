@@ -13,6 +13,7 @@ docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong setting (one lin
 ended by a signal.
 """
 
+import os
 import pathlib
 import re
 import sys
@@ -45,6 +46,7 @@ CONFIG = config_flags.DEFINE_config_file(
 # Flags that set a field of the config: name -> (field, kind, help).
 FIELDS = {
     "benchmarks": ("evaluation.benchmarks", "list", "names, files or modules, separated by commas"),
+    "data_dir": ("evaluation.data_dir", "string", "where the files of named benchmarks are"),
     "n": ("evaluation.n", "integer", "responses per problem; default 1"),
     "k": ("evaluation.k", "list", "of pass@k, maj@k, best@k; default: powers of two up to n"),
     "temperature": ("evaluation.temperature", "float", "default 0.6; 0 is greedy"),
@@ -74,6 +76,11 @@ SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 def main() -> int:
     if not POLICY.value:
         raise UserError("--policy is needed; see --help.")
+    for path in POLICY.value:
+        if path.count("/") != 1 and not os.path.isdir(path):  # owner/name may be a hub id
+            raise UserError(
+                f"--policy={path} is no directory; name a run, a checkpoint or a model."
+            )
     output, steps = pathlib.Path(cli.required(OUTPUT)), chosen_steps(STEPS.value)
     config = cli.checked_config(CONFIG, prepare)
     from semrl_jax.runs import evaluation, policies  # here: mistakes and --help need no JAX

@@ -31,6 +31,7 @@ matplotlib.use("Agg")
 MAX_PANELS = 60
 MAX_LINES = 10  # of a panel
 COLUMNS = 3
+MAX_TICKS = 12
 
 
 def compare(evaluated: Mapping[str, Mapping[str, Figures]]) -> dict[str, Any]:
@@ -128,6 +129,7 @@ def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[st
       figures: to draw; default: all accuracies (pass@k, mean@n, ...) of one run. With several runs
         the default is the first of them only.
     """
+    all_steps = sorted({step for by_step in steps.values() for step in by_step})
     rows = [found for by_step in steps.values() for found in by_step.values()]
     panels = list(dict.fromkeys(benchmark for found in rows for benchmark in found))
     if not figures:
@@ -162,7 +164,10 @@ def draw_curves(steps: Mapping[str, Mapping[int, Results]], figures: Sequence[st
                 axes.fill_between(at, *band, color=line.get_color(), alpha=0.12, lw=0)
         title = benchmark if len(benchmark) <= 32 else benchmark[:29] + "..."
         axes.set_title(f"{title}  ({sizes})".replace("$", r"\$"), fontsize=10, loc="left")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if len(all_steps) <= MAX_TICKS:
+            axes.set_xticks(all_steps)
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlabel("step", fontsize=8)
         axes.set_ylabel("percent" if len(figures) != 1 else f"{figures[0]}, percent", fontsize=8)
         axes.tick_params(labelsize=8)

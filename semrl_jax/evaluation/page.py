@@ -15,6 +15,7 @@ from typing import Any
 from semrl_jax.evaluation.results import (
     SHOWN,
     Results,
+    column_title,
     figure_text,
     main_figures,
     names_of,
@@ -228,8 +229,7 @@ def _summary(found: Mapping[str, Results]) -> str:
         yield "<tr><th>benchmark</th>" + "<th>policy</th>" * several
         yield "<th class=number>problems x samples</th>"
         for name in names:
-            title = name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
-            yield f"<th class=number>{_escape(title)}</th>"
+            yield f"<th class=number>{_escape(column_title(name))}</th>"
         yield "</tr>"
         for benchmark in benchmarks:
             for policy, results in found.items():

@@ -51,7 +51,8 @@ def sizes_above_one(
 ) -> tuple[int, ...]:
     """`subset_sizes` without 1, for scores that choose among responses; n if that leaves none."""
     sizes = tuple(k for k in subset_sizes(problems, options) if k > 1)
-    return sizes or tuple({min(map(len, problems))} if problems else ())
+    fewest = min(map(len, problems), default=1)
+    return sizes or ((fewest,) if fewest > 1 else ())
 
 
 def correct_counts(problems: Sequence[Sequence[Sample]]) -> Int[np.ndarray, " P"]:

@@ -28,6 +28,8 @@ SIZES = ("num_problems", "num_samples", "num_not_sampled", "num_benchmarks")
 ACCURACIES = ("greedy_accuracy", "pass@*", "any@*", "mean@*", "maj@*")
 SHOWN = ("responses/mean_length", "responses/truncated_fraction", "responses/empty_fraction")
 
+TITLES = {"responses/empty_fraction": "no answer"}
+
 Results = dict[str, dict[str, Any]]
 
 
@@ -64,8 +66,8 @@ def evaluate(
       samples: of one policy.
       scores: modules, see `evaluation.interface`.
       options: `config.evaluation`.
-      groups: names of benchmarks by name of a group. The average over those of a group that were
-        evaluated, if there are two or more, is "average/<group>". "average" is over all.
+      groups: names of benchmarks by name of a group. The average over a group of which all
+        benchmarks were evaluated is "average/<group>". "average" is over all, if there are two.
       own: options of the benchmarks that have others, by name.
 
     Raises:
@@ -96,7 +98,7 @@ def evaluate(
     averages = {}
     for name, members in {"": list(found), **(groups or {})}.items():
         chosen = {member: found[member] for member in members if member in found}
-        if len(chosen) > bool(name):
+        if 1 < len(chosen) == len(members):
             averages["/".join(filter(None, (AVERAGE, name)))] = _average(chosen)
     return found | averages
 
@@ -217,6 +219,12 @@ def names_of(found: Results) -> list[str]:
     ]
 
 
+def column_title(name: str) -> str:
+    """The title of a figure in tables."""
+    name = TITLES.get(name, name)
+    return name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
+
+
 def results_table(found: Results) -> Table:
     """One line per benchmark and average; ± is half the width of the 95 % interval."""
     table = Table(title="percent, ± half of the 95 % interval; lengths in tokens")
@@ -224,8 +232,7 @@ def results_table(found: Results) -> Table:
     table.add_column("problems x samples", justify="right")
     names = [*main_figures(names_of(found)), *shown_figures(names_of(found), SHOWN)]
     for name in names:
-        title = name.removeprefix("responses/").removesuffix("_fraction").replace("_", " ")
-        table.add_column(title, justify="right")
+        table.add_column(column_title(name), justify="right")
     for benchmark, row in found.items():
         if benchmark == AVERAGE:
             table.add_section()

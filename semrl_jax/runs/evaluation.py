@@ -124,7 +124,7 @@ def evaluate(
         return EXIT_PREEMPTED
     if len(found) > 1:
         _write_comparison(found, output, reporter)
-    reporter.line(f"done: see {output}")
+    reporter.line(f"done: see {output / 'page.html'} and the files beside it")
     return 0
 
 
@@ -316,10 +316,11 @@ def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter
 
 def _sampling_text(config: ml_collections.ConfigDict) -> str:
     options = config.evaluation
-    return (
-        f"temperature {options.temperature:g}, top-p {options.top_p:g}, at most "
-        f"{config.rollout.max_response_tokens} tokens"
-    )
+    how = [f"temperature {options.temperature:g}", f"top-p {options.top_p:g}"]
+    how += [f"top-k {options.top_k}"] * (options.top_k > 0)
+    if options.temperature == 0:
+        how = ["greedy"]
+    return ", ".join([*how, f"at most {config.rollout.max_response_tokens} tokens"])
 
 
 def _sample_calls(

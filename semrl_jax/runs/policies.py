@@ -53,7 +53,7 @@ def find_policies(path: str, steps: Sequence[int] | None) -> list[PolicySource]:
     Args:
       path: a run directory; one of its checkpoints; a directory that `launch.convert` made of
         parameters; a Hugging Face directory; or a hub id.
-      steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: all
+      steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: 0 and all
         checkpoints. None: the newest valid checkpoint.
 
     Raises:
@@ -92,7 +92,7 @@ def _of_run(directory: pathlib.Path, steps: Sequence[int] | None) -> list[Policy
             "the model that it began with."
         )
     found = []
-    for step in steps or saved:
+    for step in steps or [0, *saved]:
         if step in saved:
             found.append(PolicySource(f"{name}-step{step}", model, folder / str(step), step))
         elif step == 0:

@@ -96,9 +96,9 @@ def vote(answers, correct, subset):
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**31 - 1), n=st.integers(1, 8), data=st.data())
+@given(seed=st.integers(0, 2**31 - 1), n=st.integers(2, 8), data=st.data())
 def test_majority_is_the_mean_over_subsets(seed, n, data):
-    k = data.draw(st.integers(min(2, n), n))
+    k = data.draw(st.integers(2, n))
     random = np.random.default_rng(seed)
     answers = random.choice(["", "1", "2", "3", "4"], n).tolist()
     right = {"1"} if seed % 3 else set(random.choice(["1", "2", "3"], 2))
@@ -106,6 +106,11 @@ def test_majority_is_the_mean_over_subsets(seed, n, data):
     found = figures(majority, make_problems([correct], extracted=[answers]), k=(k,))[f"maj@{k}"]
     expected = mean_over_subsets(n, k, lambda subset: vote(answers, correct, subset))
     np.testing.assert_allclose(found.values, [expected], **CLOSE)
+
+
+def test_one_response_leaves_no_choice():
+    problems = make_problems([[True]], extracted=[["1"]])
+    assert figures(majority, problems, k=(1,)) == figures(best_of_k, problems, k=(1,)) == {}
 
 
 def test_majority_of_many_samples_approaches_its_limit():
