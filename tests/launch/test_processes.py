@@ -47,7 +47,9 @@ def assert_close_rows(workdir, expected, first=0):
             # One replica per process: more bytes of weights. Differences of 1e-7 are not compared.
             if key.startswith("rollout/") or key == "policy/shard_imbalance":
                 continue
-            np.testing.assert_allclose(row[key], want[key], rtol=2e-3, atol=2e-5, err_msg=key)
+            # An acceleration is a difference of four effective ranks near 10, rounded to 1e-6 each.
+            atol = 1e-4 if "acceleration" in key else 2e-5
+            np.testing.assert_allclose(row[key], want[key], rtol=2e-3, atol=atol, err_msg=key)
 
 
 @pytest.mark.slow
