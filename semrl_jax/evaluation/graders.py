@@ -10,6 +10,7 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.rewards import VerifierPool
+from semrl_jax.settings.rewards import reward_functions
 
 TIMEOUT_S = 3.0  # of one verdict
 
@@ -57,5 +58,6 @@ def takes_rows(
 ) -> bool:
     """Whether a verifier of the evaluation may take the rows of the files, as a user's may."""
     names = [config.evaluation.verifier, config.rewards.function]
+    names += [entry.function for entry in reward_functions(config.rewards.functions)]
     names += [own.get("verifier", "") for own in settings.values()]
     return any(":" in name for name in names)

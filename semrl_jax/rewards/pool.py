@@ -35,7 +35,8 @@ from semrl_jax.rewards.verdict import (
     failed_verdict,
     weighted_verdict,
 )
-from semrl_jax.settings.rewards import check_verifiers, reward_functions
+from semrl_jax.settings.rewards import check_verifiers, reward_functions, split_functions
+from semrl_jax.settings.rules import Section
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory
@@ -108,6 +109,15 @@ class VerifierPool:
         ]
         for thread in self._threads:
             thread.start()
+
+    @classmethod
+    def of(cls, rewards: Section) -> VerifierPool:
+        """The verifiers of `config.rewards`, without its reward model."""
+        options = rewards.to_dict()
+        verifiers, _ = split_functions(reward_functions(options["functions"]))
+        options["functions"] = tuple(function.entry for function in verifiers)
+        del options["shuffle"], options["model"]
+        return cls(**options)
 
     def __enter__(self) -> VerifierPool:
         if self._has_users:

@@ -149,10 +149,7 @@ def _evaluate_model(
             check_metrics_of(config.evaluation.metric_options, policy)
         graders = open_graders(stack, config, problems, settings)
         if {problem.data_source for problem in problems} - graders.keys():
-            options = config.rewards.to_dict()
-            for field in ("functions", "shuffle", "model"):
-                del options[field]
-            rewards = stack.enter_context(VerifierPool(**options))
+            rewards = stack.enter_context(VerifierPool.of(config.rewards))
             graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
         measurer = None
         if config.evaluation.metrics:
@@ -397,12 +394,12 @@ def _identity(
     problems = tuple(evaluator.problems[index] for index in benchmark.problems)
     options = evaluator.settings.get(benchmark.name, {})
     verifier = config.evaluation.verifier or options.get("verifier", "")
-    rewards = {} if verifier else {"rewards": config.rewards.function}
+    fields = () if verifier else ("function", "functions", "mode", "unboxed_penalty")
     return {
         "problems": data.dataset_hash(data.PromptDataset(problems)),
         **plan._asdict(),
         "verifier": verifier,
-        **rewards,
+        **{f"rewards.{field}": config.rewards[field] for field in fields},
     }
 
 

@@ -132,12 +132,9 @@ def open_run(
     mesh = models.make_mesh(config.mesh.to_dict())
     check_micro_batches("training", config.training, mesh)
     with contextlib.ExitStack() as stack:
-        options = config.rewards.to_dict()
-        verifiers, _ = split_functions(reward_functions(options["functions"]))
-        options["functions"] = tuple(function.entry for function in verifiers)
-        del options["shuffle"], options["model"]
+        verifiers, _ = split_functions(reward_functions(config.rewards.functions))
         # The pool comes first: its workers import modules while the model is built.
-        verifier = stack.enter_context(VerifierPool(**options))
+        verifier = stack.enter_context(VerifierPool.of(config.rewards))
         device_lock = threading.Lock()
         check_addresses(config.rollout.addresses)
         sampling = sampling_processes(processes_of(mesh), len(config.rollout.addresses))

@@ -72,17 +72,7 @@ def training_prompts(
     """
     if config.data.task == "arithmetic":
         return data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
-    prompts = data.load_prompts(
-        config.data.files,
-        tokenizer,
-        **_row_settings(config.data),
-        system_prompt=config.data.system_prompt,
-        add_special_tokens=config.data.add_special_tokens,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        skip_bad_rows=config.data.skip_bad_rows,
-        keep_columns=keep_columns,
-        report=report,
-    )
+    prompts = _prompts_of_files(config, tokenizer, keep_columns=keep_columns, report=report)
     report(f"{len(prompts)} training prompts")
     return prompts
 
@@ -104,6 +94,19 @@ def prompts_of_files(
     Raises:
       UserError: for a file, row or template that cannot be used.
     """
+    return _prompts_of_files(
+        config,
+        tokenizer,
+        keep_columns=True,
+        report=report,
+        num_rows=num_rows,
+        needs_answer=needs_answer,
+    )
+
+
+def _prompts_of_files(
+    config: ml_collections.ConfigDict, tokenizer: Any, **options: Any
+) -> data.PromptDataset:
     return data.load_prompts(
         config.data.files,
         tokenizer,
@@ -112,10 +115,7 @@ def prompts_of_files(
         add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         skip_bad_rows=config.data.skip_bad_rows,
-        num_rows=num_rows,
-        keep_columns=True,
-        needs_answer=needs_answer,
-        report=report,
+        **options,
     )
 
 
