@@ -732,7 +732,7 @@ def test_an_aborted_response_of_a_call_that_fails_is_asked_for_once(world):
 
 def test_progress_is_logged_by_default(caplog):
     client = RolloutClient(
-        ["127.0.0.1:1"], TOKEN, run_id="r", attempt_id="a", connect_timeout_s=0.3,
+        ["127.0.0.1:1"], TOKEN, run_id="r", attempt_id="a", connect_timeout_s=1.5,
         progress_every_s=0.1,
     )  # fmt: skip
     with caplog.at_level(logging.WARNING), client, pytest.raises(UserError):
