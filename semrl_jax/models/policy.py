@@ -115,20 +115,18 @@ class Policy:
           states: row t is the state whose logits produced token t.
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
-          max_logits: float32 logits that a device holds at once; None: 1 MiB on a CPU, whose cache
-            then holds them, and 64 MiB on other devices.
+          max_logits: float32 logits that a device holds at once; None: 16 MiB on a CPU, whose cache
+            then holds most of them, and 64 MiB on other devices.
 
         Returns:
           Float32 log-probabilities and entropies, nats.
         """
         matrix, vocabulary_axis = self._bind(params).output_weights()
         mesh = self._split
-        on_cpu = self._platform == "cpu"
         tiles = Tiles(
             vocabulary_axis=vocabulary_axis,
             temperature=temperature,
-            max_logits=max_logits or (2**22 if on_cpu else 2**24),
-            min_columns=512 if on_cpu else 2048,
+            max_logits=max_logits or (2**22 if self._platform == "cpu" else 2**24),
             axis=None if mesh is None else "tensor",
         )
 

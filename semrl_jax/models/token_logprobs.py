@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -30,19 +31,21 @@ class Tiles:
       vocabulary_axis: of the output matrix: 0 for [V, D] (a tied embedding), 1 for [D, V].
       temperature: divides the logits, > 0.
       max_logits: float32 logits of a tile.
-      min_columns: of a tile; many rows are split, so that a product is not too narrow.
       axis: mesh axis over which the vocabulary is split; None: it is not split.
     """
 
     vocabulary_axis: int
     temperature: float
     max_logits: int
-    min_columns: int
     axis: str | None = None
 
     def sizes(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """Rows and columns of a tile: of about equal sizes, rather than one small tile."""
-        fewest_columns = min(self.min_columns, num_columns)
+        """Rows and columns of a tile.
+
+        Many rows are split, so that a tile is at least as wide as high. A square tile reads the
+        fewest states and columns of the matrix per logit (`benchmarks/logit_tiles.py`).
+        """
+        fewest_columns = min(math.isqrt(self.max_logits), num_columns)
         row_blocks = -(-num_rows * fewest_columns // self.max_logits)
         rows = -(-num_rows // max(row_blocks, 1))
         column_blocks = -(-num_columns // max(self.max_logits // rows, fewest_columns))

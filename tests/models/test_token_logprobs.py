@@ -9,9 +9,10 @@ from semrl_jax.models.token_logprobs import Tiles, token_logprobs
 
 ROWS, WIDTH, VOCAB = 23, 16, 101
 TEMPERATURE = 0.7
-# Tiles of 8 columns and all rows, of 3 rows and 8 columns, and one tile; the last two tiles of a
+# Tiles of all rows and 21 columns, of 8 rows and 12 columns, and one tile; the last two tiles of a
 # row overlap, because 101 is a prime number.
-TILES = {"columns": (8 * ROWS, 8), "rows and columns": (24, 8), "one": (10_000, 8)}
+TILES = {"columns": ROWS * ROWS, "rows and columns": 100, "one": 10_000}
+SIZES = {"columns": (ROWS, 21), "rows and columns": (8, 12), "one": (ROWS, VOCAB)}
 
 
 def inputs():
@@ -32,7 +33,7 @@ def oracle(states, ids, matrix):
 
 
 def tiles_of(name, vocabulary_axis):
-    return Tiles(vocabulary_axis, TEMPERATURE, *TILES[name])
+    return Tiles(vocabulary_axis, TEMPERATURE, TILES[name])
 
 
 @pytest.mark.parametrize("name", list(TILES))
@@ -72,10 +73,11 @@ def test_values_and_gradients(name, vocabulary_axis):
 
 
 @pytest.mark.parametrize("name", list(TILES))
-def test_no_tile_is_larger_than_asked(name):
-    rows, columns = tiles_of(name, 0).sizes(ROWS, VOCAB)
-    limit, fewest = TILES[name]
-    assert rows * columns <= max(limit, fewest) and columns <= VOCAB and rows <= ROWS
+def test_tiles_are_within_their_limit_and_at_least_as_wide_as_high(name):
+    assert tiles_of(name, 0).sizes(ROWS, VOCAB) == SIZES[name]
+    assert Tiles(0, 1.0, 2**24).sizes(16_384, 151_936) == (4096, 3999)
+    assert Tiles(0, 1.0, 2**24).sizes(512, 151_936) == (512, 30_388)
+    assert Tiles(0, 1.0, 2**24).sizes(2**26, 64) == (2**18, 64)
 
 
 def test_bfloat16_products_are_summed_in_float32():
