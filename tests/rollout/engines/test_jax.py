@@ -172,7 +172,7 @@ def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes
     one = SamplingParams(1)
     with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled
         rollouts = list(client.generate(make_requests(), one, both, version=version))
-        assert num_prefills == (20 if max_bytes == 1 else 3)  # of eight
+        assert num_prefills == (5 if max_bytes == 1 else 3)  # of one group, or of eight slots
         longest = max(rollouts, key=lambda rollout: len(rollout.prompt_ids))
         prompts = [longest.prompt_ids[: end + 1] for end in range(len(longest.prompt_ids))]
         requests = [SampleRequest(str(i), i, 0, ids, 0) for i, ids in enumerate(prompts)]
@@ -425,8 +425,8 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
         (4, 1.0, 0.9, 0, (), (), Annealing(1.3, 0.2, 5, 30.0)),
     ]:  # fmt: skip
         call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
-        call._columns = 16 + decoding.FIRST_RESPONSE_COLUMNS
-        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=call._columns)
+        call._response_columns = decoding.FIRST_RESPONSE_COLUMNS
+        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=16 + 64)
         call.step()
     assert decoding.decode_chunk._cache_size() == before + 1
 
