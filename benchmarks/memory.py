@@ -171,7 +171,7 @@ def print_times(num_layers: int, num_pairs: int, optimizer, mesh) -> None:
 
     def take(name: str, plan: RowPlan, batch: RolloutBatch) -> float:
         started = time.perf_counter()
-        *after, scalars = update_policy(
+        *after, scalars, _ = update_policy(
             *jax.block_until_ready(jax.tree.map(jnp.copy, state[0])), batch,
             *[batch.rollout_logprobs] * 2, batch.response_mask.astype(np.float32), policy=policy,
             optimizer=optimizer, temperature=1.0, plan=plan,

@@ -27,7 +27,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.family = ""
     config.model.compute_dtype = "float32"  # or bfloat16; parameters stay float32
     config.model.reference_dtype = "float32"  # or bfloat16: half the memory of the reference
-    config.model.remat = "none"  # none, dots, full: what the backward pass recomputes
+    # What the backward pass recomputes: none, dots (all but the products, which saves memory and
+    # its traffic) or full.
+    config.model.remat = "dots"
     config.model.hidden_size = 128  # this and the following fields: only for a random model
     config.model.intermediate_size = 256
     config.model.num_layers = 3

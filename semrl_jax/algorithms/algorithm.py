@@ -63,11 +63,14 @@ class Needs(NamedTuple):
 
     Attributes:
       groups: at least two responses per prompt.
-      old_logprobs: log-probabilities of the policy at the start of the update.
-      reference: log-probabilities of the frozen reference.
+      old_logprobs: for the loss, log-probabilities of the policy at the start of the update.
+      reference: for the loss, log-probabilities of the frozen reference.
       sequence_ids: which sequence of its row each token belongs to, for the loss.
       values: of a critic, which is trained beside the policy.
       state: something that is kept from step to step.
+      early_old_logprobs, early_reference: the same log-probabilities in `Passes`, for the
+        advantages, returns or state. They cost a pass before the update, which otherwise computes
+        them itself.
     """
 
     groups: bool = False
@@ -76,10 +79,12 @@ class Needs(NamedTuple):
     sequence_ids: bool = False
     values: bool = False
     state: bool = False
+    early_old_logprobs: bool = False
+    early_reference: bool = False
 
 
 class Passes(NamedTuple):
-    """Results of forward passes over the batch, float32; None if not needed.
+    """Results of the forward passes before the update, float32; None if not needed.
 
     Attributes:
       old_logprobs, ref_logprobs: nats.
@@ -230,7 +235,7 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
             )
 
     size = 3 * group_size, 5  # of the batch
-    needed = (needs.old_logprobs, needs.reference, needs.values)
+    needed = (needs.early_old_logprobs, needs.early_reference, needs.values)
     passes = Passes(*(of(*size) if is_needed else None for is_needed in needed))
     mask = of(*size, dtype=jnp.bool_)
     batch = of(3, group_size), passes, mask
@@ -265,15 +270,18 @@ def check_functions(algorithm: Algorithm, group_size: int) -> None:
     with running(field, module, "token_weights"):
         found = jax.eval_shape(lambda mask: module.token_weights(mask, options), mask)
     check("token_weights", found, *size)
-    tokens = {name: found and of(2, 7) for name, found in passes._asdict().items()}
-    values = tokens.pop("values")
-    tokens |= {"advantages": of(2, 7), "weights": of(2, 7)}
+    tokens = {
+        "old_logprobs": of(2, 7) if needs.old_logprobs else None,
+        "ref_logprobs": of(2, 7) if needs.reference else None,
+        "advantages": of(2, 7),
+        "weights": of(2, 7),
+    }
     if needs.sequence_ids:
         tokens["sequence_ids"] = of(2, 7, dtype=jnp.int32)
     found = {"loss": ((of(2, 7), of(2, 7)), tokens, "policy/loss")}
     if needs.values:
         targets = {name: of(2, 7) for name in ("old_values", "returns", "weights")}
-        found["value_loss"] = (values,), targets, "critic/loss"
+        found["value_loss"] = (of(2, 7),), targets, "critic/loss"
     names: set[str] = set()
     for part, (positional, named, required) in found.items():
         function = functools.partial(getattr(module, part), options=options)

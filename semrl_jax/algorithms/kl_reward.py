@@ -59,7 +59,9 @@ class KLReward(Objective):
         """What the loss and the rewards need."""
         needs = super().needs()
         if self.kl_reward_coefficient:
-            needs = needs._replace(reference=True, old_logprobs=True)
+            needs = needs._replace(
+                reference=True, early_reference=True, old_logprobs=True, early_old_logprobs=True
+            )
         return needs._replace(state=self.kl_target > 0)
 
 

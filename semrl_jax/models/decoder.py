@@ -76,6 +76,30 @@ def _norm(config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
     )
 
 
+@jax.custom_vjp
+def _product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+    """x @ kernel.
+
+    Its gradient is written by hand. Automatic differentiation transposes that of the kernel; a CPU
+    then writes a transposed copy of its other factor, which costs as much as the product.
+    """
+    return x @ kernel
+
+
+def _product_gradients(kept, gradient):
+    x, kernel = kept
+    of_kernel = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
+    return gradient @ kernel.T, of_kernel
+
+
+_product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _product_gradients)
+
+
+def _dot_general(x, kernel, *_, **__):
+    """What nnx.Linear calls, for the only case that a layer has."""
+    return _product(x, kernel)
+
+
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
@@ -90,7 +114,8 @@ class DecoderLayer(nnx.Module):
             # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
             return nnx.Linear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
-                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"), rngs=rngs,
+                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+                dot_general=_dot_general, rngs=rngs,
             )  # fmt: skip
 
         norm = functools.partial(_norm, config, dtype=dtype, rngs=rngs)
@@ -268,9 +293,17 @@ class Decoder(nnx.Module):
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final states to logits, in the compute dtype."""
+        weights, vocabulary_axis = self.output_weights()
+        return weights if vocabulary_axis else weights.T
+
+    def output_weights(self) -> tuple[Float[Array, "_ _"], int]:
+        """The output matrix as it is stored, in the compute dtype, and its axis of the vocabulary.
+
+        A tied embedding is [V, D], and a matrix of its own [D, V].
+        """
         if self.config.tie_embeddings:
-            return self.embed.embedding[...].T.astype(self.dtype)
-        return self.head.kernel[...].astype(self.dtype)
+            return self.embed.embedding[...].astype(self.dtype), 0
+        return self.head.kernel[...].astype(self.dtype), 1
 
     @property
     def _windows(self) -> Int[Array, " L"] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoded, Decoder
 from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, parameter_shardings
+from semrl_jax.models.token_logprobs import Tiles
+from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
 
 Params = dict[str, Any]
 
@@ -102,37 +104,49 @@ class Policy:
         token_ids: Int[Array, "B T"],
         *,
         temperature: float = 1.0,
-        max_logits: int = 2**24,
+        max_logits: int | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Log-probability of each token and entropy of its distribution.
 
-        Computes blocks of at most `max_logits` logits, forward and again in the backward pass, so
-        that [B, T, V] never exists in float32. On a mesh, a device has its rows, columns and slice
-        of the vocabulary. Sums over the vocabulary travel, logits do not.
+        Computes the logits in tiles, forward and again in the backward pass, so that [B, T, V]
+        never exists. On a mesh, a device has its rows, columns and slice of the vocabulary. Sums
+        over the vocabulary travel, logits do not.
 
         Args:
           states: row t is the state whose logits produced token t.
           token_ids: int32.
           temperature: divides the logits, > 0; the rollout temperature (METHOD: both algorithms).
-          max_logits: float32 logits that a device holds at once (64 MiB by default).
+          max_logits: float32 logits that a device holds at once; None: 1 MiB on a CPU, whose cache
+            then holds them, and 64 MiB on other devices.
 
         Returns:
           Float32 log-probabilities and entropies, nats.
         """
-        matrix = self._bind(params).output_matrix()
-        of_tokens = functools.partial(
-            _token_logprobs, temperature=temperature, max_logits=max_logits
-        )
+        matrix, vocabulary_axis = self._bind(params).output_weights()
         mesh = self._split
+        on_cpu = self._platform == "cpu"
+        tiles = Tiles(
+            vocabulary_axis=vocabulary_axis,
+            temperature=temperature,
+            max_logits=max_logits or (2**22 if on_cpu else 2**24),
+            min_columns=512 if on_cpu else 2048,
+            axis=None if mesh is None else "tensor",
+        )
+
+        def of_tokens(states, token_ids, matrix):
+            flat = token_ids.reshape(-1)
+            found = tiled_logprobs(states.reshape(len(flat), -1), flat, matrix, tiles)
+            return tuple(x.reshape(token_ids.shape) for x in found)
+
         if mesh is None:
             return of_tokens(states, token_ids, matrix)
 
         def of_shard(states, token_ids, matrix):
-            # Outside the loop over blocks, so that the sums in the gradient are outside too.
-            matrix = jax.lax.all_gather(matrix, "fsdp", axis=0, tiled=True)
+            # Outside the loop over tiles, so that the sums in the gradient are outside too.
+            matrix = jax.lax.all_gather(matrix, "fsdp", axis=1 - vocabulary_axis, tiled=True)
             matrix = jax.lax.pcast(matrix, ("replica", "sequence"), to="varying")
             states = jax.lax.pcast(states, "tensor", to="varying")
-            return of_tokens(states, token_ids, matrix, axis="tensor")
+            return of_tokens(states, token_ids, matrix)
 
         rows, columns = token_ids.shape
         logprobs, entropies = jax.shard_map(
@@ -140,7 +154,7 @@ class Policy:
             mesh=mesh,
             in_specs=(
                 ACTIVATION_SPECS["states"], ACTIVATION_SPECS["tokens"],
-                PartitionSpec("fsdp", "tensor"),
+                PartitionSpec(*("fsdp", "tensor")[:: 1 if vocabulary_axis else -1]),
             ),
             out_specs=ACTIVATION_SPECS["tokens"],
         )(self._padded(states), self._padded(token_ids), matrix)  # fmt: skip
@@ -161,6 +175,11 @@ class Policy:
     def _split(self) -> Mesh | None:
         """The mesh; None if it splits nothing."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
+
+    @property
+    def _platform(self) -> str:
+        """Of the devices that run the program, which may not be those that compile it."""
+        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
 
     @functools.cached_property
     def _graph(self):
@@ -192,66 +211,3 @@ def _in_shard(
     """Indices into this device's `size` elements of an axis, clipped, and which were inside."""
     indices = indices - jax.lax.axis_index(axis) * size
     return jnp.clip(indices, 0, size - 1), (indices >= 0) & (indices < size)
-
-
-def _token_logprobs(
-    states: Float[Array, "B T D"],
-    token_ids: Int[Array, "B T"],
-    matrix: Float[Array, "D V"],
-    *,
-    temperature: float,
-    max_logits: int,
-    axis: str | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`Policy.token_logprobs` of one device's tokens and its slice of the vocabulary.
-
-    `axis` is the mesh axis over which the vocabulary is split; None: it is not split.
-    """
-    batch, length, width = states.shape
-    vocabulary = _Vocabulary(matrix.shape[1], axis)
-    num_tokens = batch * length
-    num_blocks = -(-num_tokens * vocabulary.size // max_logits)
-    block = -(-num_tokens // num_blocks)
-    padding = num_blocks * block - num_tokens
-    flat_states = jnp.pad(states.reshape(num_tokens, width), ((0, padding), (0, 0)))
-    flat_ids = jnp.pad(token_ids.reshape(num_tokens), (0, padding))
-
-    @jax.checkpoint
-    def of_block(inputs):
-        block_states, block_ids = inputs
-        logits = jnp.matmul(block_states, matrix, preferred_element_type=jnp.float32)
-        logits = logits / temperature  # [block, V]
-        log_z = vocabulary.logsumexp(logits)
-        chosen = vocabulary.chosen(logits, block_ids)
-        probabilities = jnp.exp(logits - log_z[:, None])
-        return chosen - log_z, log_z - vocabulary.sum(probabilities * logits)
-
-    blocks = flat_states.reshape(num_blocks, block, width), flat_ids.reshape(num_blocks, block)
-    logprobs, entropies = (
-        x.reshape(-1)[:num_tokens].reshape(batch, length) for x in jax.lax.map(of_block, blocks)
-    )
-    return logprobs, entropies
-
-
-class _Vocabulary(NamedTuple):
-    """Reductions over logits. A device has `size` columns of them; all if `axis` is None."""
-
-    size: int
-    axis: str | None
-
-    def sum(self, values: Float[Array, "B V"]) -> Float[Array, " B"]:
-        total = jnp.sum(values, axis=-1)
-        return total if self.axis is None else jax.lax.psum(total, self.axis)
-
-    def logsumexp(self, logits: Float[Array, "B V"]) -> Float[Array, " B"]:
-        if self.axis is None:
-            return jax.nn.logsumexp(logits, axis=-1)
-        peak = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
-        return peak + jnp.log(self.sum(jnp.exp(logits - peak[:, None])))
-
-    def chosen(self, logits: Float[Array, "B V"], ids: Int[Array, " B"]) -> Float[Array, " B"]:
-        if self.axis is None:
-            return jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
-        here, inside = _in_shard(ids, self.axis, self.size)
-        found = jnp.take_along_axis(logits, here[:, None], axis=-1)[:, 0]
-        return jax.lax.psum(jnp.where(inside, found, 0.0), self.axis)

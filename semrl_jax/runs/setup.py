@@ -220,7 +220,8 @@ def open_run(
 
         def load() -> tuple[pathlib.Path, models.Params | None]:
             start = find_start()
-            if not all_needs(inputs.algorithm, config.algorithms).reference:
+            needs = all_needs(inputs.algorithm, config.algorithms)
+            if not (needs.reference or needs.early_reference):
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, None
             return start, starting_params(start, policy, mesh, config.model.reference_dtype)

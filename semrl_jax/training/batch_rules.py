@@ -20,10 +20,10 @@ def all_needs(algorithm: Algorithm, section: ml_collections.ConfigDict) -> Needs
     needs, rules = algorithm.needs, section["batch_rules"]
     corrects = section["importance"]["level"] != "none"
     return needs._replace(
-        old_logprobs=bool(
-            needs.old_logprobs or corrects or rules["ace_alpha"] or rules["arm_alpha"]
+        early_old_logprobs=bool(
+            needs.early_old_logprobs or corrects or rules["ace_alpha"] or rules["arm_alpha"]
         ),
-        reference=bool(needs.reference or rules["ace_alpha"]),
+        early_reference=bool(needs.early_reference or rules["ace_alpha"]),
     )
 
 

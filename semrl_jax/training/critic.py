@@ -119,8 +119,10 @@ def update_value_rows(
     def loss_of(params, micro):
         micro_rows, micro_targets = micro
         values = model.values(params, response_states(params, micro_rows, model))
-        return algorithm.value_loss(values, **micro_targets._asdict())
+        loss, scalars = algorithm.value_loss(values, **micro_targets._asdict())
+        return loss, (scalars, ())
 
-    return optimizer_step(
+    *updated, _ = optimizer_step(
         params, opt_state, loss_of, (rows, targets), num_micro, optimizer, prefix="critic"
     )
+    return tuple(updated)

@@ -180,7 +180,7 @@ class FineTuner:
         """
         batch = conversation_batch(conversations, self.max_tokens)
         with self.peers.phase("update"):
-            params, opt_state, scalars = update_policy(
+            params, opt_state, scalars, _ = update_policy(
                 state.params,
                 state.optimizer,
                 batch,

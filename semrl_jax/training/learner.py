@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from semrl_jax import models
 from semrl_jax.algorithms import low_confidence
-from semrl_jax.algorithms.algorithm import Algorithm, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Needs, Passes
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.shaping import ShapingState, init_shaping_state
@@ -58,7 +58,7 @@ class NonFiniteUpdates(RuntimeError):
 
 
 class ForwardPasses(NamedTuple):
-    """The passes over one batch; None where nothing needs one."""
+    """The passes over one batch before the update; None where nothing needs one."""
 
     old: TokenPass | None
     ref_logprobs: Float[Array, "B T"] | None
@@ -66,7 +66,7 @@ class ForwardPasses(NamedTuple):
     prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
 
     def arrays(self) -> Passes:
-        """What an algorithm may take for its advantages."""
+        """What an algorithm may take for its advantages, and the update for its loss."""
         old_logprobs = None if self.old is None else self.old.logprobs
         return Passes(old_logprobs, self.ref_logprobs, self.values)
 
@@ -112,7 +112,10 @@ class Learner:
         with_states: bool = False,
         with_entropies: bool = False,
     ) -> ForwardPasses:
-        """The forward passes that the algorithm needs, before the update.
+        """The forward passes that are needed before the update.
+
+        An update of one mini-batch computes the log-probabilities of its loss itself. It also
+        computes those of the reference, however many mini-batches there are.
 
         Args:
           state: before the update.
@@ -121,12 +124,12 @@ class Learner:
         """
         needs = all_needs(self.algorithm, self.config.algorithms)
         old = reference = values = confidence = None
-        if needs.old_logprobs or with_states or with_entropies:
+        if self._needs_old(needs) or with_states or with_entropies:
             with clock("old_logprobs"):
                 old = self.logprobs(
                     state.params, batch, with_states=with_states, with_entropies=with_entropies
                 )
-        if needs.reference:
+        if needs.early_reference:
             with clock("ref_logprobs"):
                 reference = self.logprobs(self.reference, batch).logprobs
         if needs.values:
@@ -136,6 +139,11 @@ class Learner:
             with clock("prompt_logprobs"):
                 confidence = self.prompt_confidence(state.params, batch)
         return ForwardPasses(old, reference, values, confidence)
+
+    def _needs_old(self, needs: Needs) -> bool:
+        """Whether `old_logprobs` must be known before the first optimiser step on a batch."""
+        several = self.config.data.prompts_per_step > self.config.training.prompts_per_minibatch
+        return needs.early_old_logprobs or (needs.old_logprobs and several)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -176,12 +184,16 @@ class Learner:
         passes: ForwardPasses,
         advantages: Float[Array, "B T"],
         returns: Float[Array, "B T"] | None = None,
-    ) -> tuple[TrainState, dict[str, float]]:
+    ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
         """One optimiser step per mini-batch of prompts; scalars are means over them.
 
         With a critic, it learns `returns` from the same mini-batches, and the policy is left
         unchanged in the first `critic.warmup_steps` steps. The parameters and optimiser states of
         `state` are donated.
+
+        Returns:
+          The state; the scalars; and the log-probabilities of the tokens before the update, if one
+          mini-batch gave those of all.
 
         Raises:
           NonFiniteUpdates: after `training.max_skipped_updates` non-finite updates in a row.
@@ -199,8 +211,13 @@ class Learner:
         skipped = int(state.skipped_in_row)
         history = []
         given = passes.arrays()
-        if not self.algorithm.needs.reference:  # a batch rule may have needed it
+        needs = all_needs(self.algorithm, config.algorithms)
+        if not self._needs_old(needs):  # computed for states or entropies, in some steps only
+            given = given._replace(old_logprobs=None)
+        if not needs.reference:  # a batch rule may have needed it
             given = given._replace(ref_logprobs=None)
+        reference = self.reference if needs.reference and given.ref_logprobs is None else None
+        logprobs = None
         arrays = (batch, given, advantages, returns)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
@@ -208,12 +225,13 @@ class Learner:
             scalars: dict[str, Array | float] = {}
             with self.peers.phase("update"), self.device_lock:
                 if trains_policy:
-                    params, opt_state, found = update_policy(
+                    params, opt_state, found, logprobs = update_policy(
                         *policy,
                         rows,
                         old_logprobs,
                         ref_logprobs,
                         own_advantages,
+                        reference,
                         policy=self.policy,
                         optimizer=self.optimizer,
                         temperature=config.rollout.temperature,
@@ -248,6 +266,7 @@ class Learner:
                 skipped_in_row=everywhere(np.int32(skipped), self.mesh),
             ),
             means | rates,
+            None if logprobs is None or len(history) > 1 else np.asarray(logprobs),
         )
 
     def abstract_state(self) -> TrainState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -114,7 +115,12 @@ def run_steps(
         if config.algorithms.batch_rules.mask_truncated:
             batch = without_truncated(batch, [item.rollout for item in scored])
         with clock("update"):
-            state, losses = learner.update(state, batch, passes, corrected, returns)
+            state, losses, logprobs = learner.update(state, batch, passes, corrected, returns)
+        if passes.old is None and logprobs is not None:
+            kept = batch.response_mask.any(axis=1)  # all but those that a batch rule left out
+            if kept.any():
+                own = list(itertools.compress(scored, kept))
+                scalars |= sampler.mismatch(own, logprobs[kept], None, step)
         state = state._replace(
             shaping=shaping,
             algorithm=algorithm,

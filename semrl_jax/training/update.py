@@ -55,7 +55,7 @@ class RowPass(NamedTuple):
 class SlotValues(NamedTuple):
     """Inputs of the loss other than the policy's own values; float32, weight 0 without a token.
 
-    Log-probabilities that the algorithm does not need are None.
+    Log-probabilities are None if the algorithm does not need them or the update computes them.
     """
 
     old_logprobs: Float[Array, "M R U"] | None
@@ -105,13 +105,14 @@ def update_policy(
     old_logprobs: Float[Array | np.ndarray, "B T"] | None,
     ref_logprobs: Float[Array | np.ndarray, "B T"] | None,
     advantages: Float[Array | np.ndarray, "B T"],
+    reference: Params | None = None,
     *,
     policy: Policy,
     optimizer: optax.GradientTransformation,
     temperature: float,
     plan: RowPlan,
     algorithm: Algorithm,
-) -> tuple[Params, Any, Mapping[str, Float[Array, ""] | float]]:
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""] | float], Float[Array, "B T"]]:
     """One optimiser step on one mini-batch; `params` and `opt_state` are donated.
 
     `batch` is in NumPy; the other [B, T] arrays are on every device of the mesh, or in NumPy.
@@ -119,9 +120,15 @@ def update_policy(
     The token weights sum to 1 over the mini-batch, so how it is laid out changes nothing but
     rounding.
 
+    Args:
+      old_logprobs: None where the algorithm needs them: those of this step's own forward pass. They
+        are the same in the first optimiser step on a batch, and save a pass.
+      ref_logprobs: None where the algorithm needs them: computed here, from `reference`.
+
     Returns:
-      New parameters and optimiser state, unchanged if the loss or the gradient is not finite; and
-      scalars, `policy/update_skipped` (0 or 1) and those of the layout among them.
+      New parameters and optimiser state, unchanged if the loss or the gradient is not finite;
+      scalars, `policy/update_skipped` (0 or 1) and those of the layout among them; and the
+      log-probabilities of the tokens before the step, 0 at padding.
     """
     layout = lay_out(batch, plan)
     values = SlotValues(
@@ -133,18 +140,20 @@ def update_policy(
             sharding=plan.sharding,
         )
     )
-    params, opt_state, scalars = update_rows(
+    params, opt_state, scalars, logprobs = update_rows(
         params,
         opt_state,
         plan.put(layout.rows),
         values,
         np.int32(layout.num_micro),
+        reference,
         policy=policy,
         optimizer=optimizer,
         temperature=temperature,
         algorithm=algorithm,
     )
-    return params, opt_state, scalars | layout.scalars()
+    logprobs = to_batch(logprobs, layout.slots, sharding=replicated(plan.mesh))
+    return params, opt_state, scalars | layout.scalars(), logprobs
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
@@ -216,22 +225,31 @@ def update_rows(
     rows: TokenRows,
     values: SlotValues,
     num_micro: Int[np.ndarray | Array, ""],
+    reference: Params | None = None,
     *,
     policy: Policy,
     optimizer: optax.GradientTransformation,
     temperature: float,
     algorithm: Algorithm,
-) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Float[Array, "M R U"]]:
     """`update_policy` in rows: gradients summed over the first `num_micro` micro-batches."""
+    needs = algorithm.needs
+
+    def of_policy(params, rows):
+        states = response_states(params, rows, policy)
+        return policy.token_logprobs(params, states, rows.response_ids, temperature=temperature)
 
     def loss_of(params, micro):
-        micro_rows, values = micro
-        states = response_states(params, micro_rows, policy)
-        logprobs, entropy = policy.token_logprobs(
-            params, states, micro_rows.response_ids, temperature=temperature
-        )
-        ids = {"sequence_ids": micro_rows.sequence_ids} if algorithm.needs.sequence_ids else {}
-        return algorithm.loss(logprobs, entropy, **values._asdict(), **ids)
+        rows, values = micro
+        logprobs, entropy = of_policy(params, rows)
+        before = jax.lax.stop_gradient(logprobs)
+        if needs.old_logprobs and values.old_logprobs is None:
+            values = values._replace(old_logprobs=before)
+        if needs.reference and values.ref_logprobs is None:
+            values = values._replace(ref_logprobs=of_policy(reference, rows)[0])
+        ids = {"sequence_ids": rows.sequence_ids} if needs.sequence_ids else {}
+        loss, scalars = algorithm.loss(logprobs, entropy, **values._asdict(), **ids)
+        return loss, (scalars, before)
 
     return optimizer_step(
         params, opt_state, loss_of, (rows, values), num_micro, optimizer, prefix="policy"
@@ -244,11 +262,7 @@ def over_micro_batches(
     """Results [M, ...] of the first `num_micro` micro-batches; 0 in the others."""
 
     def write(index, outputs):
-        return jax.tree.map(
-            lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
-            outputs,
-            function(take(rows, index)),
-        )
+        return put(outputs, function(take(rows, index)), index)
 
     shapes = jax.eval_shape(jax.vmap(function), rows)
     # A bound that is traced: places left over for larger batches cost no arithmetic.
@@ -258,33 +272,37 @@ def over_micro_batches(
 def optimizer_step(
     params: Params,
     opt_state: Any,
-    loss_of: Callable[[Params, Any], tuple[Float[Array, ""], Mapping[str, Float[Array, ""]]]],
+    loss_of: Callable[[Params, Any], tuple[Float[Array, ""], tuple[Mapping[str, Array], Any]]],
     inputs: Any,
     num_micro: Int[np.ndarray | Array, ""],
     optimizer: optax.GradientTransformation,
     *,
     prefix: str,
-) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Any]:
     """One optimiser step on the gradient summed over the first `num_micro` micro-batches.
 
     Args:
-      loss_of: loss of one micro-batch of `inputs`, and scalars, `<prefix>/loss` among them.
+      loss_of: loss of one micro-batch of `inputs`; scalars, `<prefix>/loss` among them; and a tree
+        of arrays [...] to return.
       inputs: tree of [M, ...].
 
     Returns:
-      New parameters and optimiser state, unchanged if the loss or the gradient is not finite; and
-      summed scalars, with `<prefix>/grad_norm` and `<prefix>/update_skipped` (0 or 1).
+      New parameters and optimiser state, unchanged if the loss or the gradient is not finite;
+      summed scalars, with `<prefix>/grad_norm` and `<prefix>/update_skipped` (0 or 1); and the
+      trees as [M, ...], 0 in the other micro-batches.
     """
 
-    def accumulate(index, sums):
-        (_, scalars), gradient = jax.value_and_grad(loss_of, has_aux=True)(
+    def accumulate(index, carry):
+        sums, outputs = carry
+        (_, (scalars, own)), gradient = jax.value_and_grad(loss_of, has_aux=True)(
             params, take(inputs, index)
         )
-        return jax.tree.map(jnp.add, sums, (gradient, scalars))
+        return jax.tree.map(jnp.add, sums, (gradient, scalars)), put(outputs, own, index)
 
-    _, shapes = jax.eval_shape(loss_of, params, take(inputs, 0))
-    start = jax.tree.map(jnp.zeros_like, params), zeros_of(shapes)
-    gradient, scalars = jax.lax.fori_loop(0, num_micro, accumulate, start)
+    _, (scalars, _) = jax.eval_shape(loss_of, params, take(inputs, 0))
+    _, (_, outputs) = jax.eval_shape(jax.vmap(loss_of, (None, 0)), params, inputs)
+    start = (jax.tree.map(jnp.zeros_like, params), zeros_of(scalars)), zeros_of(outputs)
+    (gradient, scalars), outputs = jax.lax.fori_loop(0, num_micro, accumulate, start)
     grad_norm = optax.global_norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars[f"{prefix}/loss"])
     changes, new_opt_state = optimizer.update(gradient, opt_state, params)
@@ -298,6 +316,7 @@ def optimizer_step(
             f"{prefix}/grad_norm": grad_norm,
             f"{prefix}/update_skipped": 1.0 - finite.astype(jnp.float32),
         },
+        outputs,
     )
 
 
@@ -305,6 +324,13 @@ def take(tree: Any, index: int | Int[Array, ""]) -> Any:
     """Micro-batch `index` of leaves [M, ...]."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
+    )
+
+
+def put(tree: Any, parts: Any, index: int | Int[Array, ""]) -> Any:
+    """Leaves [M, ...] with `parts` as their micro-batch `index`."""
+    return jax.tree.map(
+        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), tree, parts
     )
 
 

@@ -344,7 +344,9 @@ def test_needs_follow_the_options():
         "reinforce_plus_plus",
         kl_reward_coefficient=0.1, kl_coefficient=0.0, surrogate="reinforce",
     )  # fmt: skip
-    assert kl.needs == Needs(old_logprobs=True, reference=True)
+    assert kl.needs == Needs(
+        old_logprobs=True, reference=True, early_old_logprobs=True, early_reference=True
+    )
     critic = algorithm("ppo", kl_coefficient=0.0)
     assert critic.needs == Needs(old_logprobs=True, values=True)
     assert algorithm("reinforce").needs == Needs(old_logprobs=True, reference=True, state=True)

@@ -236,7 +236,7 @@ def update(
                 np.asarray(prepared.shaped),
             ),
         )
-        params, opt_state, scalars = update_policy(
+        params, opt_state, scalars, _ = update_policy(
             params,
             opt_state,
             *rows,

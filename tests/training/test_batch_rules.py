@@ -103,22 +103,22 @@ def test_rules_act_between_estimator_and_shaping(config):
 
 
 @pytest.mark.parametrize(
-    ("changed", "old", "reference"),
+    ("changed", "needed"),
     [
-        ({}, False, False),
-        ({"batch_rules.ace_alpha": 0.1}, True, True),
-        ({"batch_rules.arm_alpha": 0.1}, True, False),
-        ({"importance.level": "token"}, True, False),
-        ({"loss.surrogate": "clip"}, True, False),
-        ({"loss.kl_coefficient": 0.1}, False, True),
+        ({}, ()),
+        ({"batch_rules.ace_alpha": 0.1}, ("early_old_logprobs", "early_reference")),
+        ({"batch_rules.arm_alpha": 0.1}, ("early_old_logprobs",)),
+        ({"importance.level": "token"}, ("early_old_logprobs",)),
+        ({"loss.surrogate": "clip"}, ("old_logprobs",)),
+        ({"loss.kl_coefficient": 0.1}, ("reference",)),
     ],
 )
-def test_needs_of_rules(config, changed, old, reference):
+def test_needs_of_rules(config, changed, needed):
     section = config.algorithms
     section.update_from_flattened_dict({"loss.surrogate": "reinforce", "loss.kl_coefficient": 0.0})
     section.update_from_flattened_dict(changed)
     found = all_needs(load_algorithm(section.to_dict()), section)
-    assert found == Needs(groups=True, old_logprobs=old, reference=reference)
+    assert found == Needs(groups=True, **dict.fromkeys(needed, True))
 
 
 def test_prompts_alone_are_rows_whose_response_is_all_but_their_first_token():

@@ -119,7 +119,7 @@ def three_steps(case):
     found = []
     for _ in range(3):
         old, ref = tokens(params), tokens(reference)
-        params, opt_state, scalars = update_policy(
+        params, opt_state, scalars, _ = update_policy(
             params, opt_state, batch, old.logprobs + shift, ref.logprobs, advantages,
             optimizer=OPTIMIZER, algorithm=ALGORITHM, **settings,
         )  # fmt: skip

@@ -102,10 +102,20 @@ def update(
     policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT, **options
 ):
     """New parameters, optimiser state and scalars."""
+    return update_and_logprobs(
+        policy, params, batch, values, plan, aggregation, optimizer, **options
+    )[:3]
+
+
+def update_and_logprobs(
+    policy, params, batch, values, plan, aggregation="token_mean", optimizer=DESCENT,
+    reference=None, **options,
+):  # fmt: skip
+    """And the log-probabilities before the step."""
     params = jax.tree.map(jnp.copy, params)  # donated
     return update_policy(
-        params, optimizer.init(params), batch, *values, policy=policy, optimizer=optimizer,
-        temperature=0.8, plan=plan,
+        params, optimizer.init(params), batch, *values, reference, policy=policy,
+        optimizer=optimizer, temperature=0.8, plan=plan,
         algorithm=Algorithm(
             grpo, dataclasses.replace(OPTIONS, aggregation=aggregation, **options)
         ),
@@ -329,6 +339,39 @@ def test_batches_of_other_lengths_compile_little(name, num_counts, num_programs)
         counts.add(lay_out(batch, plan).num_micro)
         batch_logprobs(params, batch, policy=policy, temperature=0.8, plan=plan)
     assert len(counts) == num_counts and row_logprobs._cache_size() == num_programs
+
+
+def test_the_update_computes_its_own_old_and_reference_log_probabilities():
+    """Given or not, the old ones give the same step to the bit."""
+    policy, params = setup()
+    other = policy.init(jax.random.key(5))
+    batch, plan = make_batch(), plan_of(PLANS["two rows"])
+    *_, advantages = make_values(batch)
+    own = update_and_logprobs(
+        policy, params, batch, (None, None, advantages), plan, reference=other, kl_coefficient=0.1
+    )
+    passes = [
+        batch_logprobs(of, batch, policy=policy, temperature=0.8, plan=plan).logprobs
+        for of in (params, other)
+    ]
+    logprobs = np.asarray(own[3])
+    # Two programs for the same sums of float32; log-probabilities are about 3 nats.
+    np.testing.assert_allclose(logprobs, passes[0], atol=3e-6)
+    assert np.all(logprobs[~batch.response_mask] == 0)
+    given = update_and_logprobs(
+        policy, params, batch, (logprobs, None, advantages), plan, reference=other,
+        kl_coefficient=0.1,
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, own[0], given[0])
+    assert own[2]["policy/approx_kl"] == 0 and own[2]["policy/clip_fraction"] == 0
+    before = update_and_logprobs(
+        policy, params, batch, (*passes, advantages), plan, kl_coefficient=0.1
+    )
+    assert before[2]["policy/kl"] > 0.01
+    np.testing.assert_allclose(own[2]["policy/kl"], before[2]["policy/kl"], rtol=1e-4)
+    # One step of gradient descent: its gradient is a sum of about 1e-2.
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
+    jax.tree.map(close, own[0], before[0])
 
 
 def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=10, rows=8):

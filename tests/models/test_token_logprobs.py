@@ -1,0 +1,103 @@
+"""Tiled log-probabilities beside the whole softmax in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax.models.token_logprobs import Tiles, token_logprobs
+
+ROWS, WIDTH, VOCAB = 23, 16, 101
+TEMPERATURE = 0.7
+# Tiles of 8 columns and all rows, of 3 rows and 8 columns, and one tile; the last two tiles of a
+# row overlap, because 101 is a prime number.
+TILES = {"columns": (8 * ROWS, 8), "rows and columns": (24, 8), "one": (10_000, 8)}
+
+
+def inputs():
+    random = np.random.default_rng(0)
+    states = random.normal(size=(ROWS, WIDTH))
+    matrix = random.normal(size=(VOCAB, WIDTH))
+    ids = random.integers(0, VOCAB, ROWS)
+    ids[:3] = VOCAB - 1, 96, 0  # the end, a column that two tiles have, and the beginning
+    return states, ids, matrix, random.normal(size=(2, ROWS))
+
+
+def oracle(states, ids, matrix):
+    logits = states @ matrix.T / TEMPERATURE
+    logits -= logits.max(axis=1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    entropies = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    return logprobs[np.arange(len(ids)), ids], entropies
+
+
+def tiles_of(name, vocabulary_axis):
+    return Tiles(vocabulary_axis, TEMPERATURE, *TILES[name])
+
+
+@pytest.mark.parametrize("name", list(TILES))
+@pytest.mark.parametrize("vocabulary_axis", [0, 1])
+def test_values_and_gradients(name, vocabulary_axis):
+    states, ids, matrix, weights = inputs()
+    tiles = tiles_of(name, vocabulary_axis)
+
+    def of(states, matrix):
+        stored = matrix if vocabulary_axis == 0 else matrix.T
+        return token_logprobs(states, jnp.asarray(ids), stored, tiles)
+
+    single = [jnp.asarray(x, jnp.float32) for x in (states, matrix)]
+    found = jax.jit(of)(*single)
+    wanted = oracle(states, ids, matrix)
+    # Sums of 101 float32 terms around numbers of about 20.
+    for mine, right in zip(found, wanted):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
+
+    def total(states, matrix):
+        return sum(jnp.sum(x * w) for x, w in zip(of(states, matrix), jnp.float32(weights)))
+
+    gradients = jax.jit(jax.grad(total, (0, 1)))(*single)
+    random = np.random.default_rng(1)
+    step = 1e-5  # float64: the error of a central difference is about step ** 2
+    for index, gradient in enumerate(gradients):
+        for _ in range(3):
+            direction = random.normal(size=gradient.shape)
+
+            def moved(sign):
+                arrays = [states, matrix]
+                arrays[index] = arrays[index] + sign * step * direction  # noqa: B023
+                return np.sum(np.array(oracle(arrays[0], ids, arrays[1])) * weights)
+
+            slope = (moved(1) - moved(-1)) / (2 * step)
+            np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(TILES))
+def test_no_tile_is_larger_than_asked(name):
+    rows, columns = tiles_of(name, 0).sizes(ROWS, VOCAB)
+    limit, fewest = TILES[name]
+    assert rows * columns <= max(limit, fewest) and columns <= VOCAB and rows <= ROWS
+
+
+def test_bfloat16_products_are_summed_in_float32():
+    states, ids, matrix, _ = inputs()
+    states, matrix = (jnp.asarray(x, jnp.bfloat16) for x in (states, matrix))
+    found = token_logprobs(states, jnp.asarray(ids), matrix, tiles_of("columns", 0))
+    wanted = oracle(np.float64(states), ids, np.float64(matrix))
+    for mine, right in zip(found, wanted):
+        assert mine.dtype == jnp.float32
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_finite_where_one_tile_has_nearly_all_probability():
+    """Logits from -800 to 800: exp of neither end is finite."""
+    matrix = jnp.linspace(-800, 800, VOCAB)[:, None] * TEMPERATURE
+    states = jnp.ones((2, 1), jnp.float32)
+    tiles = tiles_of("columns", 0)
+
+    def of(states):
+        return token_logprobs(states, jnp.array([0, VOCAB - 1]), matrix, tiles)
+
+    logprobs, entropies = of(states)
+    np.testing.assert_allclose(logprobs, [-1600, 0], rtol=1e-6)
+    np.testing.assert_allclose(entropies, 0, atol=1e-4)
+    assert np.all(np.isfinite(jax.grad(lambda x: sum(of(x)).sum())(states)))
