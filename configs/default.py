@@ -91,7 +91,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.connect_timeout_s = 300.0  # for all replicas to answer
     config.rollout.call_timeout_s = 7200.0  # one batch of responses or one sync, retries included
     config.rollout.stall_timeout_s = 600.0  # silence of a replica or client, compilation included
-    config.rollout.jax_max_batch = 128  # JAX engine: responses decoded side by side
+    # JAX engine: responses decoded side by side; on a CPU, divided among the cores
+    config.rollout.jax_max_batch = 128
     config.rollout.jax_chunk_tokens = 16  # JAX engine: decoded tokens between two transfers
     # JAX engine: the number of devices of this process that share one copy of the weights, and the
     # number of copies that share the responses. One of the two may be -1: all remaining devices.

@@ -16,7 +16,7 @@ from semrl_jax.models.directory import (
 from semrl_jax.models.families import Family, find_family
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hosts import from_host, to_host
-from semrl_jax.models.policy import Params, Policy
+from semrl_jax.models.policy import Params, Policy, unstacked
 from semrl_jax.models.sharding import (
     AXES,
     DATA_AXES,
@@ -59,6 +59,7 @@ __all__ = [
     "replicated",
     "save_directory",
     "tensor_specs",
+    "unstacked",
     "to_host",
     "weights_hash",
     "weights_sample",

@@ -95,6 +95,34 @@ def self_attention(
     return attend
 
 
+def attend_to_cache(
+    query: Float[Array, "B N H"],
+    keys: Float[Array, "B K H S"],
+    values: Float[Array, "B K S H"],
+    seen: Bool[Array, "B 1 S"],
+    mesh: Mesh | None = None,
+) -> Float[Array, "B N H"]:
+    """Attention of one token per row to the columns of its row that are `seen`, at least one."""
+    batch, num_heads, width = query.shape
+    keys, values = (shared_heads(x, num_heads, mesh, "cache") for x in (keys, values))
+    grouped = query.reshape(batch, keys.shape[1], -1, width)  # [B, K, G, H]
+    scores = _of_few_rows(grouped, keys) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, UNSEEN), axis=-1)
+    attended = _of_few_rows(weights.astype(values.dtype), values)
+    return attended.astype(query.dtype).reshape(query.shape)
+
+
+def _of_few_rows(
+    first: Float[Array, "B K G M"], second: Float[Array, "B K M N"]
+) -> Float[Array, "B K G N"]:
+    """The product in float32, for a small G."""
+    if jax.default_backend() != "cpu":
+        return jnp.matmul(first, second, preferred_element_type=jnp.float32)
+    # One loop over the cache. XLA's batched product took 1.3 times as long when two programs ran.
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    return jnp.sum(first[..., None] * second[:, :, None], axis=-2)
+
+
 def _blockwise(
     positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"], mesh: Mesh | None, block: int
 ) -> Attention:

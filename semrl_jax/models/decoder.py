@@ -7,31 +7,36 @@ of arrays. Every method returns the state after the final norm, the input of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models.attention import self_attention, within_window
+from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.sharding import activation_spec, constrain, gather_layer, shared_heads
+from semrl_jax.models.sharding import constrain, gather_layer
 
 
 class KVCache(NamedTuple):
-    """Keys and values of all layers; `positions[b, c]` is -1 where column c of row b is empty."""
+    """Keys and values of each layer; `positions[b, c]` is -1 where column c of row b is empty.
 
-    keys: Float[Array, "L B S K H"]
-    values: Float[Array, "L B S K H"]
+    One array per layer, because a token's column is then written in place. The columns are the last
+    axis of the keys, so that the sum over a head's width runs over whole vectors of columns.
+    """
+
+    keys: tuple[Float[Array, "B K H S"], ...]
+    values: tuple[Float[Array, "B K S H"], ...]
     positions: Int[Array, "B S"]
 
 
 # Final state of the last token of each row, the input of each layer there, and the cache.
-Decoded = tuple[Float[Array, "B D"], Float[Array, "L B D"], KVCache]
+Decoded = tuple[Float[Array, "B D"], Float[Array, "B L D"], KVCache]
 
 
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
@@ -240,65 +245,51 @@ class Decoder(nnx.Module):
           `Decoded` of the last column, and the states of the K layers.
         """
         attend = self_attention(positions, segment_ids, mesh=self.mesh)
-        wanted = np.array(layers, np.int32)
-
-        def step(carry, layer, window, index):
-            x, wanted_states = carry
-            query, key, value = layer.heads(x, positions)
-            attended = attend(query, key, value, window)
-            is_input = (wanted == index)[None, None, :, None]
-            wanted_states = jnp.where(is_input, x[:, :, None], wanted_states)
-            return (layer.residual(x, attended), wanted_states), (x[:, -1], key, value)
-
         x = self._embedded(token_ids)
-        batch, num_columns, width = x.shape
-        wanted_states = jnp.zeros((batch, num_columns, len(layers), width), x.dtype)
-        (x, wanted_states), (inputs, keys, values) = self._scan(step, (x, wanted_states))
-        is_final = np.isin(wanted, (-1, self.config.num_layers))
-        if is_final.any():
-            final = self.final_norm(x)[:, :, None]
-            wanted_states = jnp.where(is_final[None, None, :, None], final, wanted_states)
-        keys, values = (constrain(x, "cache", self.mesh) for x in (keys, values))
-        cache = KVCache(keys, values, jnp.where(segment_ids != 0, positions, -1))
-        return self.final_norm(x[:, -1:])[:, 0], inputs, cache, wanted_states
+        inputs, keys, values = [], [], []
+        for layer, window in self._unrolled():
+            inputs.append(x)
+            query, key, value = layer.heads(x, positions)
+            keys.append(constrain(key.transpose(0, 2, 3, 1), "cache", self.mesh))
+            values.append(constrain(value.swapaxes(1, 2), "cache", self.mesh))
+            x = layer.residual(x, attend(query, key, value, window))
+        final = self.final_norm(x)
+        by_layer = dict(enumerate([*inputs, final])) | {-1: final}
+        no_states = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+        wanted = jnp.stack([by_layer[i] for i in layers], axis=2) if layers else no_states
+        cache = KVCache(tuple(keys), tuple(values), jnp.where(segment_ids != 0, positions, -1))
+        return final[:, -1], jnp.stack([x[:, -1] for x in inputs], axis=1), cache, wanted
 
     def decode(
         self,
         token_ids: Int[Array, " B"],
         positions: Int[Array, " B"],
-        columns: Int[Array, " B"],
+        column: Int[Array, ""],
         cache: KVCache,
     ) -> Decoded:
-        """Runs one token per row at `positions[b]`, written at cache column `columns[b]`.
+        """Runs one token per row at `positions[b]`, written at `column` of the cache.
 
         Columns may be in any order: the positions in the cache decide what a token attends to.
         """
-        key_positions = jnp.where(
-            jnp.arange(cache.positions.shape[1])[None] == columns[:, None],
-            positions[:, None],
-            cache.positions,
-        )
+
+        def put(array, new, axis):
+            return jax.lax.dynamic_update_slice_in_dim(array, new, column, axis)
+
+        positions = positions[:, None]
+        key_positions = put(cache.positions, positions, 1)
         mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
-
-        def step(carry, layer, window, index):
-            x, keys, values = carry
-            query, key, value = layer.heads(x, positions[:, None])
-            # In the carry, so that XLA writes the B new columns in place of copying the cache.
-            keys = _with_column(keys, key[:, 0], index, columns, self.mesh)
-            values = _with_column(values, value[:, 0], index, columns, self.mesh)
-            seen = within_window(mask, positions[:, None], key_positions, window)
-            attended = jax.nn.dot_product_attention(
-                query,
-                shared_heads(keys[index], query.shape[2], self.mesh),
-                shared_heads(values[index], query.shape[2], self.mesh),
-                mask=seen[:, None],
-            )
-            return (layer.residual(x, attended), keys, values), x[:, 0]
-
-        (x, keys, values), inputs = self._scan(
-            step, (self._embedded(token_ids[:, None]), cache.keys, cache.values)
-        )
-        return self.final_norm(x)[:, 0], inputs, KVCache(keys, values, key_positions)
+        x = self._embedded(token_ids[:, None])
+        inputs, keys, values = [], [], []
+        for index, (layer, window) in enumerate(self._unrolled()):
+            inputs.append(x[:, 0])
+            query, key, value = layer.heads(x, positions)
+            keys.append(put(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
+            values.append(put(cache.values[index], value.swapaxes(1, 2), 2))
+            seen = within_window(mask, positions, key_positions, window)
+            attended = attend_to_cache(query[:, 0], keys[-1], values[-1], seen, self.mesh)
+            x = layer.residual(x, attended[:, None])
+        new_cache = KVCache(tuple(keys), tuple(values), key_positions)
+        return self.final_norm(x)[:, 0], jnp.stack(inputs, axis=1), new_cache
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The matrix from final states to logits, in the compute dtype."""
@@ -343,6 +334,15 @@ class Decoder(nnx.Module):
         indices = jnp.arange(self.config.num_layers)
         return jax.lax.scan(transform(layer_step), carry, (indices, stacked, self._windows))
 
+    def _unrolled(self) -> Iterator[tuple[DecoderLayer, Int[Array, ""] | None]]:
+        """Each layer and its window; a scan would copy the weights of a layer before their use."""
+        graph, stacked = nnx.split(self.layers)
+        windows = self._windows
+        for index in range(self.config.num_layers):
+            state = jax.tree.map(operator.itemgetter(index), stacked)
+            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            yield layer, None if windows is None else windows[index]
+
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
         if self.remat == "none" and (self.mesh is None or self.mesh.shape["fsdp"] == 1):
@@ -353,31 +353,6 @@ class Decoder(nnx.Module):
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
-
-
-def _with_column(
-    cache: Float[Array, "L B S K H"],
-    new: Float[Array, "B K H"],
-    layer: Int[Array, ""],
-    columns: Int[Array, " B"],
-    mesh: Mesh | None,
-) -> Float[Array, "L B S K H"]:
-    """The cache with one more column per row in one layer; a device writes its rows and heads.
-
-    Without shard_map, the compiler gathers a cache whose rows are split before it writes.
-    """
-
-    def put(cache, new, layer, columns):
-        return cache.at[layer, jnp.arange(len(columns)), columns].set(new)
-
-    if mesh is None:
-        return put(cache, new, layer, columns)
-    whole = PartitionSpec()
-    _, rows, _, heads, _ = spec = activation_spec("cache", cache.shape, mesh)
-    of_new, of_columns = PartitionSpec(rows, heads), PartitionSpec(rows)
-    return jax.shard_map(
-        put, mesh=mesh, in_specs=(spec, of_new, whole, of_columns), out_specs=spec
-    )(cache, new, layer, columns)  # fmt: skip
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -183,10 +184,23 @@ class Policy:
         return nnx.graphdef(nnx.eval_shape(lambda: self._module(nnx.Rngs(0))))
 
     def _bind(self, params: Params) -> Decoder:
-        if mesh := self._split:  # the gradient of the parameters has the same layout
+        if isinstance(params["layers"], tuple):  # the compiler removes stacks that are sliced again
+            layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
+            params = params | {"layers": layers}
+        elif mesh := self._split:  # the gradient of the parameters has the same layout
             shardings = parameter_shardings(params, mesh)
             params = jax.lax.with_sharding_constraint(params, shardings)
         return nnx.merge(self._graph, params)
+
+
+def unstacked(params: Params) -> Params:
+    """Parameters with a tuple of layers, for `Policy.prefill`, `decode` and `logits`.
+
+    These programs run each layer on its own. Without stacks they need not copy it out of them.
+    """
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = (jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(count))
+    return params | {"layers": tuple(layers)}
 
 
 def _in_shard(

@@ -51,7 +51,7 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
     "heads": PartitionSpec(DATA_AXES, "sequence", "tensor", None),  # [B, S, N, H]
     "features": PartitionSpec(DATA_AXES, "sequence", "tensor"),  # [B, S, F]
     "logits": PartitionSpec(DATA_AXES, "tensor"),  # [B, V]
-    "cache": PartitionSpec(None, DATA_AXES, None, "tensor", None),  # [L, B, C, K, H]
+    "cache": PartitionSpec(DATA_AXES, "tensor", None, None),  # [B, K, H, S] or [B, K, S, H]
     # A device looks up its slice of the embedding's width for the rows of all of `fsdp`: token ids
     # and states travel, the table does not.
     "looked_up_tokens": PartitionSpec("replica", "sequence"),  # [B, S]
@@ -89,8 +89,10 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """
 
     def of(path, leaf):
-        name = "/".join(str(key.key) for key in path)
+        name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
         spec = PARTITION_SPECS[name]
+        if len(spec) > leaf.ndim:  # of one layer, not of their stack
+            spec = PartitionSpec(*spec[1:])
         for size, axis in zip(leaf.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(
@@ -160,15 +162,17 @@ def constrain(x: Shaped[Array, "*dims"], kind: str, mesh: Mesh | None) -> Shaped
 
 
 def shared_heads(
-    x: Float[Array, "B S K H"], num_heads: int, mesh: Mesh | None
-) -> Float[Array, "B S M H"]:
+    x: Float[Array, ...], num_heads: int, mesh: Mesh | None, kind: str = "heads"
+) -> Float[Array, ...]:
     """Keys or values with one head per query head, if kv heads cannot be split.
 
-    Each device of `tensor` then has only those of its own query heads.
+    Each device of `tensor` then has only those of its own query heads. `kind` is the layout of the
+    array, "heads" or "cache".
     """
-    if mesh is None or x.shape[2] % mesh.shape["tensor"] == 0:
+    axis = ACTIVATION_SPECS[kind].index("tensor")
+    if mesh is None or x.shape[axis] % mesh.shape["tensor"] == 0:
         return x
-    return constrain(jnp.repeat(x, num_heads // x.shape[2], axis=2), "heads", mesh)
+    return constrain(jnp.repeat(x, num_heads // x.shape[axis], axis=axis), kind, mesh)
 
 
 def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from semrl_jax import models
+from tests.models.caches import widened
 from tests.models.conftest import make_pair
 
 
@@ -92,7 +93,7 @@ def test_remat_changes_no_gradient(pair, padded, remat):
 
 
 def test_prefill_and_decode_equal_the_full_pass(pair):
-    """Left-padded prompts of 3..6 tokens, then 5 tokens one by one, rows at different columns."""
+    """Left-padded prompts of 3..6 tokens, then 5 tokens one by one."""
     random = np.random.default_rng(1)
     policy, num_new, columns = pair.policy, 5, 6
     lengths = np.array([6, 3, 5])
@@ -104,15 +105,12 @@ def test_prefill_and_decode_equal_the_full_pass(pair):
     new = random.integers(2, 97, (3, num_new)).astype(np.int32)
     positions = np.maximum(np.cumsum(segments, axis=1) - 1, 0)
     state, inputs, cache, _ = jax.jit(policy.prefill)(pair.params, prompts, positions, segments)
-    cache = models.KVCache(
-        *(jnp.pad(a, ((0, 0), (0, 0), (0, num_new), (0, 0), (0, 0))) for a in cache[:2]),
-        jnp.pad(cache.positions, ((0, 0), (0, num_new)), constant_values=-1),
-    )
+    cache = widened(cache, num_new)
     states, layer_inputs = [state], [inputs]
     decode = jax.jit(policy.decode)
     for index in range(num_new):
-        where = np.full(3, columns + index)
-        state, inputs, cache = decode(pair.params, new[:, index], lengths + index, where, cache)
+        step = new[:, index], lengths + index, np.int32(columns + index), cache
+        state, inputs, cache = decode(pair.params, *step)
         states.append(state)
         layer_inputs.append(inputs)
     for row, length in enumerate(lengths):
@@ -124,7 +122,7 @@ def test_prefill_and_decode_equal_the_full_pass(pair):
         assert relative_error(got, want) < 1e-5
         for layer in range(policy.config.num_layers):
             want = expected.hidden_states[layer][0, length - 1 :].numpy()
-            got = np.stack([np.asarray(i[layer, row]) for i in layer_inputs])
+            got = np.stack([np.asarray(i[row, layer]) for i in layer_inputs])
             assert relative_error(got, want) < 1e-5
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,6 +12,7 @@ from benchmarks import hlo
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.models.sharding import activation_spec
+from tests.models.caches import widened
 
 MESHES = (
     {"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1},
@@ -130,13 +130,7 @@ def cached_tokens(policy, params):
     segments[1, :3] = 0
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
     first, _, cache, _ = jax.jit(policy.prefill)(params, ids, positions, segments)
-    wide = ((0, 0), (0, 0), (0, 2), (0, 0), (0, 0))
-    cache = models.KVCache(
-        jnp.pad(cache.keys, wide),
-        jnp.pad(cache.values, wide),
-        jnp.pad(cache.positions, ((0, 0), (0, 2)), constant_values=-1),
-    )
-    step = (params, ids[:, 0], positions[:, -1] + 1, np.full(4, 6, np.int32), cache)
+    step = (params, ids[:, 0], positions[:, -1] + 1, np.int32(6), widened(cache, 2))
     decode = jax.jit(policy.decode).lower(*step).compile()
     second, _, cache = decode(*step)
     return np.stack([first, second]), cache, decode
@@ -156,7 +150,9 @@ def test_cached_decoding_on_a_tensor_axis(policy, tensor, heads_of_a_device):
     sharded = jax.device_put(params, models.parameter_shardings(params, mesh))
     actual, cache, decode = cached_tokens(dataclasses.replace(policy, mesh=mesh), sharded)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)  # float32 sums, reordered
-    assert cache.keys.addressable_shards[0].data.shape == (2, 4, 8, heads_of_a_device, 8)
+    for keys, values in zip(cache.keys, cache.values):
+        for array in (keys, values):  # 8 columns, heads of width 8
+            assert array.addressable_shards[0].data.shape == (4, heads_of_a_device, 8, 8)
     moved = [
         math.prod(shape)
         for found in hlo.read(decode.as_text()).collectives

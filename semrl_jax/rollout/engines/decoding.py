@@ -2,12 +2,17 @@
 
 Each slot of the batch holds the KV cache of one response. Every step of the loop
 
-1. prefills waiting prompts and inserts them into free slots (`prefill_and_insert`),
-2. resizes the slots (`resize_slots`): the cache grows with the longest response, and once no prompt
-   waits the batch shrinks with the number of running responses,
+1. prefills waiting prompts, each once, and inserts their responses into free slots
+   (`prefill_and_insert`),
+2. resizes the slots (`resize_slots`): the cache has room for the longest running response, and once
+   no prompt waits the batch shrinks with the number of running responses,
 3. generates up to `chunk` tokens in every slot (`decode_chunk`), and
 4. collects the responses that have ended, which frees their slots. Stop strings are found here:
    tokens that were sampled after one are dropped, and the slot is made inactive.
+
+All slots write the next token into the same column, so that it is one contiguous write. The
+response columns are a ring: the columns of a response are the last ones before the next column,
+whenever it began.
 
 The schedule depends on the requests and on the sampled lengths only, never on time.
 
@@ -44,10 +49,10 @@ from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequest, VersionSpan
 
-MIN_BATCH = 8  # slots, and rows of a prefill
+MIN_BATCH = 8  # slots, and prompts of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
-FIRST_RESPONSE_COLUMNS = 64  # of the cache; doubled when the responses need more
+FIRST_RESPONSE_COLUMNS = 64  # of the cache; more when the responses need them
 MIN_END_TOKENS = 8  # smallest padded number of end tokens
 MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
@@ -57,15 +62,11 @@ class Slots(NamedTuple):
 
     cache: KVCache
     final_states: Float[Array, "B D"]  # of the last token; the next token is sampled from them
-    layer_inputs: Float[Array, "L B D"]  # of the same token; states of inner layers
+    layer_inputs: Float[Array, "B L D"]  # of the same token; states of inner layers
     num_prompt: Int[Array, " B"]
     num_generated: Int[Array, " B"]
     keys: UInt32[Array, "B 2"]
     active: Bool[Array, " B"]
-
-
-# The axis of the slots in each array.
-_SLOT_AXES = Slots(KVCache(1, 1, 0), 0, 1, 0, 0, 0, 0)
 
 
 class Chunk(NamedTuple):
@@ -79,9 +80,12 @@ class Chunk(NamedTuple):
 
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
     """The partition of the slots on the mesh; their number is a multiple of its data shards."""
-    specs = jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, DATA_AXES), _SLOT_AXES)
-    heads = activation_spec("cache", slots.cache.keys.shape, mesh)
-    return specs._replace(cache=KVCache(heads, heads, specs.cache.positions))
+
+    def of(leaf):
+        is_cached = leaf.ndim == 4
+        return activation_spec("cache", leaf.shape, mesh) if is_cached else PartitionSpec(DATA_AXES)
+
+    return jax.tree.map(of, slots)
 
 
 def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
@@ -100,15 +104,15 @@ def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
 def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
     """B free slots; each device allocates its own part."""
     config, dtype = policy.config, jnp.dtype(policy.compute_dtype)
-    shape = (config.num_layers, batch, columns, config.num_kv_heads, config.head_dim)
+    heads, width = (batch, config.num_kv_heads), config.head_dim
     slots = Slots(
         cache=KVCache(
-            jnp.zeros(shape, dtype),
-            jnp.zeros(shape, dtype),
+            tuple(jnp.zeros((*heads, width, columns), dtype) for _ in range(config.num_layers)),
+            tuple(jnp.zeros((*heads, columns, width), dtype) for _ in range(config.num_layers)),
             jnp.full((batch, columns), -1, jnp.int32),
         ),
         final_states=jnp.zeros((batch, config.hidden_size), dtype),
-        layer_inputs=jnp.zeros((config.num_layers, batch, config.hidden_size), dtype),
+        layer_inputs=jnp.zeros((batch, config.num_layers, config.hidden_size), dtype),
         num_prompt=jnp.zeros(batch, jnp.int32),
         num_generated=jnp.zeros(batch, jnp.int32),
         keys=jnp.zeros((batch, 2), jnp.uint32),
@@ -123,16 +127,16 @@ def prefill_and_insert(
     slots: Slots,
     token_ids: Int[Array, "R P"],
     segment_ids: Int[Array, "R P"],
-    keys: UInt32[Array, "R 2"],
-    into: Int[Array, " R"],
+    keys: UInt32[Array, "B 2"],
+    source: Int[Array, " B"],
     *,
     policy: Policy,
     prompt_states: HiddenStateParams,
 ) -> tuple[Slots, Float[Array, "R P K D"]]:
-    """Prefills R left-padded prompts and inserts each into a slot.
+    """Prefills R left-padded prompts and starts responses to them.
 
-    `into` has the slot of each prompt; an index beyond the batch marks a padding row. Also returns
-    the prompts' states in the K layers of `prompt_states`.
+    `source` has the row of each slot's new prompt; -1 leaves the slot as it is. Also returns the
+    prompts' states in the K layers of `prompt_states`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     final_states, layer_inputs, prompt, all_states = policy.prefill(
@@ -140,30 +144,30 @@ def prefill_and_insert(
     )
     num_prompt_columns = token_ids.shape[1]
 
-    def insert(target, value):
-        return target.at[into].set(value, mode="drop")
+    def started(old, of_prompts):
+        is_new = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(is_new, of_prompts[jnp.maximum(source, 0)], old)
 
-    cache = slots.cache
+    def with_prompts(old, of_prompts, axis):
+        prompts, responses = jnp.split(old, [num_prompt_columns], axis)
+        return jnp.concatenate([started(prompts, of_prompts), responses], axis)
+
+    cache, num_rows = slots.cache, token_ids.shape[0]
+    num_response_columns = cache.positions.shape[1] - num_prompt_columns
+    # Position -1 clears the response columns of the slot's previous response.
+    cleared = jnp.pad(prompt.positions, ((0, 0), (0, num_response_columns)), constant_values=-1)
     slots = Slots(
         cache=KVCache(
-            cache.keys.at[:, into, :num_prompt_columns].set(prompt.keys, mode="drop"),
-            cache.values.at[:, into, :num_prompt_columns].set(prompt.values, mode="drop"),
-            # Position -1 clears the response columns of the slot's previous response.
-            insert(
-                cache.positions,
-                jnp.pad(
-                    prompt.positions,
-                    ((0, 0), (0, cache.positions.shape[1] - num_prompt_columns)),
-                    constant_values=-1,
-                ),
-            ),
+            tuple(with_prompts(*pair, 3) for pair in zip(cache.keys, prompt.keys)),
+            tuple(with_prompts(*pair, 2) for pair in zip(cache.values, prompt.values)),
+            started(cache.positions, cleared),
         ),
-        final_states=insert(slots.final_states, final_states),
-        layer_inputs=slots.layer_inputs.at[:, into].set(layer_inputs, mode="drop"),
-        num_prompt=insert(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
-        num_generated=insert(slots.num_generated, 0),
-        keys=insert(slots.keys, keys),
-        active=insert(slots.active, True),
+        final_states=started(slots.final_states, final_states),
+        layer_inputs=started(slots.layer_inputs, layer_inputs),
+        num_prompt=started(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
+        num_generated=started(slots.num_generated, jnp.zeros(num_rows, jnp.int32)),
+        keys=jnp.where(source[:, None] >= 0, keys, slots.keys),
+        active=slots.active | (source >= 0),
     )
     return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
 
@@ -176,6 +180,7 @@ def prefill_and_insert(
 def decode_chunk(
     params: Params,
     slots: Slots,
+    next_column: Int[Array, ""],
     max_tokens: Int[Array, ""],
     sampling: SamplingValues,
     end_ids: Int[Array, " E"],
@@ -188,12 +193,14 @@ def decode_chunk(
 ) -> tuple[Slots, Chunk]:
     """Generates up to `num_tokens` tokens in every active slot.
 
-    A response ends with one of the tokens `end_ids` (-1 is padding), or after `max_tokens` tokens.
+    The first one is written at `next_column` of the response columns. A response ends with one of
+    the tokens `end_ids` (-1 is padding), or after `max_tokens` tokens.
     The loop ends early once no slot is active.
     """
     batch = slots.active.shape[0]
     num_layers, layers = policy.config.num_layers, hidden_states.layers
     state_dtype = jnp.dtype(hidden_states.dtype)
+    num_response_columns = slots.cache.positions.shape[1] - num_prompt_columns
     chunk = Chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
@@ -206,7 +213,7 @@ def decode_chunk(
         logits = policy.logits(params, slots.final_states)
         tokens, logprobs, raw_logprobs = _sample(logits, slots, sampling, kind, policy.mesh)
         states = [
-            slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[layer]
+            slots.final_states if layer in (-1, num_layers) else slots.layer_inputs[:, layer]
             for layer in layers
         ]
         chunk = Chunk(
@@ -224,10 +231,7 @@ def decode_chunk(
             params,
             tokens,
             slots.num_prompt + slots.num_generated,
-            # A slot that has ended overwrites its last column, which is not read again.
-            jnp.minimum(
-                num_prompt_columns + slots.num_generated, slots.cache.positions.shape[1] - 1
-            ),
+            num_prompt_columns + (next_column + index) % num_response_columns,
             slots.cache,
         )
         slots = Slots(
@@ -284,41 +288,63 @@ def _sample(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "columns"))
+@functools.partial(jax.jit, static_argnames=("num_prompt_columns", "response_columns", "mesh"))
 def resize_slots(
-    slots: Slots, kept: Int[Array, " R"], *, columns: int, mesh: Mesh | None = None
+    slots: Slots,
+    kept: Int[Array, " R"],
+    first_column: Int[Array, ""],
+    *,
+    num_prompt_columns: int,
+    response_columns: int,
+    mesh: Mesh | None = None,
 ) -> Slots:
-    """Gathers R slots and widens their cache to `columns` columns.
+    """Gathers R slots, and moves their ring to one of `response_columns` columns.
+
+    The ring then begins with what is at `first_column` now. Further columns hold what nobody reads.
 
     `kept` has indices; one beyond the batch gives a free slot. On a mesh it has equal parts, one
     per data shard, and indices count from the shard's first slot.
     """
-    resize_shard = functools.partial(_resize_shard, columns=columns)
+    resize_shard = functools.partial(
+        _resize_shard, num_prompt_columns=num_prompt_columns, response_columns=response_columns
+    )
     if mesh is None:
-        return resize_shard(slots, kept)
-    specs = slot_specs(slots, mesh)
+        return resize_shard(slots, kept, first_column)
+    specs, whole = slot_specs(slots, mesh), PartitionSpec()
     # In a shard_map, because the compiler would gather all slots on every device.
     return jax.shard_map(
-        resize_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES)), out_specs=specs
-    )(slots, kept)
+        resize_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES), whole), out_specs=specs
+    )(slots, kept, first_column)
 
 
-def _resize_shard(slots: Slots, kept: Int[Array, " R"], *, columns: int) -> Slots:
+def _resize_shard(
+    slots: Slots,
+    kept: Int[Array, " R"],
+    first_column: Int[Array, ""],
+    *,
+    num_prompt_columns: int,
+    response_columns: int,
+) -> Slots:
     """`resize_slots` for one data shard."""
+
+    def moved(array, axis, empty=0):
+        prompts, ring = jnp.split(array, [num_prompt_columns], axis)
+        size = min(response_columns, ring.shape[axis])
+        ring = jnp.concatenate([ring, ring], axis)
+        ring = jax.lax.dynamic_slice_in_dim(ring, first_column, size, axis)
+        added = [(0, 0)] * array.ndim
+        added[axis] = 0, response_columns - size
+        return jnp.concatenate([prompts, jnp.pad(ring, added, constant_values=empty)], axis)
+
+    def taken(array, fill_value=0):
+        return jnp.take(array, kept, axis=0, mode="fill", fill_value=fill_value)
+
     cache = slots.cache
-    grown = columns - cache.positions.shape[1]
-    wide = ((0, 0), (0, 0), (0, grown), (0, 0), (0, 0))
-
-    def take(axis, array, fill_value=0):
-        return jnp.take(array, kept, axis=axis, mode="fill", fill_value=fill_value)
-
-    taken = jax.tree.map(take, _SLOT_AXES, slots)
-    positions = take(0, cache.positions, fill_value=-1)
-    return taken._replace(
+    return jax.tree.map(taken, slots)._replace(
         cache=KVCache(
-            jnp.pad(taken.cache.keys, wide),
-            jnp.pad(taken.cache.values, wide),
-            jnp.pad(positions, ((0, 0), (0, grown)), constant_values=-1),
+            tuple(moved(taken(keys), 3) for keys in cache.keys),
+            tuple(moved(taken(values), 2) for values in cache.values),
+            moved(taken(cache.positions, fill_value=-1), 1, empty=-1),
         )
     )
 
@@ -338,12 +364,9 @@ class _Response:
     request: SampleRequest
     # Per chunk: token ids, log-probabilities, raw log-probabilities and hidden states.
     pieces: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0  # in the pieces
     prompt_states: np.ndarray | None = None  # [P, K, D], if asked for
     matcher: StopMatcher | None = None  # if the call has stop strings
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(token_ids) for token_ids, *_ in self.pieces)
 
 
 class DecodingCall:
@@ -386,9 +409,11 @@ class DecodingCall:
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
         num_slots = next_power_of_two(min(max_batch, len(call.requests)))
         self._batch = max(num_slots, MIN_BATCH, self._num_shards)
-        self._columns = self._prompt_columns + min(FIRST_RESPONSE_COLUMNS, call.sampling.max_tokens)
+        self._next_column = 0  # of the ring of response columns
+        self._response_columns = self._columns_for(chunk)
         self._running: list[_Response | None] = [None] * self._batch  # by slot
-        self._slots = empty_slots(policy=policy, batch=self._batch, columns=self._columns)
+        columns = self._prompt_columns + self._response_columns
+        self._slots = empty_slots(policy=policy, batch=self._batch, columns=columns)
         self._kind, self._values = split_sampling(call.sampling)
         end_ids = sorted({*call.sampling.eos_token_ids, *call.sampling.stop_token_ids})
         num_padded = max(next_power_of_two(len(end_ids)), MIN_END_TOKENS)
@@ -406,6 +431,7 @@ class DecodingCall:
         self._slots, chunk = decode_chunk(
             self._params,
             self._slots,
+            np.int32(self._next_column),
             np.int32(self._call.sampling.max_tokens),
             self._values,
             self._end_ids,
@@ -415,6 +441,7 @@ class DecodingCall:
             num_prompt_columns=self._prompt_columns,
             num_tokens=self._chunk,
         )
+        self._next_column = (self._next_column + self._chunk) % self._response_columns
         return self._collect(chunk)
 
     def abort(self) -> list[Rollout]:
@@ -430,39 +457,49 @@ class DecodingCall:
         # Alternate between the data shards: the batch shrinks to the fullest of them.
         free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
         # Wait until a quarter of the slots is free: a prefill for each free slot costs more.
-        num_prompts = min(len(self._waiting), len(free))
-        if not num_prompts or (num_prompts < self._batch // 4 and num_prompts < len(self._waiting)):
+        num_responses = min(len(self._waiting), len(free))
+        if num_responses < min(self._batch // 4, len(self._waiting)) or not num_responses:
             return
-        num_prompts = min(num_prompts, self._max_prompts_per_prefill())
-        num_rows = max(next_power_of_two(num_prompts), MIN_BATCH)
-        token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
-        segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
-        keys = np.zeros((num_rows, 2), np.uint32)
-        into = np.full(num_rows, self._batch, np.int32)
-        for index in range(num_prompts):
-            request = self._waiting.popleft()
-            into[index] = slot = free[index]
-            token_ids[index, -len(request.prompt_ids) :] = request.prompt_ids
-            segment_ids[index, -len(request.prompt_ids) :] = 1
-            keys[index] = request.seed >> 32, request.seed & 0xFFFFFFFF
+        rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
+        max_prompts = self._max_prompts_per_prefill()
+        source = np.full(self._batch, -1, np.int32)
+        keys = np.zeros((self._batch, 2), np.uint32)
+        for slot in free[:num_responses]:
+            request = self._waiting[0]
+            row = rows.setdefault(request.prompt_ids.tobytes(), len(rows))
+            if row == max_prompts:
+                del rows[request.prompt_ids.tobytes()]
+                break
+            self._waiting.popleft()
+            source[slot] = row
+            keys[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
             matcher = self._new_matcher() if self._new_matcher else None
             self._running[slot] = _Response(request, matcher=matcher)
+        num_rows = max(next_power_of_two(len(rows)), MIN_BATCH)
+        token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
+        segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
+        for row, prompt in enumerate(rows):
+            prompt_ids = np.frombuffer(prompt, np.int32)
+            token_ids[row, -len(prompt_ids) :] = prompt_ids
+            segment_ids[row, -len(prompt_ids) :] = 1
         # A padding row has one token, because the softmax over no token is not finite.
-        segment_ids[num_prompts:, -1] = 1
+        segment_ids[len(rows) :, -1] = 1
         self._slots, prompt_states = prefill_and_insert(
             self._params,
             self._slots,
             token_ids,
             segment_ids,
             keys,
-            into,
+            source,
             policy=self._policy,
             prompt_states=self._prompt_states,
         )
         if prompt_states.size:
-            for slot, states in zip(into[:num_prompts], jax.device_get(prompt_states)):
+            states = jax.device_get(prompt_states)
+            for slot in np.flatnonzero(source >= 0):
                 response = self._running[slot]
-                response.prompt_states = states[-len(response.request.prompt_ids) :].copy()
+                num_prompt = len(response.request.prompt_ids)
+                response.prompt_states = states[source[slot], -num_prompt:]
 
     def _max_prompts_per_prefill(self) -> int:
         """Limits the memory of the prompt states, counted in float32."""
@@ -475,17 +512,14 @@ class DecodingCall:
         shards = np.array_split(np.arange(self._batch), self._num_shards)
         busy = [[slot for slot in shard if self._running[slot]] for shard in shards]
         longest = max((response.num_tokens for response in self._running if response), default=0)
-        columns = self._columns
-        response_columns = min(longest + self._chunk, self._call.sampling.max_tokens)
-        while columns < self._prompt_columns + response_columns:
-            columns = self._prompt_columns + min(
-                2 * (columns - self._prompt_columns), self._call.sampling.max_tokens
-            )
+        columns = self._columns_for(longest + self._chunk)
+        if columns < self._response_columns < 2 * columns:
+            columns = self._response_columns
         batch = self._batch
         if not self._waiting:
             num_slots = next_power_of_two(max(map(len, busy)))  # per shard
             batch = self._num_shards * max(num_slots, MIN_BATCH // self._num_shards)
-        if columns == self._columns and batch == self._batch:
+        if columns == self._response_columns and batch == self._batch:
             return
         if batch == self._batch:
             busy = shards  # only the cache grows: every slot stays where it is
@@ -496,9 +530,22 @@ class DecodingCall:
             running[index, : len(slots)] = [self._running[slot] for slot in slots]
         self._running = running.reshape(-1).tolist()
         self._slots = resize_slots(
-            self._slots, kept.reshape(-1), columns=columns, mesh=self._policy.mesh
+            self._slots,
+            kept.reshape(-1),
+            np.int32((self._next_column - longest) % self._response_columns),
+            num_prompt_columns=self._prompt_columns,
+            response_columns=columns,
+            mesh=self._policy.mesh,
         )
-        self._batch, self._columns = batch, columns
+        self._batch, self._response_columns = batch, columns
+        self._next_column = longest % columns
+
+    def _columns_for(self, num_tokens: int) -> int:
+        """The least number of columns with room: 64, 96, 128, 192, 256, ... or the token limit."""
+        doubled = max(next_power_of_two(num_tokens), FIRST_RESPONSE_COLUMNS)
+        between = max(doubled // 4 * 3, FIRST_RESPONSE_COLUMNS)
+        columns = between if num_tokens <= between else doubled
+        return min(columns, self._call.sampling.max_tokens)
 
     def _collect(self, chunk: Chunk) -> list[Rollout]:
         """Adds a chunk to the running responses; returns and removes those that ended."""
@@ -515,6 +562,7 @@ class DecodingCall:
                 num_kept = response.matcher.feed(chunk.token_ids[slot, :num_new].tolist())
                 is_stopped, num_new = num_kept is not None, num_kept or num_new
             response.pieces.append(tuple(array[slot, :num_new] for array in chunk))
+            response.num_tokens += num_new
             if is_stopped or not active[slot]:
                 self._running[slot] = None
                 last_token = int(chunk.token_ids[slot, num_new - 1])

@@ -172,7 +172,7 @@ def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes
     one = SamplingParams(1)
     with synced_client(policy, params, max_batch=8) as (client, version):  # slots are refilled
         rollouts = list(client.generate(make_requests(), one, both, version=version))
-        assert num_prefills == (20 if max_bytes == 1 else 3)  # of eight
+        assert num_prefills == (5 if max_bytes == 1 else 3)  # of one group, or of eight slots
         longest = max(rollouts, key=lambda rollout: len(rollout.prompt_ids))
         prompts = [longest.prompt_ids[: end + 1] for end in range(len(longest.prompt_ids))]
         requests = [SampleRequest(str(i), i, 0, ids, 0) for i, ids in enumerate(prompts)]
@@ -425,8 +425,9 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
         (4, 1.0, 0.9, 0, (), (), Annealing(1.3, 0.2, 5, 30.0)),
     ]:  # fmt: skip
         call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
-        call._columns = 16 + decoding.FIRST_RESPONSE_COLUMNS
-        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=call._columns)
+        call._response_columns = 64
+        call._columns_for = lambda num_tokens: 64
+        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=16 + 64)
         call.step()
     assert decoding.decode_chunk._cache_size() == before + 1
 
@@ -458,6 +459,66 @@ def test_long_responses_widen_the_cache(policy, params):
     assert {len(r.response_ids) for r in rollouts} == {150}
     for rollout, _, raw in full_forward(policy, params, rollouts):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+def test_a_ring_that_wraps_grows_and_shrinks_changes_no_token(policy, params, monkeypatch):
+    """Rings of 16 to 48 columns, 20 ragged responses in 8 slots; beside one ring for all."""
+    sampling = SamplingParams(48, temperature=0.8, eos_token_ids=(EOS,))
+
+    def sample(first_columns):
+        monkeypatch.setattr(decoding, "FIRST_RESPONSE_COLUMNS", first_columns)
+        call = make_call(policy, params, make_requests(), sampling, max_batch=8, chunk=8)
+        rollouts, rings = {}, []
+        while not call.done:
+            before = call._next_column
+            rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
+            rings.append((call._response_columns, call._next_column < before))
+        return rollouts, rings
+
+    (expected, one), (found, several) = sample(64), sample(16)
+    assert {columns for columns, _ in one} == {48} and any(wrapped for _, wrapped in one)
+    changes = np.diff([columns for columns, _ in several])
+    assert (changes > 0).any() and (changes < 0).any()
+    for name, rollout in expected.items():
+        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
+        # Sums over other columns, in another order: 1e-5 here, and as against the full pass above.
+        np.testing.assert_allclose(
+            found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
+        )
+
+
+def test_parts_of_a_call_give_the_tokens_of_the_whole(policy, params):
+    sampling = SamplingParams(40, eos_token_ids=(EOS,))
+    states = HiddenStateParams((-1,), "float32")
+    engine = JaxEngine(policy)
+    buffers = engine.begin_weight_update(models.tensor_specs(CONFIG, "float32"))
+    for spec, array in models.iterate_hf_tensors(params, CONFIG, "float32"):
+        buffers[spec.name][:] = array.reshape(-1).view(np.uint8)
+    asyncio.run(engine.commit_weight_update(VERSION))
+
+    async def sample():
+        call = GenerateCall(tuple(make_requests(10, 4)), sampling, states, VERSION)
+        return [rollout async for rollout in engine.generate(call)]
+
+    def sampled_in(num_parts):
+        engine._parallel = num_parts
+        engine._parts = concurrent.futures.ThreadPoolExecutor(num_parts)
+        return asyncio.run(sample())
+
+    whole, parts, again = (sampled_in(count) for count in (1, 2, 2))
+    engine.close()
+    assert [r.sample_id for r in parts] == [r.sample_id for r in again]  # whatever the timing
+    assert as_bytes(parts) == as_bytes(again)
+    parts = {rollout.sample_id: rollout for rollout in parts}
+    assert len(parts) == len(whole) == 40
+    for rollout in whole:
+        found = parts[rollout.sample_id]
+        np.testing.assert_array_equal(found.response_ids, rollout.response_ids)
+        # Products of other numbers of rows, so sums in another order.
+        for field in ("rollout_logprobs", "hidden_states"):
+            np.testing.assert_allclose(
+                getattr(found, field), getattr(rollout, field), rtol=1e-5, atol=2e-5
+            )
 
 
 def test_windowed_model_samples_as_its_full_pass():

@@ -157,12 +157,12 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
     seen = set()
     while not call.done:
         call.step()
-        for cached in call._slots.cache[:2]:
-            layers, batch, columns, *_ = cached.shape
-            seen.add((batch, columns))
-            assert {s.data.shape for s in cached.addressable_shards} == {
-                (layers, batch // copies, columns, kv_heads, 16)
-            }
+        batch, columns = call._slots.cache.positions.shape
+        seen.add((batch, columns))
+        for cached in jax.tree.leaves(call._slots.cache[:2]):
+            shape = (batch // copies, kv_heads, *cached.shape[2:])
+            assert cached.size == batch * 2 * columns * 16
+            assert {s.data.shape for s in cached.addressable_shards} == {shape}
         assert {s.data.shape[0] for s in call._slots.final_states.addressable_shards} == {
             batch // copies
         }
@@ -211,7 +211,7 @@ def compiled_decode(params, mesh, sampling):
     kind, values = split_sampling(sampling)
     return decoding.decode_chunk.lower(
         jax.device_put(params, models.parameter_shardings(params, mesh)),
-        decoding.empty_slots(policy=policy, batch=16, columns=80), np.int32(9), values,
+        decoding.empty_slots(policy=policy, batch=16, columns=80), np.int32(0), np.int32(9), values,
         np.full(8, -1, np.int32), policy=policy, kind=kind, hidden_states=STATES,
         num_prompt_columns=16, num_tokens=4,
     ).compile()  # fmt: skip
@@ -245,12 +245,17 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(slots))
     prefill = decoding.prefill_and_insert.lower(
         params, slots, np.ones((8, 16), np.int32), np.ones((8, 16), np.int32),
-        np.zeros((8, 2), np.uint32), np.arange(8, dtype=np.int32), policy=policy,
+        np.zeros((16, 2), np.uint32), np.arange(16, dtype=np.int32) % 8, policy=policy,
         prompt_states=HiddenStateParams(),
     ).compile()  # fmt: skip
     assert prefill.memory_analysis().alias_size_in_bytes == own
     resize = decoding.resize_slots.lower(
-        slots, np.zeros(8, np.int32), columns=96, mesh=mesh
+        slots,
+        np.zeros(8, np.int32),
+        np.int32(0),
+        num_prompt_columns=16,
+        response_columns=80,
+        mesh=mesh,
     ).compile()
     assert not list(collectives(resize))
     specs = {sharding.spec for sharding in jax.tree.leaves(resize.output_shardings)}
