@@ -26,7 +26,13 @@ from semrl_jax.models.sharding import (
     replicated,
 )
 from semrl_jax.models.value_model import ValueModel, load_value_params, read_head, with_head
-from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.models.weights import (
+    ParamsFilling,
+    Piece,
+    iterate_hf_tensors,
+    params_from_hf,
+    tensor_specs,
+)
 
 __all__ = [
     "AXES",
@@ -36,6 +42,7 @@ __all__ = [
     "Family",
     "KVCache",
     "Params",
+    "ParamsFilling",
     "Piece",
     "Policy",
     "RopeScaling",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.hosts import to_host
+from semrl_jax.models.hosts import start_copies, to_host
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
@@ -91,21 +91,43 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
 def iterate_hf_tensors(
     params: Params, config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[TensorSpec, np.ndarray]]:
-    """Yields (spec, array) in the order of `tensor_specs`; one layer on the host at a time.
+    """Yields (spec, array) in the order of `tensor_specs`; two layers on the host at a time.
 
-    If other processes hold parts of the parameters, all processes must read it to its end.
+    The devices cast and transpose, and prepare one layer while the caller uses the previous one. If
+    other processes hold parts of the parameters, all processes must read it to its end.
     """
 
-    def of_layer(tensor):
-        array = functools.reduce(operator.getitem, tensor.path, params)
-        return array if tensor.layer is None else array[tensor.layer]
+    def start(group: Sequence[_Tensor]) -> list[Array]:
+        arrays = _hf_layout(
+            [functools.reduce(operator.getitem, tensor.path, params) for tensor in group],
+            group[0].layer,
+            transposed=tuple(tensor.is_kernel for tensor in group),
+            dtype=dtype,
+        )
+        start_copies(arrays)
+        return arrays
 
     # One transfer per layer: the host never holds the whole stack.
-    for _, group in itertools.groupby(_tensors(config), lambda tensor: tensor.layer):
-        tensors = list(group)
-        for tensor, array in zip(tensors, to_host([of_layer(tensor) for tensor in tensors])):
-            array = np.ascontiguousarray(array.T if tensor.is_kernel else array, np.dtype(dtype))
-            yield TensorSpec(tensor.name, tensor.shape, dtype), array
+    by_layer = itertools.groupby(_tensors(config), lambda tensor: tensor.layer)
+    groups = [list(group) for _, group in by_layer]
+    ready = start(groups[0])
+    for group, following in itertools.zip_longest(groups, groups[1:]):
+        arrays, ready = ready, start(following) if following else []
+        for tensor, array in zip(group, to_host(arrays)):
+            yield TensorSpec(tensor.name, tensor.shape, dtype), np.ascontiguousarray(array)
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _hf_layout(
+    arrays: Sequence[Array], layer: int | None, *, transposed: tuple[bool, ...], dtype: str
+) -> list[Array]:
+    """Parameters of one layer of the stacks, as in Hugging Face; None: they are not stacked."""
+    found = []
+    for array, is_transposed in zip(arrays, transposed, strict=True):
+        if layer is not None:
+            array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+        found.append((array.T if is_transposed else array).astype(jnp.dtype(dtype)))
+    return found
 
 
 def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
@@ -123,30 +145,58 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
     Returns:
       NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
     """
-    tensors = {tensor.name: tensor for tensor in _tensors(config)}
-    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for tensor in tensors.values():
-        shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
-        shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
-    leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
-    if shardings is None:
-        leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
-    else:
-        # One program for all: each compiled program costs about 1 MB and 20 ms.
-        zeros = jax.jit(
-            lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes.values()],
-            out_shardings=[functools.reduce(operator.getitem, p, shardings) for p in shapes],
-        )()
-        leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
-        del zeros  # its buffers are the leaves' parts
-    for name, start, rows in pieces:
-        tensor = tensors[name]
-        leaves[tensor.path].put(tensor.layer, start, rows, transpose=tensor.is_kernel)
-    params: Params = {}
-    for path, leaf in leaves.items():
-        node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
-        node[path[-1]] = leaf.finish()
-    return params
+    filling = ParamsFilling(config, shardings)
+    for piece in pieces:
+        filling.put([piece])
+    return filling.finish()
+
+
+class ParamsFilling:
+    """The parameters of `params_from_hf` while their pieces come one by one.
+
+    Not for several threads at a time.
+    """
+
+    def __init__(self, config: DecoderConfig, shardings: Any = None):
+        self._tensors = {tensor.name: tensor for tensor in _tensors(config)}
+        shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for tensor in self._tensors.values():
+            shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
+            shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
+        self._leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
+        if shardings is None:
+            self._leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
+            return
+        of_leaves = tuple(functools.reduce(operator.getitem, path, shardings) for path in shapes)
+        zeros = _zeros(tuple(shapes.values()), of_leaves)()
+        self._leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
+
+    def put(self, pieces: Sequence[Piece]) -> None:
+        """Copies the pieces, before it returns."""
+        for piece in pieces:
+            tensor = self._tensors[piece.name]
+            leaf = self._leaves[tensor.path]
+            leaf.put(tensor.layer, piece.start, piece.rows, transpose=tensor.is_kernel)
+        # Wait, or pieces would be read faster than devices take them and fill the memory.
+        for path in {self._tensors[piece.name].path for piece in pieces}:
+            self._leaves[path].wait()
+
+    def finish(self) -> Params:
+        params: Params = {}
+        for path, leaf in self._leaves.items():
+            node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
+            node[path[-1]] = leaf.finish()
+        return params
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(
+    shapes: Sequence[tuple[int, ...]], shardings: Sequence[jax.sharding.Sharding]
+) -> Callable[[], list[Array]]:
+    """One program for all leaves: each compiled program costs about 1 MB and 20 ms."""
+    return jax.jit(
+        lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], out_shardings=list(shardings)
+    )
 
 
 class _HostLeaf:
@@ -163,6 +213,9 @@ class _HostLeaf:
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             target[start + first : start + first + len(some)] = some
+
+    def wait(self) -> None:
+        pass
 
     def finish(self) -> np.ndarray:
         return self._array
@@ -202,12 +255,10 @@ class _DeviceLeaf:
             corner = [begin - low, *(0 for _ in others)]
             first += corner[::-1] if transpose else corner
             self._parts[device] = _put_block(
-                self._parts[device],
-                jax.device_put(block, device),
-                jax.device_put(np.array(first, np.int32), device),
-                transpose=transpose,
+                self._parts[device], block, np.array(first, np.int32), transpose=transpose
             )
-        # Wait, or pieces would be read faster than devices take them and fill the memory.
+
+    def wait(self) -> None:
         jax.block_until_ready(list(self._parts.values()))
 
     def finish(self) -> jax.Array:

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -17,17 +18,19 @@ from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.models import (
     AXES,
     Params,
+    ParamsFilling,
     Piece,
     Policy,
     make_mesh,
     parameter_shardings,
-    params_from_hf,
     tensor_specs,
 )
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
+
+_ALIGNMENT = 64  # bytes
 
 
 class JaxEngine(Engine):
@@ -86,7 +89,7 @@ class JaxEngine(Engine):
         self._chunk = chunk
         self._device_lock = device_lock or contextlib.nullcontext()
         self._params: Params | None = None
-        self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
+        self._staged: _StagedWeights | None = None
         # In one thread the programs run one after the other, and the event loop stays free.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
         self._one_call = asyncio.Lock()
@@ -110,14 +113,22 @@ class JaxEngine(Engine):
         return tensor_specs(self._policy.config, "float32")
 
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
-        self._staged = {spec.name: (spec, np.empty(spec.num_bytes, np.uint8)) for spec in specs}
-        return {name: buffer for name, (_, buffer) in self._staged.items()}
+        self._staged = _StagedWeights(
+            specs, self._policy.config, self._shardings, self._device_lock
+        )
+        return self._staged
+
+    def load_tensors(self, names: Sequence[str]) -> None:
+        self._staged.load(names)
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        staged, self._staged = self._staged, None
+        # Waits for the program that runs, then for the last pieces on the devices.
+        loop = asyncio.get_running_loop()
+        self._params = await loop.run_in_executor(self._thread, staged.finish)
 
     def abort_weight_update(self) -> None:
-        self._staged = {}
+        self._staged = None
 
     async def abort(self) -> None:
         self._num_aborts += 1
@@ -147,13 +158,55 @@ class JaxEngine(Engine):
 
         return step
 
-    def _load(self) -> None:
-        host = params_from_hf(self._take_staged(), self._policy.config)
-        with self._device_lock:  # each device receives its own part only
-            self._params = jax.block_until_ready(jax.device_put(host, self._shardings))
 
-    def _take_staged(self) -> Iterator[Piece]:
-        """Yields the staged tensors; each buffer is freed when the next one is requested."""
-        while self._staged:
-            name, (spec, buffer) = self._staged.popitem()
-            yield Piece(name, 0, buffer.view(np.dtype(spec.dtype)).reshape(spec.shape))
+class _StagedWeights(Mapping[str, np.ndarray]):
+    """The weights of one update, which go to the devices tensor by tensor.
+
+    Host memory holds the tensors that have not been loaded yet.
+    """
+
+    def __init__(self, specs, config, shardings, device_lock):
+        self._specs = {spec.name: spec for spec in specs}
+        self._config, self._shardings = config, shardings
+        self._device_lock = device_lock
+        self._buffers: dict[str, np.ndarray] = {}
+        self._free: list[np.ndarray] = []  # loaded tensors' memory, for others of the same size
+        self._one_at_a_time = threading.Lock()
+        self._filling: ParamsFilling | None = None
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._buffers:
+            self._buffers[name] = self._take(self._specs[name].num_bytes)
+        return self._buffers[name]
+
+    def load(self, names: Sequence[str]) -> None:
+        specs = [self._specs[name] for name in names]
+        buffers = [self._buffers.pop(name) for name in names]
+        pieces = [
+            Piece(spec.name, 0, buffer.view(np.dtype(spec.dtype)).reshape(spec.shape))
+            for spec, buffer in zip(specs, buffers)
+        ]
+        with self._one_at_a_time, self._device_lock:
+            if self._filling is None:
+                self._filling = ParamsFilling(self._config, self._shardings)
+            self._filling.put(pieces)
+        self._free += buffers
+
+    def finish(self) -> Params:
+        return self._filling.finish()
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        """Memory that was used before costs no page faults."""
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes == num_bytes:
+                return self._free.pop(index)
+        # On a CPU, aligned memory is read without a copy.
+        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + num_bytes]
