@@ -119,7 +119,11 @@ def iterate_hf_tensors(
 
 @functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
 def _hf_layout(
-    arrays: Sequence[Array], layer: int | None, *, transposed: tuple[bool, ...], dtype: str
+    arrays: Sequence[Array],
+    layer: int | Int[Array, ""] | None,
+    *,
+    transposed: tuple[bool, ...],
+    dtype: str,
 ) -> list[Array]:
     """Parameters of one layer of the stacks, as in Hugging Face; None: they are not stacked."""
     found = []
@@ -168,7 +172,7 @@ class ParamsFilling:
             self._leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
             return
         of_leaves = tuple(functools.reduce(operator.getitem, path, shardings) for path in shapes)
-        zeros = _zeros(tuple(shapes.values()), of_leaves)()
+        zeros = jax.block_until_ready(_zeros(tuple(shapes.values()), of_leaves)())
         self._leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
 
     def put(self, pieces: Sequence[Piece]) -> None:

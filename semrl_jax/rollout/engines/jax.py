@@ -173,6 +173,8 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         self._free: list[np.ndarray] = []  # loaded tensors' memory, for others of the same size
         self._one_at_a_time = threading.Lock()
         self._filling: ParamsFilling | None = None
+        # New memory costs as much time as loading: it is made while the first tensor is on its way.
+        threading.Thread(target=self._prepare, name="new-weights", daemon=True).start()
 
     def __len__(self) -> int:
         return len(self._specs)
@@ -192,14 +194,18 @@ class _StagedWeights(Mapping[str, np.ndarray]):
             Piece(spec.name, 0, buffer.view(np.dtype(spec.dtype)).reshape(spec.shape))
             for spec, buffer in zip(specs, buffers)
         ]
+        self._prepare()
         with self._one_at_a_time, self._device_lock:
-            if self._filling is None:
-                self._filling = ParamsFilling(self._config, self._shardings)
             self._filling.put(pieces)
         self._free += buffers
 
     def finish(self) -> Params:
         return self._filling.finish()
+
+    def _prepare(self) -> None:
+        with self._one_at_a_time, self._device_lock:
+            if self._filling is None:
+                self._filling = ParamsFilling(self._config, self._shardings)
 
     def _take(self, num_bytes: int) -> np.ndarray:
         """Memory that was used before costs no page faults."""

@@ -13,10 +13,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.memory import OpenMemory
 from semrl_jax.types import TensorSpec
 
 _NUM_THREADS = min(os.cpu_count() or 1, 4)
-_MAX_BATCHES = _NUM_THREADS + 2  # waiting and running; then the sender waits
+_MAX_BATCHES = _NUM_THREADS + 8  # waiting and running; then the sender waits
 _BLOCK_BYTES = 1 << 20  # copied, hashed and checked while it is in the cache
 BATCH_BYTES = 4 << 20  # many small tensors would cost more in messages than in work
 
@@ -32,12 +33,13 @@ class Complete(NamedTuple):
     Attributes:
       spec: of the tensor.
       buffer: the engine's memory for it.
-      source: the bytes to copy into `buffer`; None: they are there.
+      source: the client's memory, and the first byte there to copy into `buffer`; None: the bytes
+        are in the buffer.
     """
 
     spec: TensorSpec
     buffer: UInt8[np.ndarray, " bytes"]
-    source: UInt8[np.ndarray, " bytes"] | None = None
+    source: tuple[OpenMemory, int] | None = None
 
 
 class TensorChecks:
@@ -82,9 +84,7 @@ class TensorChecks:
             self._running.add(loop.run_in_executor(self._pool, self._check, batch))
 
     async def _wait(self) -> None:
-        done, self._running = await asyncio.wait(
-            self._running, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
         for batch in done:
             self._checked |= batch.result()
 
@@ -99,7 +99,8 @@ def _check(tensor: Complete) -> Checked:
     for start in range(0, tensor.spec.num_bytes, _BLOCK_BYTES):
         block = tensor.buffer[start : start + _BLOCK_BYTES]
         if tensor.source is not None:
-            block[:] = tensor.source[start : start + _BLOCK_BYTES]
+            memory, first = tensor.source
+            memory.copy_to(block, first + start)
         checksum.update(block)
         is_finite = is_finite and codec.are_finite(block, tensor.spec.dtype)
     return Checked(checksum.digest(), is_finite)

@@ -20,7 +20,7 @@ from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.checking import Complete, TensorChecks
 from semrl_jax.rollout.server.guard import Refused
 from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.memory import layout, open_memory
+from semrl_jax.rollout.wire.memory import OpenMemory, layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, Rollout, TensorSpec, WeightVersion, manifest_digest
@@ -157,9 +157,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         except TimeoutError:
             raise _stalled("took no message", self._stall_timeout_s) from None
 
-    async def _next(
-        self, messages: AsyncIterator[codec.WeightMessage], kind: str, what: str = ""
-    ):
+    async def _next(self, messages: AsyncIterator[codec.WeightMessage], kind: str, what: str = ""):
         """The payload of the next message, which must be of `kind`: begin, chunk or commit."""
         timeout_s = 2 * self._stall_timeout_s
         try:
@@ -215,9 +213,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._running.discard(ended)
             ended.set()
 
-    async def _receive_weights(
-        self, messages: AsyncIterator[codec.WeightMessage]
-    ) -> WeightVersion:
+    async def _receive_weights(self, messages: AsyncIterator[codec.WeightMessage]) -> WeightVersion:
         """Fills the engine's staging buffers; returns the version of the received weights."""
         begin = await self._next(messages, "begin")
         for field in ("run_id", "attempt_id"):
@@ -235,20 +231,23 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             specs = codec.decode_specs(begin.tensors, self._engine.expected_tensors())
         except ValueError as error:
             raise _invalid(str(error)) from error
-        memory = _memory_of(begin, specs)
-        buffers = self._engine.begin_weight_update(specs)
-        checks = TensorChecks(self._engine.load_tensors)
-        try:
-            if memory is None:
-                for index, spec in enumerate(specs):
-                    await self._receive_tensor(messages, index, spec, buffers[spec.name])
-                    await checks.add(Complete(spec, buffers[spec.name]))
-            else:
-                await self._read_tensors(messages, specs, buffers, memory, checks)
-            commit = await self._next(messages, "commit")
-            checked = await checks.results()
-        finally:
-            await checks.close()
+        with contextlib.ExitStack() as stack:
+            memory = _memory_of(begin, specs)
+            if memory is not None:
+                stack.enter_context(memory)
+            buffers = self._engine.begin_weight_update(specs)
+            checks = TensorChecks(self._engine.load_tensors)
+            try:
+                if memory is None:
+                    for index, spec in enumerate(specs):
+                        await self._receive_tensor(messages, index, spec, buffers[spec.name])
+                        await checks.add(Complete(spec, buffers[spec.name]))
+                else:
+                    await self._read_tensors(messages, specs, buffers, memory, checks)
+                commit = await self._next(messages, "commit")
+                checked = await checks.results()
+            finally:
+                await checks.close()
         checksums = [checked[spec.name].checksum for spec in specs]
         unsound = [spec.name for spec in specs if not checked[spec.name].is_finite]
         if len(commit.checksums) != len(specs):
@@ -304,7 +303,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         messages: AsyncIterator[codec.WeightMessage],
         specs: Sequence[TensorSpec],
         buffers: Mapping[str, UInt8[np.ndarray, " bytes"]],
-        memory: UInt8[np.ndarray, " bytes"],
+        memory: OpenMemory,
         checks: TensorChecks,
     ) -> None:
         """Copies every tensor from the client's memory, once the client says that it is there."""
@@ -319,8 +318,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 )
             for index in range(num_read, chunk.tensor_index + 1):
                 spec, start = specs[index], starts[index]
-                source = memory[start : start + spec.num_bytes]
-                await checks.add(Complete(spec, buffers[spec.name], source))
+                await checks.add(Complete(spec, buffers[spec.name], (memory, start)))
             num_read = chunk.tensor_index + 1
 
     async def _commit(self, version: WeightVersion) -> None:
@@ -349,15 +347,13 @@ def _is_readable(request: pb.DescribeRequest) -> bool:
     if not request.HasField("memory"):
         return False
     try:
-        open_memory(request.memory)
+        with open_memory(request.memory):
+            return True
     except (OSError, ValueError):
         return False
-    return True
 
 
-def _memory_of(
-    begin: pb.BeginUpdate, specs: Sequence[TensorSpec]
-) -> UInt8[np.ndarray, " bytes"] | None:
+def _memory_of(begin: pb.BeginUpdate, specs: Sequence[TensorSpec]) -> OpenMemory | None:
     """The client's memory with the tensors; None if they are sent."""
     if not begin.HasField("memory"):
         return None

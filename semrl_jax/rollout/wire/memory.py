@@ -8,6 +8,7 @@ shrink, so reading it cannot end the replica.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import mmap
@@ -34,6 +35,7 @@ class OwnMemory:
             raise OSError("only Linux has anonymous files")
         self._name = secrets.token_hex(16)
         self._file = os.memfd_create(_title(self._name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._file, 1)
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._bytes = np.zeros(0, np.uint8)
 
@@ -57,8 +59,22 @@ class OwnMemory:
         os.close(self._file)
 
 
-def open_memory(message: pb.SharedMemory, num_bytes: int = 0) -> UInt8[np.ndarray, " bytes"]:
-    """The first bytes of a client's memory, read-only; empty to see only whether it can be read.
+class OpenMemory(contextlib.AbstractContextManager):
+    """The replica's side, until it is closed."""
+
+    def __init__(self, file: int, num_bytes: int):
+        self._map = mmap.mmap(file, num_bytes, prot=mmap.PROT_READ)
+
+    def __exit__(self, *exc_info) -> None:
+        self._map.close()
+
+    def copy_to(self, target: UInt8[np.ndarray, " bytes"], start: int) -> None:
+        """Fills the target with the bytes from `start` on."""
+        target[:] = np.frombuffer(self._map, np.uint8, len(target), start)
+
+
+def open_memory(message: pb.SharedMemory, num_bytes: int = 1) -> OpenMemory:
+    """The first bytes of a client's memory, read-only.
 
     Raises:
       OSError: the client is not on this machine, is another user's, or has ended.
@@ -78,9 +94,7 @@ def open_memory(message: pb.SharedMemory, num_bytes: int = 0) -> UInt8[np.ndarra
             raise ValueError("the memory could shrink")
         if found.st_size < num_bytes:
             raise ValueError(f"the memory has {found.st_size} of {num_bytes} bytes")
-        if num_bytes == 0:
-            return np.zeros(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ), np.uint8)
+        return OpenMemory(file, num_bytes)
     finally:
         os.close(file)
 
