@@ -45,14 +45,15 @@ from benchmarks.loopback import Peer, copy_timer
 ROOT = pathlib.Path(__file__).parents[1]
 START_S = 150.0
 SIZES = {
-    "0.5B": dict(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14,
-        num_kv_heads=2, head_dim=64, rope_theta=1e6, tie_embeddings=True,
-    ),
-    "tiny": dict(
-        vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=4, num_heads=4,
-        num_kv_heads=2, head_dim=64, tie_embeddings=True,
-    ),
+    "0.5B": {
+        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_layers": 24,
+        "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "rope_theta": 1e6,
+        "tie_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "tie_embeddings": True,
+    },
 }  # fmt: skip
 DTYPES = {"0.5B": "bfloat16", "tiny": "float32"}
 
@@ -255,9 +256,9 @@ def measure(kind: str, size: str, count: int, repeats: int) -> None:
             f"{median[f'{way} cpu']:.2f} |"
         )
     print(
-        f"bound: copy {median['copy']:.3f} s + gRPC {median['grpc']:.3f} s = {bound:.3f} s; a plain "
-        f"socket {median['socket']:.3f} s; gathering alone {median['gather']:.3f} s; medians of "
-        f"{repeats}"
+        f"bound: copy {median['copy']:.3f} s + gRPC {median['grpc']:.3f} s = {bound:.3f} s; "
+        f"a plain socket {median['socket']:.3f} s; gathering alone {median['gather']:.3f} s; "
+        f"medians of {repeats}"
     )
     print(machine.description())
 

@@ -200,6 +200,7 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         self._free += buffers
 
     def finish(self) -> Params:
+        self.load(tuple(self._buffers))  # what has not been loaded yet
         return self._filling.finish()
 
     def _prepare(self) -> None:
