@@ -294,6 +294,7 @@ class ReplicaDescription:
       layers_reason: why the engine cannot send other layers, and what to do; "" if it can send all.
       sampling_kinds: "annealed" if the engine can change the temperature along a response,
         "stop_strings" if it can end responses at stop strings.
+      reads_memory: whether it can read the client's memory, so that weights need not be sent.
     """
 
     protocol_major: int = 0
@@ -314,6 +315,7 @@ class ReplicaDescription:
     version: WeightVersion | None = None
     layers_reason: str = ""
     sampling_kinds: tuple[str, ...] = ()
+    reads_memory: bool = False
 
 
 def config_hash(description: Mapping[str, Any]) -> str:

@@ -26,7 +26,13 @@ from semrl_jax.models.sharding import (
     replicated,
 )
 from semrl_jax.models.value_model import ValueModel, load_value_params, read_head, with_head
-from semrl_jax.models.weights import Piece, iterate_hf_tensors, params_from_hf, tensor_specs
+from semrl_jax.models.weights import (
+    Piece,
+    UnstackedParams,
+    iterate_hf_tensors,
+    params_from_hf,
+    tensor_specs,
+)
 
 __all__ = [
     "AXES",
@@ -39,6 +45,7 @@ __all__ = [
     "Piece",
     "Policy",
     "RopeScaling",
+    "UnstackedParams",
     "ValueModel",
     "check_mesh",
     "check_params",

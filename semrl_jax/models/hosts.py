@@ -26,11 +26,15 @@ def to_host(tree: Any) -> Any:
             return np.asarray(leaf)
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
-    # Start the copies of all leaves before waiting for the first.
+    start_copies(tree)
+    return jax.tree.map(whole, tree)
+
+
+def start_copies(tree: Any) -> None:
+    """Starts the copies to the host of all leaves that this process holds, and waits for none."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()
-    return jax.tree.map(whole, tree)
 
 
 def from_host(array: np.ndarray | np.generic, sharding: jax.sharding.Sharding) -> jax.Array:

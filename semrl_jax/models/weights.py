@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.hosts import to_host
+from semrl_jax.models.hosts import start_copies, to_host
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
@@ -91,21 +92,47 @@ def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
 def iterate_hf_tensors(
     params: Params, config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[TensorSpec, np.ndarray]]:
-    """Yields (spec, array) in the order of `tensor_specs`; one layer on the host at a time.
+    """Yields (spec, array) in the order of `tensor_specs`; two layers on the host at a time.
 
-    If other processes hold parts of the parameters, all processes must read it to its end.
+    The devices cast and transpose, and prepare one layer while the caller uses the previous one. If
+    other processes hold parts of the parameters, all processes must read it to its end.
     """
 
-    def of_layer(tensor):
-        array = functools.reduce(operator.getitem, tensor.path, params)
-        return array if tensor.layer is None else array[tensor.layer]
+    def start(group: Sequence[_Tensor]) -> list[Array]:
+        arrays = _hf_layout(
+            [functools.reduce(operator.getitem, tensor.path, params) for tensor in group],
+            group[0].layer,
+            transposed=tuple(tensor.is_kernel for tensor in group),
+            dtype=dtype,
+        )
+        start_copies(arrays)
+        return arrays
 
     # One transfer per layer: the host never holds the whole stack.
-    for _, group in itertools.groupby(_tensors(config), lambda tensor: tensor.layer):
-        tensors = list(group)
-        for tensor, array in zip(tensors, to_host([of_layer(tensor) for tensor in tensors])):
-            array = np.ascontiguousarray(array.T if tensor.is_kernel else array, np.dtype(dtype))
-            yield TensorSpec(tensor.name, tensor.shape, dtype), array
+    by_layer = itertools.groupby(_tensors(config), lambda tensor: tensor.layer)
+    groups = [list(group) for _, group in by_layer]
+    ready = start(groups[0])
+    for group, following in itertools.zip_longest(groups, groups[1:]):
+        arrays, ready = ready, start(following) if following else []
+        for tensor, array in zip(group, to_host(arrays)):
+            yield TensorSpec(tensor.name, tensor.shape, dtype), np.ascontiguousarray(array)
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+def _hf_layout(
+    arrays: Sequence[Array],
+    layer: int | Int[Array, ""] | None,
+    *,
+    transposed: tuple[bool, ...],
+    dtype: str,
+) -> list[Array]:
+    """Parameters of one layer of the stacks, as in Hugging Face; None: they are not stacked."""
+    found = []
+    for array, is_transposed in zip(arrays, transposed, strict=True):
+        if layer is not None:
+            array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+        found.append((array.T if is_transposed else array).astype(jnp.dtype(dtype)))
+    return found
 
 
 def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
@@ -222,3 +249,68 @@ def _put_block(part: Array, block: Array, first: Int[Array, " axes"], *, transpo
     block = (block.T if transpose else block).astype(part.dtype)
     block = block.reshape((1,) * (part.ndim - block.ndim) + block.shape)
     return jax.lax.dynamic_update_slice(part, block, list(first))
+
+
+class UnstackedParams:
+    """Parameters of an engine, see `unstacked`, while their tensors come one by one.
+
+    Not for several threads at a time.
+
+    Args:
+      config: the architecture.
+      shardings: of the unstacked tree.
+      dtype: of all parameters but the scales of norms, which stay in float32.
+    """
+
+    def __init__(self, config: DecoderConfig, shardings: Any, dtype: str):
+        self._tensors = {tensor.name: tensor for tensor in _tensors(config)}
+        self._shardings, self._dtype = shardings, dtype
+        self._num_layers = config.num_layers
+        self._leaves: dict[str, Array] = {}
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        """Puts a whole tensor of Hugging Face on the devices; returns before it is copied."""
+        tensor = self._tensors[name]
+        sharding = _node(self._shardings, tensor.path, tensor.layer)
+        is_scale = tensor.path[-1] == "scale"
+        self._leaves[name] = _engine_layout(
+            # Each device receives its own part of the tensor as it was sent.
+            jax.device_put(array, _transposed(sharding) if tensor.is_kernel else sharding),
+            is_transposed=tensor.is_kernel,
+            dtype="float32" if is_scale else self._dtype,
+            sharding=sharding,
+        )
+
+    def wait(self) -> None:
+        """Waits until every array that was put has been copied."""
+        jax.block_until_ready(self._leaves)
+
+    def finish(self) -> Params:
+        self.wait()
+        params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
+        for name, leaf in self._leaves.items():
+            tensor = self._tensors[name]
+            *modules, last = tensor.path if tensor.layer is None else tensor.path[1:]
+            node = params if tensor.layer is None else params["layers"][tensor.layer]
+            node = functools.reduce(lambda d, k: d.setdefault(k, {}), modules, node)
+            node[last] = leaf
+        return params
+
+
+def _node(tree: Any, path: Sequence[str], layer: int | None) -> Any:
+    """The leaf of an unstacked tree."""
+    keys = path if layer is None else (path[0], layer, *path[1:])
+    return functools.reduce(operator.getitem, keys, tree)
+
+
+def _transposed(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*reversed(sharding.spec)))
+
+
+@functools.partial(jax.jit, static_argnames=("is_transposed", "dtype", "sharding"))
+def _engine_layout(
+    array: Array, *, is_transposed: bool, dtype: str, sharding: NamedSharding
+) -> Array:
+    # A copy in any case: on a CPU, the array may lie in the caller's memory.
+    array = array.T if is_transposed else jnp.copy(array)
+    return jax.lax.with_sharding_constraint(array.astype(dtype), sharding)

@@ -1,7 +1,11 @@
-"""Streams weights to several replicas; the arrays are read and hashed only once."""
+"""Sends weights to several replicas; the arrays are read and hashed only once.
+
+A replica on this machine reads them from this process's memory. All others get them in chunks.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -11,14 +15,20 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 import numpy as np
+from jaxtyping import UInt8
 
 from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
+from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.memory import OwnMemory, layout
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
 
 _QUEUED_CHUNKS = 8  # per replica; beyond them the fastest replica waits for the slowest
 _POLL_S = 0.2
+_NUM_HASHED = 4  # tensors that are hashed at the same time
+_SMALL_BYTES = 1 << 16  # are hashed faster than handed to a thread
+_BATCH_BYTES = 4 << 20  # of small tensors that one message announces
 
 
 def send_weights(
@@ -27,6 +37,7 @@ def send_weights(
     arrays: Iterable[np.ndarray],
     replicas: Sequence[Replica],
     *,
+    memory: OwnMemory | None,
     deadline: float,
     waits: Waits,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
@@ -34,6 +45,7 @@ def send_weights(
 
     Args:
       version: of the weights, without the digest.
+      memory: for the replicas whose description says that they can read it.
       deadline: in `time.monotonic()`.
 
     Returns:
@@ -49,19 +61,26 @@ def send_weights(
     try:
         for replica in replicas:
             receivers.append(_Receiver(replica, deadline, waits))
+        ways = _ways(receivers, specs, memory)
         begin = pb.BeginUpdate(
             run_id=version.run_id,
             attempt_id=version.attempt_id,
             step=version.step,
             tensors=codec.encode_specs(specs),
         )
-        _put_all(receivers, pb.UpdateWeightsRequest(begin=begin))
-        checksums = []
-        # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
-        for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs)):
-            checksums.append(_send_tensor(receivers, index, spec, array))
-            if all(receiver.error for receiver in receivers):
-                return None, {r.replica: r.error for r in receivers}
+        for way in ways:
+            way.begin(begin)
+        is_kept = any(isinstance(way, _ThroughMemory) for way in ways)
+        with _Hashing(limit=0 if is_kept else _NUM_HASHED) as hashing:
+            # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
+            for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs)):
+                data = _checked_bytes(spec, array)
+                for way in ways:
+                    data = way.send(index, data)
+                hashing.add(data)
+                if all(receiver.error for receiver in receivers):
+                    return None, {r.replica: r.error for r in receivers}
+            checksums = hashing.results()
         version = dataclasses.replace(version, digest=manifest_digest(specs, checksums))
         commit = pb.CommitUpdate(checksums=checksums, digest=version.digest)
         _put_all(receivers, pb.UpdateWeightsRequest(commit=commit))
@@ -153,24 +172,108 @@ class _Receiver:
                     self._queue.get_nowait()
 
 
-def _send_tensor(
-    receivers: Sequence[_Receiver], index: int, spec: TensorSpec, array: np.ndarray
-) -> bytes:
+def _ways(
+    receivers: Sequence[_Receiver], specs: Sequence[TensorSpec], memory: OwnMemory | None
+) -> list[_InChunks | _ThroughMemory]:
+    """How each receiver gets the weights."""
+    near = [r for r in receivers if memory and r.replica.description.reads_memory]
+    ways: list[_InChunks | _ThroughMemory] = []
+    if near:
+        num_bytes = layout(specs)[1]
+        if 2 * (num_bytes - memory.num_bytes) <= available_bytes():
+            ways.append(_ThroughMemory(near, specs, memory))
+        else:
+            near = []
+    if far := [receiver for receiver in receivers if receiver not in near]:
+        ways.append(_InChunks(far))
+    return ways
+
+
+class _InChunks:
+    """Sends the bytes."""
+
+    def __init__(self, receivers: Sequence[_Receiver]):
+        self._receivers = receivers
+
+    def begin(self, begin: pb.BeginUpdate) -> None:
+        _put_all(self._receivers, pb.UpdateWeightsRequest(begin=begin))
+
+    def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
+        """Returns bytes that stay unchanged until the update ends."""
+        for start in range(0, len(data), codec.CHUNK_BYTES):
+            chunk = data[start : start + codec.CHUNK_BYTES]
+            message = codec.encode_tensor_chunk(index, chunk)  # once for all replicas
+            for receiver in self._receivers:
+                receiver.put(message)
+        return data
+
+
+class _ThroughMemory:
+    """Copies the bytes to memory that the replicas read."""
+
+    def __init__(
+        self, receivers: Sequence[_Receiver], specs: Sequence[TensorSpec], memory: OwnMemory
+    ):
+        self._receivers, self._address = receivers, memory.message()
+        self._starts, num_bytes = layout(specs)
+        self._memory = memory.reserve(num_bytes)
+        self._num_unsaid = 0  # bytes in memory that the replicas do not know of
+
+    def begin(self, begin: pb.BeginUpdate) -> None:
+        message = pb.UpdateWeightsRequest(begin=begin)
+        message.begin.memory.CopyFrom(self._address)
+        _put_all(self._receivers, message)
+
+    def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
+        """As `_InChunks.send`."""
+        start = self._starts[index]
+        copy = self._memory[start : start + len(data)]
+        copy[:] = data
+        self._num_unsaid += len(data)
+        if self._num_unsaid >= _BATCH_BYTES or index == len(self._starts) - 1:
+            message = pb.UpdateWeightsRequest()
+            message.chunk.tensor_index = index
+            _put_all(self._receivers, message)
+            self._num_unsaid = 0
+        return copy
+
+
+class _Hashing(contextlib.AbstractContextManager):
+    """SHA-256 of the tensors, in threads beside the sending."""
+
+    def __init__(self, limit: int):
+        self._limit = limit  # of tensors that wait; 0: none
+        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_HASHED, "hashing")
+        self._checksums: list[concurrent.futures.Future[bytes]] = []
+
+    def __exit__(self, *exc_info) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, data: UInt8[np.ndarray, " bytes"]) -> None:
+        if len(data) < _SMALL_BYTES:
+            self._checksums.append(concurrent.futures.Future())
+            self._checksums[-1].set_result(_checksum(data))
+            return
+        self._checksums.append(self._pool.submit(_checksum, data))
+        # Waits for the tensors before the last few, so that only these stay in memory.
+        if self._limit and len(self._checksums) >= self._limit:
+            self._checksums[-self._limit].result()
+
+    def results(self) -> list[bytes]:
+        return [checksum.result() for checksum in self._checksums]
+
+
+def _checksum(data: UInt8[np.ndarray, " bytes"]) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _checked_bytes(spec: TensorSpec, array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
     if array.shape != spec.shape or array.dtype.name != spec.dtype:
         raise ValueError(
             f"weights: {spec.name!r} is {array.dtype.name}{list(array.shape)}; its spec says "
             f"{spec.dtype}{list(spec.shape)}."
         )
-    data = codec.as_bytes(array)
-    checksum = hashlib.sha256()
-    for start in range(0, len(data), codec.CHUNK_BYTES):
-        chunk = data[start : start + codec.CHUNK_BYTES]
-        message = pb.UpdateWeightsRequest()
-        message.chunk.tensor_index = index
-        message.chunk.data = chunk.tobytes()
-        _put_all(receivers, message)
-        checksum.update(chunk)
-    return checksum.digest()
+    return codec.as_bytes(array)
 
 
 def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -> None:

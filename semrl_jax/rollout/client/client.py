@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,6 +17,7 @@ from semrl_jax.rollout.client.dispatch import dispatch
 from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_token, read_certificates
+from semrl_jax.rollout.wire.memory import OwnMemory
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,
@@ -42,6 +44,8 @@ class RolloutClient(contextlib.AbstractContextManager):
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
+      share_memory: replicas on this machine read the weights from memory of this process, which
+        keeps one copy of them until `close`; all others receive them.
       waits: fields of `Waits`.
 
     Raises:
@@ -57,6 +61,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         run_id: str,
         attempt_id: str,
         tls_ca: str = "",
+        share_memory: bool = True,
         **waits,
     ):
         if not addresses or len(set(addresses)) < len(addresses):
@@ -70,6 +75,8 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._counters: collections.Counter[str] = collections.Counter()
         self._expected: dict[str, str | int] = {}
         authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
+        self._one_sync = threading.Lock()
+        self._memory = _new_memory() if share_memory else None
         self._replicas = [Replica(address, token, tls_ca=authority) for address in addresses]
 
     def __exit__(self, *exc_info) -> None:
@@ -78,6 +85,9 @@ class RolloutClient(contextlib.AbstractContextManager):
     def close(self) -> None:
         for replica in self._replicas:
             replica.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     @property
     def counters(self) -> dict[str, int]:
@@ -139,13 +149,25 @@ class RolloutClient(contextlib.AbstractContextManager):
           RuntimeError: no replica took the weights within `sync_timeout_s`, or the weights have a
             value that is not finite.
         """
+        with self._one_sync:  # the memory holds one set of weights
+            return self._sync(specs, read, step)
+
+    def _sync(
+        self, specs: Sequence[TensorSpec], read: Callable[[], Iterable[np.ndarray]], step: int
+    ) -> WeightVersion:
         new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
         deadline = time.monotonic() + self._waits.sync_timeout_s
         while True:
             version, failures = None, {}
             if replicas := self._answering_replicas():
                 version, failures = send_weights(
-                    new, specs, read(), replicas, deadline=deadline, waits=self._waits
+                    new,
+                    specs,
+                    read(),
+                    replicas,
+                    memory=self._memory,
+                    deadline=deadline,
+                    waits=self._waits,
                 )
             for replica in replicas:
                 if replica in failures:
@@ -277,7 +299,8 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def _adopt(self, replica: Replica, timeout_s: float) -> None:
         """Asks a replica for its description, checks the model, and notes its weights."""
-        description = replica.describe(timeout_s)
+        memory = None if self._memory is None else self._memory.message()
+        description = replica.describe(timeout_s, memory)
         for field, expected in self._expected.items():
             actual = getattr(description, field)
             if field == "tokenizer_hash" and not (actual and expected):
@@ -310,3 +333,10 @@ class RolloutClient(contextlib.AbstractContextManager):
         replica.set_aside(error)
         self._counters["replica_failures"] += 1
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
+
+
+def _new_memory() -> OwnMemory | None:
+    try:
+        return OwnMemory()
+    except OSError:  # this system, or the rules of its container, do not have it
+        return None

@@ -104,9 +104,15 @@ class Replica:
     def name(self) -> str:
         return f"rollout replica {self.address}"
 
-    def describe(self, timeout_s: float) -> ReplicaDescription:
-        """Raises UserError if the reply is invalid, grpc.RpcError if there is none."""
-        data = self._call(self._describe, b"", timeout_s)
+    def describe(
+        self, timeout_s: float, memory: pb.SharedMemory | None = None
+    ) -> ReplicaDescription:
+        """Raises UserError if the reply is invalid, grpc.RpcError if there is none.
+
+        `memory` is the client's; the description says whether the replica can read it.
+        """
+        request = pb.DescribeRequest(memory=memory).SerializeToString()
+        data = self._call(self._describe, request, timeout_s)
         try:
             reply = bounds.parse_reply(pb.DescribeResponse, data)
         except ValueError as error:

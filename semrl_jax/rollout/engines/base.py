@@ -44,7 +44,18 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
-        """Returns a writable uint8 staging buffer of `num_bytes` for each tensor, by name."""
+        """Returns a writable uint8 staging buffer of `num_bytes` for each tensor, by name.
+
+        The service asks for each buffer once, in the order of `specs`, before it fills it.
+        """
+
+    def load_tensors(self, names: Sequence[str]) -> None:
+        """The buffers of these tensors are full and will not change; loading may begin.
+
+        The service calls it in threads, several at a time, while responses are sampled. The weights
+        in use must not change before the commit. The memory of these buffers may be used again, for
+        tensors whose buffer was not asked for yet.
+        """
 
     @abc.abstractmethod
     async def commit_weight_update(self, version: WeightVersion) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import jax
@@ -19,11 +20,10 @@ from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.models import (
     AXES,
     Params,
-    Piece,
     Policy,
+    UnstackedParams,
     make_mesh,
     parameter_shardings,
-    params_from_hf,
     tensor_specs,
     unstacked,
 )
@@ -33,6 +33,7 @@ from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
 
 MIN_PART = 16  # responses in a part of a call
+_ALIGNMENT = 64  # bytes
 
 
 class JaxEngine(Engine):
@@ -92,7 +93,7 @@ class JaxEngine(Engine):
         self._chunk = chunk
         self._device_lock = device_lock or contextlib.nullcontext()
         self._params: Params | None = None
-        self._staged: dict[str, tuple[TensorSpec, np.ndarray]] = {}
+        self._staged: _StagedWeights | None = None
         # In one thread the programs run one after the other, and the event loop stays free.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
         self._one_call = asyncio.Lock()
@@ -124,14 +125,21 @@ class JaxEngine(Engine):
         return tensor_specs(self._policy.config, "float32")
 
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
-        self._staged = {spec.name: (spec, np.empty(spec.num_bytes, np.uint8)) for spec in specs}
-        return {name: buffer for name, (_, buffer) in self._staged.items()}
+        params = UnstackedParams(self._policy.config, self._shardings, self._policy.compute_dtype)
+        self._staged = _StagedWeights(specs, params, self._device_lock)
+        return self._staged
+
+    def load_tensors(self, names: Sequence[str]) -> None:
+        self._staged.load(names)
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        staged, self._staged = self._staged, None
+        # Waits for the program that runs, then for the last tensors on the devices.
+        loop = asyncio.get_running_loop()
+        self._params = await loop.run_in_executor(self._thread, staged.finish)
 
     def abort_weight_update(self) -> None:
-        self._staged = {}
+        self._staged = None
 
     async def abort(self) -> None:
         self._num_aborts += 1
@@ -170,19 +178,57 @@ class JaxEngine(Engine):
             ended = list(self._parts.map(DecodingCall.step, calls))
         return [rollout for part in ended for rollout in part]
 
-    def _load(self) -> None:
-        host = unstacked(params_from_hf(self._take_staged(), self._policy.config))
-        with self._device_lock:  # each device receives its own part only
-            params = jax.device_put(host, self._shardings)
-            params = jax.tree_util.tree_map_with_path(self._cast, params)
-            self._params = jax.block_until_ready(params)
 
-    def _cast(self, path: tuple, leaf: jax.Array) -> jax.Array:
-        """In the compute dtype, once for all tokens; norms scale in float32."""
-        return leaf if path[-1].key == "scale" else leaf.astype(self._policy.compute_dtype)
+class _StagedWeights(Mapping[str, np.ndarray]):
+    """The weights of one update, which go to the devices tensor by tensor.
 
-    def _take_staged(self) -> Iterator[Piece]:
-        """Yields the staged tensors; each buffer is freed when the next one is requested."""
-        while self._staged:
-            name, (spec, buffer) = self._staged.popitem()
-            yield Piece(name, 0, buffer.view(np.dtype(spec.dtype)).reshape(spec.shape))
+    Host memory holds the tensors that have not been loaded yet.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        params: UnstackedParams,
+        device_lock: contextlib.AbstractContextManager,
+    ):
+        self._specs = {spec.name: spec for spec in specs}
+        self._params = params
+        self._device_lock = device_lock
+        self._buffers: dict[str, np.ndarray] = {}
+        self._free: list[np.ndarray] = []  # loaded tensors' memory, for others of the same size
+        self._one_at_a_time = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._buffers:
+            self._buffers[name] = self._take(self._specs[name].num_bytes)
+        return self._buffers[name]
+
+    def load(self, names: Sequence[str]) -> None:
+        specs = [self._specs[name] for name in names]
+        buffers = [self._buffers.pop(name) for name in names]
+        with self._one_at_a_time, self._device_lock:
+            for spec, buffer in zip(specs, buffers):
+                array = buffer.view(np.dtype(spec.dtype)).reshape(spec.shape)
+                self._params.put(spec.name, array)
+            self._params.wait()
+        self._free += buffers
+
+    def finish(self) -> Params:
+        self.load(tuple(self._buffers))  # what has not been loaded yet
+        return self._params.finish()
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        """Memory that was used before costs no page faults."""
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes == num_bytes:
+                return self._free.pop(index)
+        # On a CPU, aligned memory is read without a copy.
+        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + num_bytes]

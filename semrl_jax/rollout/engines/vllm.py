@@ -31,6 +31,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.rollout.wire.codec import GenerateCall, LimitExceeded
+from semrl_jax.rollout.wire.memory import layout
 from semrl_jax.types import (
     FinishReason,
     HiddenStateParams,
@@ -148,6 +149,7 @@ class VllmEngine(Engine):
         self._num_aborts = 0  # a call that began before the last abort is ended by it
         self._staged: _Staging | None = None
         self._serving: _Staging | None = None  # the weights to restore after a failed update
+        self._spare: _Staging | None = None  # for the next update: new memory costs page faults
         self._versions: dict[str, WeightVersion] = {}  # by vLLM's label of the weights
         self._llm: Any = None
         self._pool: Any = None
@@ -208,7 +210,9 @@ class VllmEngine(Engine):
         return self._model.specs
 
     def begin_weight_update(self, specs: Sequence[TensorSpec]) -> Mapping[str, np.ndarray]:
-        self._staged = _Staging(specs)
+        self._staged, self._spare = self._spare, None
+        if self._staged is None or self._staged.specs != tuple(specs):
+            self._staged = _Staging(specs)
         return self._staged.buffers
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
@@ -226,7 +230,7 @@ class VllmEngine(Engine):
                 await self._llm.resume_generation()
 
     def abort_weight_update(self) -> None:
-        self._staged = None
+        self._spare, self._staged = self._staged or self._spare, None
 
     async def abort(self) -> None:
         self._num_aborts += 1
@@ -475,7 +479,7 @@ class VllmEngine(Engine):
             except Exception as again:
                 raise EngineDeadError(f"vLLM took neither new nor old weights: {again}") from error
             raise
-        self._serving = staged
+        self._serving, self._spare = staged, self._serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -491,17 +495,18 @@ class _Staging:
     """The weights of one update, in an anonymous file that workers can map.
 
     Attributes:
+      specs: of the tensors.
       buffers: a writable uint8 array per tensor, by name.
       path: opens the file in other processes of the same user.
       manifest: [name, dtype, shape, first byte] of each tensor.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]):
-        sizes = [-(-spec.num_bytes // 64) * 64 for spec in specs]  # aligned for any dtype
-        starts = [0, *itertools.accumulate(sizes)]
-        self._file = os.memfd_create("semrl-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, max(starts[-1], 1))
-        self._memory = mmap.mmap(self._file, max(starts[-1], 1))
+        self.specs = tuple(specs)
+        starts, num_bytes = layout(specs)
+        self._file = os.memfd_create("semrl-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, max(num_bytes, 1))
+        self._memory = mmap.mmap(self._file, max(num_bytes, 1))
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self.manifest = [
             [spec.name, spec.dtype, list(spec.shape), start] for spec, start in zip(specs, starts)

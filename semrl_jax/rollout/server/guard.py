@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
+from google.protobuf.message import Message
 
 from semrl_jax.rollout.engines.base import EngineDeadError
 from semrl_jax.rollout.wire import bounds, codec
@@ -69,6 +70,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return handler._replace(
             request_deserializer=None,
+            response_serializer=_serialize,
             unary_unary=handler.unary_unary and with_request,
             unary_stream=handler.unary_stream and with_request,
             stream_unary=handler.stream_unary and with_requests,
@@ -113,6 +115,10 @@ class Guard(grpc.aio.ServerInterceptor):
         except Exception as error:
             _log.exception("%s failed", method)
             await _abort(context, codes.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def _serialize(reply: Message | bytes) -> bytes:
+    return reply if isinstance(reply, bytes) else reply.SerializeToString()
 
 
 def _check_deadline(remaining_s: float | None) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import hmac
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -18,8 +17,10 @@ from jaxtyping import UInt8
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
+from semrl_jax.rollout.server.checking import Complete, TensorChecks
 from semrl_jax.rollout.server.guard import Refused
 from semrl_jax.rollout.wire import bounds, codec
+from semrl_jax.rollout.wire.memory import OpenMemory, layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.types import HiddenStateParams, Rollout, TensorSpec, WeightVersion, manifest_digest
@@ -89,7 +90,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
     async def Describe(self, request, context) -> pb.DescribeResponse:
-        description = dataclasses.replace(self._limits, version=self._version)
+        description = dataclasses.replace(
+            self._limits, version=self._version, reads_memory=_is_readable(request)
+        )
         return codec.encode_description(description)
 
     async def Generate(self, call: codec.GenerateCall, context) -> None:
@@ -103,7 +106,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                         await self._write(context, message)
 
     async def UpdateWeights(
-        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context
+        self, request_iterator: AsyncIterator[codec.WeightMessage], context
     ) -> pb.UpdateWeightsResponse:
         if self._updating:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
@@ -147,16 +150,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             num_aborted=self._num_aborted - before, version=self._encoded_version()
         )
 
-    async def _write(self, context, message: pb.GenerateResponse) -> None:
+    async def _write(self, context, message: pb.GenerateResponse | bytes) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await context.write(message)
         except TimeoutError:
             raise _stalled("took no message", self._stall_timeout_s) from None
 
-    async def _next(
-        self, messages: AsyncIterator[pb.UpdateWeightsRequest], kind: str, what: str = ""
-    ):
+    async def _next(self, messages: AsyncIterator[codec.WeightMessage], kind: str, what: str = ""):
         """The payload of the next message, which must be of `kind`: begin, chunk or commit."""
         timeout_s = 2 * self._stall_timeout_s
         try:
@@ -166,10 +167,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             raise _invalid(f"the stream ended where a {kind} {what} was due.") from None
         except TimeoutError:
             raise _stalled(f"sent no {kind}", timeout_s) from None
-        payload = message.WhichOneof("payload")
-        if payload != kind:
-            raise _invalid(f"a {payload} came where a {kind} {what} was due.")
-        return getattr(message, kind)
+        if message.kind != kind:
+            raise _invalid(f"a {message.kind} came where a {kind} {what} was due.")
+        return message.payload
 
     async def _responses(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
         """The engine's responses, measured if the call asks for metrics."""
@@ -213,9 +213,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             self._running.discard(ended)
             ended.set()
 
-    async def _receive_weights(
-        self, messages: AsyncIterator[pb.UpdateWeightsRequest]
-    ) -> WeightVersion:
+    async def _receive_weights(self, messages: AsyncIterator[codec.WeightMessage]) -> WeightVersion:
         """Fills the engine's staging buffers; returns the version of the received weights."""
         begin = await self._next(messages, "begin")
         for field in ("run_id", "attempt_id"):
@@ -233,16 +231,25 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             specs = codec.decode_specs(begin.tensors, self._engine.expected_tensors())
         except ValueError as error:
             raise _invalid(str(error)) from error
-        buffers = self._engine.begin_weight_update(specs)
-        checksums, unsound = [], []
-        for index, spec in enumerate(specs):
-            checksum, is_finite = await self._receive_tensor(
-                messages, index, spec, buffers[spec.name]
-            )
-            checksums.append(checksum)
-            if not is_finite:
-                unsound.append(spec.name)
-        commit = await self._next(messages, "commit")
+        with contextlib.ExitStack() as stack:
+            memory = _memory_of(begin, specs)
+            if memory is not None:
+                stack.enter_context(memory)
+            buffers = self._engine.begin_weight_update(specs)
+            checks = TensorChecks(self._engine.load_tensors)
+            try:
+                if memory is None:
+                    for index, spec in enumerate(specs):
+                        await self._receive_tensor(messages, index, spec, buffers[spec.name])
+                        await checks.add(Complete(spec, buffers[spec.name]))
+                else:
+                    await self._read_tensors(messages, specs, buffers, memory, checks)
+                commit = await self._next(messages, "commit")
+                checked = await checks.results()
+            finally:
+                await checks.close()
+        checksums = [checked[spec.name].checksum for spec in specs]
+        unsound = [spec.name for spec in specs if not checked[spec.name].is_finite]
         if len(commit.checksums) != len(specs):
             raise _invalid(f"{len(commit.checksums)} checksums for {len(specs)} tensors.")
         for spec, checksum, received in zip(specs, commit.checksums, checksums):
@@ -269,15 +276,14 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _receive_tensor(
         self,
-        messages: AsyncIterator[pb.UpdateWeightsRequest],
+        messages: AsyncIterator[codec.WeightMessage],
         index: int,
         spec: TensorSpec,
         buffer: UInt8[np.ndarray, " bytes"],
-    ) -> tuple[bytes, bool]:
-        """Fills one staging buffer; returns its SHA-256 and whether all its values are finite."""
+    ) -> None:
+        """Fills one staging buffer."""
         assert buffer.nbytes == spec.num_bytes
-        checksum, filled, is_finite = hashlib.sha256(), 0, True
-        item_size = codec.WEIGHT_DTYPES[spec.dtype].itemsize
+        filled = 0
         while filled < spec.num_bytes:
             chunk = await self._next(messages, "chunk", f"tensor {spec.name!r}")
             data = chunk.data
@@ -290,12 +296,30 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             if end > spec.num_bytes:
                 raise _invalid(f"tensor {spec.name!r} has {spec.num_bytes} bytes; {end} came.")
             buffer[filled:end] = np.frombuffer(data, np.uint8)
-            checksum.update(data)
-            # Checks whole values only: a chunk may end inside one.
-            values = buffer[filled - filled % item_size : end - end % item_size]
-            is_finite = is_finite and codec.are_finite(values, spec.dtype)
             filled = end
-        return checksum.digest(), is_finite
+
+    async def _read_tensors(
+        self,
+        messages: AsyncIterator[codec.WeightMessage],
+        specs: Sequence[TensorSpec],
+        buffers: Mapping[str, UInt8[np.ndarray, " bytes"]],
+        memory: OpenMemory,
+        checks: TensorChecks,
+    ) -> None:
+        """Copies every tensor from the client's memory, once the client says that it is there."""
+        starts, _ = layout(specs)
+        num_read = 0
+        while num_read < len(specs):
+            chunk = await self._next(messages, "chunk", f"tensor {specs[num_read].name!r}")
+            if not num_read <= chunk.tensor_index < len(specs) or chunk.data:
+                raise _invalid(
+                    f"a chunk of {len(chunk.data)} bytes for tensor {chunk.tensor_index}; tensor "
+                    f"{num_read} ({specs[num_read].name!r}) is due, in memory."
+                )
+            for index in range(num_read, chunk.tensor_index + 1):
+                spec, start = specs[index], starts[index]
+                await checks.add(Complete(spec, buffers[spec.name], (memory, start)))
+            num_read = chunk.tensor_index + 1
 
     async def _commit(self, version: WeightVersion) -> None:
         try:
@@ -316,6 +340,31 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 async def _all_set(events: Iterable[asyncio.Event]) -> None:
     for event in tuple(events):
         await event.wait()
+
+
+def _is_readable(request: pb.DescribeRequest) -> bool:
+    """Whether the client offers memory that this process can read."""
+    if not request.HasField("memory"):
+        return False
+    try:
+        with open_memory(request.memory):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _memory_of(begin: pb.BeginUpdate, specs: Sequence[TensorSpec]) -> OpenMemory | None:
+    """The client's memory with the tensors; None if they are sent."""
+    if not begin.HasField("memory"):
+        return None
+    try:
+        return open_memory(begin.memory, layout(specs)[1])
+    except OSError as error:  # the client asks again before the next attempt
+        raise Refused(
+            grpc.StatusCode.UNAVAILABLE, f"the client's memory cannot be read: {error.strerror}."
+        ) from error
+    except ValueError as error:
+        raise _invalid(f"begin.memory: {error}.") from error
 
 
 def _stalled(what: str, timeout_s: float) -> Refused:

@@ -36,8 +36,8 @@ from semrl_jax.types import (
 
 PROTOCOL_MAJOR = 1
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
-# 1.5: stop strings
-PROTOCOL_MINOR = 5
+# 1.5: stop strings; 1.6: weights through shared memory
+PROTOCOL_MINOR = 6
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -49,6 +49,7 @@ MAX_END_TOKENS = 1024  # eos token ids, and as many stop token ids
 MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
 MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
+_CHUNK_DATA = 2 << 3 | 2  # field 2, bytes
 
 # The field of each kind of states, in a rollout and in a message; in the order of their chunks.
 STATE_FIELDS = {"decode": "hidden_states", "prefill": "prompt_states"}
@@ -69,6 +70,26 @@ class GenerateCall(NamedTuple):
     hidden_states: HiddenStateParams
     version: WeightVersion
     metrics: MetricParams | None = None
+
+
+class WeightMessage(NamedTuple):
+    """A decoded UpdateWeightsRequest.
+
+    Attributes:
+      kind: "begin", "chunk" or "commit"; None if there is no payload.
+      payload: BeginUpdate, Chunk or CommitUpdate.
+    """
+
+    kind: str | None
+    payload: pb.BeginUpdate | Chunk | pb.CommitUpdate | None
+
+
+class Chunk(NamedTuple):
+    """A TensorChunk or StateChunk whose data is still a part of the message's bytes."""
+
+    data: bytes | memoryview
+    tensor_index: int = 0
+    sample_id: str = ""
 
 
 def _record(kind: type, message: Message, **others):
@@ -228,8 +249,8 @@ def decode_request(
     return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
 
 
-def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
-    """Yields the response, then its states in chunks if they exceed one chunk.
+def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
+    """Yields the response, then its states in serialised chunks if they exceed one chunk.
 
     Prompt ids and the replica's id are not sent: the client knows both.
     """
@@ -266,10 +287,7 @@ def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse]:
     yield message
     for data in in_chunks:
         for start in range(0, len(data), CHUNK_BYTES):
-            message = pb.GenerateResponse()
-            message.state_chunk.sample_id = rollout.sample_id
-            message.state_chunk.data = data[start : start + CHUNK_BYTES].tobytes()
-            yield message
+            yield encode_state_chunk(rollout.sample_id, data[start : start + CHUNK_BYTES])
 
 
 class RolloutDecoder:
@@ -286,12 +304,14 @@ class RolloutDecoder:
         # Received so far: "state_bytes", "token_bytes" and "metric_bytes".
         self.num_bytes: collections.Counter[str] = collections.Counter()
 
-    def feed(self, message: pb.GenerateResponse) -> Rollout | None:
+    def feed(self, message: pb.GenerateResponse | Chunk) -> Rollout | None:
         """Returns the rollout that this message completes, or None.
 
         Its arrays may be read-only views of the message. Raises ValueError if the message
         contradicts itself, the call or the messages before it.
         """
+        if isinstance(message, Chunk):
+            return self._feed_chunk(message)
         kind = message.WhichOneof("payload")
         if kind == "response":
             return self._feed_response(message.response)
@@ -372,7 +392,7 @@ class RolloutDecoder:
         self._open = rollout if self._unfilled else None
         return None if self._unfilled else rollout
 
-    def _feed_chunk(self, message: pb.StateChunk) -> Rollout | None:
+    def _feed_chunk(self, message: pb.StateChunk | Chunk) -> Rollout | None:
         rollout = self._open
         if rollout is None or rollout.sample_id != message.sample_id:
             raise ValueError(
@@ -459,6 +479,31 @@ class RolloutDecoder:
                 f"{MAX_HIDDEN_WIDTH}."
             )
         return np.frombuffer(data, "<f4")
+
+
+def encode_tensor_chunk(tensor_index: int, data: UInt8[np.ndarray, " bytes"]) -> bytes:
+    """A serialised UpdateWeightsRequest; protobuf would copy the data three times."""
+    return _encode_chunk(2, pb.TensorChunk(tensor_index=tensor_index).SerializeToString(), data)
+
+
+def encode_state_chunk(sample_id: str, data: UInt8[np.ndarray, " bytes"]) -> bytes:
+    """A serialised GenerateResponse."""
+    return _encode_chunk(2, pb.StateChunk(sample_id=sample_id).SerializeToString(), data)
+
+
+def _encode_chunk(payload: int, others: bytes, data: UInt8[np.ndarray, " bytes"]) -> bytes:
+    """A message with a chunk in field `payload`, whose data are field 2 of the chunk."""
+    head = b"".join((others, bytes([_CHUNK_DATA]), _varint(len(data))))
+    size = _varint(len(head) + len(data))
+    return b"".join((bytes([payload << 3 | 2]), size, head, data.data))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
 
 
 def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:

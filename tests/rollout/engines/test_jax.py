@@ -601,6 +601,7 @@ def test_half_an_update_leaves_the_old_weights(policy, params):
         buffers = engine.begin_weight_update(models.tensor_specs(CONFIG, "float32"))
         for name, array in arrays.items():
             buffers[name][:] = (array * value).reshape(-1).view(np.uint8)
+            engine.load_tensors([name])
 
     async def sample():
         requests = tuple(make_requests(2, 2))

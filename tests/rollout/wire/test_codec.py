@@ -45,6 +45,8 @@ measurements = st.builds(Measurement, float32s, st.booleans())
 
 def wire(message):
     """Serialises and parses the message, as gRPC does."""
+    if isinstance(message, bytes):  # a chunk, of a reply to Generate
+        return pb.GenerateResponse.FromString(message)
     return type(message).FromString(message.SerializeToString())
 
 
@@ -197,7 +199,7 @@ def test_large_states_travel_in_chunks(num_tokens):
     bits = np.random.default_rng(0).integers(0, 2**16, (num_tokens, 1, 3584), np.uint16)
     states = bits.view(ml_dtypes.bfloat16)
     rollout = make_rollout(num_tokens, states, response_ids=np.zeros(num_tokens, np.int32))
-    messages = list(codec.encode_rollout(rollout))
+    messages = [wire(message) for message in codec.encode_rollout(rollout)]
     num_chunks = -(-states.nbytes // codec.CHUNK_BYTES) if num_tokens > 1 else 0
     assert len(messages) == 1 + num_chunks
     assert max(len(m.state_chunk.data) for m in messages) <= codec.CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.5 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 1.6 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import (
@@ -127,6 +127,8 @@ STOPPED = dataclasses.replace(SAMPLING, stop_strings=("Question:", "\n答"))  # 
 STOPS = dataclasses.replace(
     DESCRIPTION, protocol_minor=5, sampling_kinds=("annealed", "stop_strings")
 )
+READS = dataclasses.replace(STOPS, protocol_minor=6, reads_memory=True)  # 1.6
+MEMORY = pb.SharedMemory(process=1234, file=7, name="0123456789abcdef" * 2)
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -154,7 +156,8 @@ def messages():
         "resume_response": pb.ResumeResponse(version=codec.encode_version(VERSION)),
         "abort_response": pb.AbortResponse(num_aborted=6, version=codec.encode_version(VERSION)),
     }
-    for i, state_chunk in enumerate(large):
+    for i, chunk_bytes in enumerate(large):
+        state_chunk = pb.GenerateResponse.FromString(chunk_bytes)
         state_chunk.state_chunk.data = state_chunk.state_chunk.data[:16]  # the files stay small
         found[f"state_chunk_{i}"] = state_chunk
     return found
@@ -212,6 +215,23 @@ def messages_of_1_5():
         "generate_request_stopped": codec.encode_request(
             GenerateCall(REQUESTS, STOPPED, STATES, VERSION)
         ),
+    }
+
+
+def messages_of_1_6():
+    """Messages that version 1.5 did not have."""
+    begin = pb.BeginUpdate(
+        run_id="run-7",
+        attempt_id="attempt-2",
+        step=41,
+        tensors=codec.encode_specs(SPECS),
+        memory=MEMORY,
+    )
+    return {
+        "describe_request_memory": pb.DescribeRequest(memory=MEMORY),
+        "describe_response_memory": codec.encode_description(READS),
+        "update_begin_memory": pb.UpdateWeightsRequest(begin=begin),
+        "update_chunk_memory": pb.UpdateWeightsRequest(chunk=pb.TensorChunk(tensor_index=1)),
     }
 
 
@@ -300,6 +320,34 @@ def test_request_with_stop_strings():
     assert codec.decode_request(request, STOPS).sampling == STOPPED
 
 
+def test_weight_update_through_memory():
+    description = recorded("describe_response_memory", pb.DescribeResponse, "1.6")
+    assert codec.decode_description(description) == READS
+    readers = bounds.request_readers(READS, SPECS)
+    data = (RECORDED / "1.6" / "describe_request_memory.bin").read_bytes()
+    assert readers["Describe"].read(data).memory == MEMORY
+    data = (RECORDED / "1.6" / "update_begin_memory.bin").read_bytes()
+    kind, begin = readers["UpdateWeights"].read(data)
+    assert (kind, begin.memory) == ("begin", MEMORY)
+    data = (RECORDED / "1.6" / "update_chunk_memory.bin").read_bytes()
+    assert readers["UpdateWeights"].read(data) == ("chunk", codec.Chunk(b"", tensor_index=1))
+
+
+def test_chunks_are_read_and_written_without_protobuf():
+    # The chunks of 1.0 were written by protobuf.
+    readers = bounds.request_readers(DESCRIPTION, SPECS)
+    data = (RECORDED / "1.0" / "update_chunk.bin").read_bytes()
+    kind, chunk = readers["UpdateWeights"].read(data)
+    assert isinstance(chunk.data, memoryview)
+    assert (kind, chunk.tensor_index, bytes(chunk.data)) == ("chunk", 1, b"\x80\x3f")
+    written = codec.encode_tensor_chunk(1, np.array([0x80, 0x3F], np.uint8))
+    assert pb.UpdateWeightsRequest.FromString(written) == pb.UpdateWeightsRequest.FromString(data)
+    data = (RECORDED / "1.0" / "state_chunk_0.bin").read_bytes()
+    chunk = bounds.parse_generate_reply(data)
+    assert isinstance(chunk.data, memoryview)
+    assert (chunk.sample_id, bytes(chunk.data)) == ("41/3/1", bytes(16))
+
+
 def test_weight_update():
     begin = recorded("update_begin", pb.UpdateWeightsRequest).begin
     assert (begin.run_id, begin.attempt_id, begin.step) == ("run-7", "attempt-2", 41)
@@ -334,6 +382,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
         "1.3": messages_of_1_3(),
         "1.4": messages_of_1_4(),
         "1.5": messages_of_1_5(),
+        "1.6": messages_of_1_6(),
     }
     for version, known in written.items():
         for name, message in known.items():
@@ -345,7 +394,7 @@ if __name__ == "__main__":
     folder.mkdir(parents=True)
     parts = (
         messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4(),
-        messages_of_1_5(),
+        messages_of_1_5(), messages_of_1_6(),
     )  # fmt: skip
     for name, message in {name: part[name] for part in parts for name in part}.items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

@@ -28,12 +28,24 @@ class VersionSpan(_message.Message):
     end: int
     def __init__(self, version: _Optional[_Union[WeightVersion, _Mapping]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
+class SharedMemory(_message.Message):
+    __slots__ = ("process", "file", "name")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    file: int
+    name: str
+    def __init__(self, process: _Optional[int] = ..., file: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("memory",)
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    memory: SharedMemory
+    def __init__(self, memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason", "sampling_kinds")
+    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason", "sampling_kinds", "reads_memory")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +64,7 @@ class DescribeResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_REASON_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_KINDS_FIELD_NUMBER: _ClassVar[int]
+    READS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     replica_id: str
@@ -70,7 +83,8 @@ class DescribeResponse(_message.Message):
     version: WeightVersion
     layers_reason: str
     sampling_kinds: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ..., sampling_kinds: _Optional[_Iterable[str]] = ...) -> None: ...
+    reads_memory: bool
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ..., sampling_kinds: _Optional[_Iterable[str]] = ..., reads_memory: _Optional[bool] = ...) -> None: ...
 
 class Annealing(_message.Message):
     __slots__ = ("maximum", "minimum", "warmup_tokens", "decay_tokens")
@@ -246,16 +260,18 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class BeginUpdate(_message.Message):
-    __slots__ = ("run_id", "attempt_id", "step", "tensors")
+    __slots__ = ("run_id", "attempt_id", "step", "tensors", "memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     attempt_id: str
     step: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, run_id: _Optional[str] = ..., attempt_id: _Optional[str] = ..., step: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    memory: SharedMemory
+    def __init__(self, run_id: _Optional[str] = ..., attempt_id: _Optional[str] = ..., step: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
     __slots__ = ("tensor_index", "data")

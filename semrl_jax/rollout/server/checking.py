@@ -1,0 +1,106 @@
+"""Checks the tensors of a weight update in threads, and lets the engine load them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from semrl_jax.rollout.wire import codec
+from semrl_jax.rollout.wire.memory import OpenMemory
+from semrl_jax.types import TensorSpec
+
+_NUM_THREADS = min(os.cpu_count() or 1, 4)
+_MAX_BATCHES = _NUM_THREADS + 8  # waiting and running; then the sender waits
+_BLOCK_BYTES = 1 << 20  # copied, hashed and checked while it is in the cache
+BATCH_BYTES = 4 << 20  # many small tensors would cost more in messages than in work
+
+
+class Checked(NamedTuple):
+    checksum: bytes  # SHA-256
+    is_finite: bool
+
+
+class Complete(NamedTuple):
+    """A tensor all of whose bytes have come.
+
+    Attributes:
+      spec: of the tensor.
+      buffer: the engine's memory for it.
+      source: the client's memory, and the first byte there to copy into `buffer`; None: the bytes
+        are in the buffer.
+    """
+
+    spec: TensorSpec
+    buffer: UInt8[np.ndarray, " bytes"]
+    source: tuple[OpenMemory, int] | None = None
+
+
+class TensorChecks:
+    """One update's checks; `close` it.
+
+    Args:
+      load: called in the threads, with the names of tensors that are checked.
+    """
+
+    def __init__(self, load: Callable[[Sequence[str]], None]):
+        self._load = load
+        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "weights")
+        self._running: set[asyncio.Future] = set()
+        self._checked: dict[str, Checked] = {}
+        self._batch: list[Complete] = []
+
+    async def add(self, tensor: Complete) -> None:
+        """Starts the check soon. Waits while too many run."""
+        self._batch.append(tensor)
+        if sum(each.spec.num_bytes for each in self._batch) >= BATCH_BYTES:
+            await self._start()
+
+    async def results(self) -> Mapping[str, Checked]:
+        """By name, when all tensors are checked and loaded."""
+        await self._start()
+        while self._running:
+            await self._wait()
+        return self._checked
+
+    async def close(self) -> None:
+        """No tensor is loaded after it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def _start(self) -> None:
+        while len(self._running) >= _MAX_BATCHES:
+            await self._wait()
+        batch, self._batch = self._batch, []
+        if batch:
+            loop = asyncio.get_running_loop()
+            self._running.add(loop.run_in_executor(self._pool, self._check, batch))
+
+    async def _wait(self) -> None:
+        done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        for batch in done:
+            self._checked |= batch.result()
+
+    def _check(self, batch: Sequence[Complete]) -> dict[str, Checked]:
+        found = {tensor.spec.name: _check(tensor) for tensor in batch}
+        self._load(tuple(found))
+        return found
+
+
+def _check(tensor: Complete) -> Checked:
+    checksum, is_finite = hashlib.sha256(), True
+    for start in range(0, tensor.spec.num_bytes, _BLOCK_BYTES):
+        block = tensor.buffer[start : start + _BLOCK_BYTES]
+        if tensor.source is not None:
+            memory, first = tensor.source
+            memory.copy_to(block, first + start)
+        checksum.update(block)
+        is_finite = is_finite and codec.are_finite(block, tensor.spec.dtype)
+    return Checked(checksum.digest(), is_finite)
