@@ -45,7 +45,7 @@ from semrl_jax.types import Rollout
 
 PROMPT_LIMIT, RESPONSE_LIMIT = 96, 512
 MEAN_TOKENS, SIGMA = 180, 0.6
-MICRO_BATCH_TOKENS = 2 * (PROMPT_LIMIT + RESPONSE_LIMIT)
+LONGEST = PROMPT_LIMIT + RESPONSE_LIMIT
 PADDING, PACKING = SIDES = ("padding", "packing")
 MODEL = models.DecoderConfig(
     vocab_size=4096, hidden_size=256, intermediate_size=704, num_layers=4, num_heads=4,
@@ -75,7 +75,9 @@ def rollouts(count: int, vocab_size: int, seed: int) -> list[Rollout]:
     return found
 
 
-def learners(architecture: models.DecoderConfig, num_responses: int) -> dict[str, Learner]:
+def learners(
+    architecture: models.DecoderConfig, num_responses: int, micro_batch_tokens: int
+) -> dict[str, Learner]:
     """The learner with padding and with packing."""
     config = default.get_config()
     config.data.prompts_per_step = num_responses // config.rollout.group_size
@@ -84,7 +86,7 @@ def learners(architecture: models.DecoderConfig, num_responses: int) -> dict[str
     config.algorithms.loss.kl_coefficient = 0.0
     config.algorithms.loss.entropy_coefficient = 0.0
     config.training.prompts_per_minibatch = config.data.prompts_per_step  # one update per step
-    config.training.micro_batch_tokens = MICRO_BATCH_TOKENS
+    config.training.micro_batch_tokens = micro_batch_tokens
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     learner = Learner(
         config=config,
@@ -112,23 +114,33 @@ def train(
     return learner.update(state, batch, passes, gains * batch.response_mask)
 
 
+def shapes_of(learner: Learner, batch_of: list[Rollout]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the rows that the learner makes of a batch, on which its programs depend."""
+    plan = row_plan(learner.mesh, learner.config.training)
+    rows = lay_out(learner.batch(batch_of), plan).rows
+    return rows.token_ids.shape, rows.sources.shape
+
+
 def first_state(learner: Learner) -> TrainState:
     return learner.first_state(learner.policy.init(jax.random.key(0)))
 
 
-def speed(num_responses: int, num_pairs: int, max_s: float) -> str:
+def speed(num_responses: int, micro_batch_tokens: int, num_pairs: int, max_s: float) -> str:
     """Rates of both sides as Markdown."""
-    sides = learners(MODEL, num_responses)
+    sides = learners(MODEL, num_responses, micro_batch_tokens)
     states = {name: first_state(learner) for name, learner in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     padding: dict[str, list[float]] = {name: [] for name in sides}
+    compiled: dict[str, set] = {name: set() for name in sides}
     lengths = []
     began = time.monotonic()
     for index in range(num_pairs):
         batch = rollouts(num_responses, MODEL.vocab_size, index)
         lengths.append(sum(len(r.prompt_ids) + len(r.response_ids) for r in batch))
-        for name in SIDES:  # compiles
-            states[name], _ = train(sides[name], states[name], batch)
+        for name in SIDES:
+            if (shapes := shapes_of(sides[name], batch)) not in compiled[name]:
+                compiled[name].add(shapes)
+                states[name], _ = train(sides[name], states[name], batch)
         for name in SIDES[:: 1 if index % 2 else -1]:
             started = time.perf_counter()
             states[name], scalars = train(sides[name], states[name], batch)
@@ -151,7 +163,7 @@ def speed(num_responses: int, num_pairs: int, max_s: float) -> str:
         f"Packing trains {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}] times as many "
         f"tokens per second ({100 * level:.0f} % interval of the median of {len(ratios)} pairs). "
         f"Batches have {num_responses} responses and {statistics.mean(lengths):.0f} tokens, "
-        f"micro-batches {MICRO_BATCH_TOKENS} tokens.\n\n"
+        f"micro-batches {micro_batch_tokens} tokens.\n\n"
         + table(("Side", "tokens/s", "s per step", "padding"), rows)
     )
 
@@ -175,14 +187,12 @@ def counted() -> Iterator[collections.Counter[str]]:
 def compilations(num_responses: int, num_steps: int) -> str:
     """Counts of shapes and programs as Markdown."""
     rows = []
-    for name, learner in learners(TINY, num_responses).items():
-        plan = row_plan(learner.mesh, learner.config.training)
+    for name, learner in learners(TINY, num_responses, LONGEST).items():
         state, shapes = first_state(learner), set()
         with counted() as programs:
             for step in range(num_steps):
                 batch = rollouts(num_responses, TINY.vocab_size, 1000 + step)
-                layout = lay_out(learner.batch(batch), plan).rows
-                shapes.add((layout.token_ids.shape, layout.sources.shape))
+                shapes.add(shapes_of(learner, batch))
                 state, _ = train(learner, state, batch)
         most = max(programs.values())
         rows.append([name, f"{len(shapes)}", f"{most}", f"{programs.total()}"])
@@ -193,6 +203,12 @@ def compilations(num_responses: int, num_steps: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--responses", type=int, default=32, help="of a batch, a multiple of 8")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=LONGEST,
+        help="of a micro-batch; default: the longest sequence",
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=50, help="for compilations; 0: not counted")
     parser.add_argument("--max_s", type=float, default=0, help="begin no pair after this time")
@@ -200,7 +216,7 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = []
     if arguments.pairs:
-        parts.append(speed(arguments.responses, arguments.pairs, arguments.max_s))
+        parts.append(speed(arguments.responses, arguments.tokens, arguments.pairs, arguments.max_s))
     if arguments.steps:
         parts.append(compilations(arguments.responses, arguments.steps))
     results.show("Packing beside padding", "\n\n".join(parts), arguments.json)

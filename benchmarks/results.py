@@ -87,5 +87,11 @@ def show(
 def command(argv: Sequence[str]) -> str:
     """The command of this process as one types it, without options that only name files."""
     module = getattr(sys.modules["__main__"].__spec__, "name", None) or argv[0]
-    options = [option for option in argv[1:] if not option.startswith(("--json", "--directory"))]
+    options, rest = [], list(argv[1:])
+    while rest:
+        option = rest.pop(0)
+        if option.partition("=")[0] not in ("--json", "--directory", "--tunix", "--trl"):
+            options.append(option)
+        elif "=" not in option:
+            rest.pop(0)  # its value
     return shlex.join(["python", "-m", module, *options])

@@ -1,8 +1,8 @@
 """Training steps of this project beside google-tunix and TRL, and beside their floors.
 
-    benchmarks/peers/make_env.sh tunix .venv-tunix
-    benchmarks/peers/make_env.sh trl .venv-trl
-    python -m benchmarks.step --tunix=.venv-tunix --trl=.venv-trl
+    benchmarks/peers/make_env.sh tunix
+    benchmarks/peers/make_env.sh trl
+    python -m benchmarks.step
 
 All train the same random Qwen2 of 4.0 M parameters in float32 on the same prompts, with the same
 reward: GRPO with 8 prompts of 16 tokens, 8 responses to each, no KL, and one update per step. Every
@@ -135,7 +135,7 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         if name in arguments.systems
     }
     for name, directory in ((TUNIX, arguments.tunix), (TRL, arguments.trl)):
-        if directory is not None and name in arguments.systems:
+        if directory.exists() and name in arguments.systems:
             script = ROOT / "benchmarks" / "peers" / f"{name}_grpo.py"
             found[name] = [str(directory.absolute() / "bin" / "python"), str(script)]
     if FLOORS in arguments.systems:
@@ -241,19 +241,33 @@ def absolutes(rows: Mapping[str, Sequence[Row]]) -> str:
 
 
 def stages(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Medians of the phases of our log."""
+    """Seconds, CPU seconds and floors of the phases of our log."""
     own = [name for name in (OURS, PLAIN) if name in rows]
     if not own:
         return ""
-    names = dict.fromkeys(key for name in own for row in rows[name] for key in row["stages"])
+    keys = dict.fromkeys(key for name in own for row in rows[name] for key in row["stages"])
+    floors = {}
+    if FLOORS in rows:
+        floors = {"sample": median(rows[FLOORS], "rollout_s")}
+        floors["update"] = median(rows[FLOORS], "update_s")
+        floors["step"] = sum(floors.values())
     lines = []
-    for stage in names:
-        cells = []
+    for stage in [key[5:-2] for key in keys if key.startswith("time/")]:
+        cells = [f"`time/{stage}_s`"]
         for name in own:
-            found = [row["stages"][stage] for row in rows[name] if stage in row["stages"]]
-            cells.append(f"{statistics.median(found):.3f}" if found else "")
-        lines.append([f"`time/{stage}`", *cells])
-    return table(("Seconds", *(TITLES[name] for name in own)), lines) + "\n"
+            for unit in ("time", "cpu"):
+                key = f"{unit}/{stage}_s"
+                found = [row["stages"][key] for row in rows[name] if key in row["stages"]]
+                cells.append(f"{statistics.median(found):.3f}" if found else "")
+        floor = floors.get(stage)
+        both = f"{floor:.3f}", f"{float(cells[1]) / floor:.2f}" if floor and cells[1] else ""
+        lines.append([*cells, *(both if floor else ("", ""))])
+    header = ["Stage", *(f"{TITLES[name]}, {unit}" for name in own for unit in ("s", "CPU s"))]
+    return (
+        table((*header, "floor, s", f"{TITLES[own[0]]} / floor"), lines)
+        + "\n\n`sample` contains `generate`, the wait for responses, and what is done with each. "
+        "CPU seconds are those of the trainer with its replica, without the verifiers.\n"
+    )
 
 
 def distances(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> str:
@@ -285,8 +299,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=15, help="rounds")
     parser.add_argument("--warmup", type=int, default=2, help="steps before these, not counted")
-    parser.add_argument("--tunix", type=pathlib.Path, help="environment of make_env.sh")
-    parser.add_argument("--trl", type=pathlib.Path, help="environment of make_env.sh")
+    for name in (TUNIX, TRL):
+        parser.add_argument(
+            f"--{name}",
+            type=pathlib.Path,
+            default=ROOT / f".venv-{name}",
+            help=f"environment of make_env.sh; without it, {TITLES[name]} is left out",
+        )
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument(
         "--set", nargs="+", default=[], help="of ours, such as training.micro_batch_size=8"

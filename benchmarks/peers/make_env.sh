@@ -1,23 +1,23 @@
-#!/bin/bash
-# Makes the environment in which benchmarks/step.py runs another library:
+#!/usr/bin/env bash
+# Makes the Python environment in which benchmarks/step.py runs another library.
 #
-#     benchmarks/peers/make_env.sh tunix DIR
-#     benchmarks/peers/make_env.sh trl DIR
+#     benchmarks/peers/make_env.sh tunix|trl [DIRECTORY]
 #
-# PYTHON names the interpreter (3.11 or newer); the default is python3. A second call continues an
-# interrupted installation. With other versions, the figures are of those versions.
+# The default directory is .venv-tunix or .venv-trl in the root of the repository. Running it again
+# continues an interrupted installation. On a machine without a GPU, set PIP_EXTRA_INDEX_URL to
+# PyTorch's index of CPU builds (pytorch.org names it); otherwise pip installs the CUDA build of torch,
+# which is larger and as fast on a CPU.
 set -euo pipefail
-
+root=$(cd "$(dirname "$0")/../.." && pwd)
 case "${1:-}" in
   tunix) packages=(google-tunix==0.1.7) ;;
-  # No torchvision or torchaudio: transformers imports them if they exist, and other builds of
-  # torch cannot load them.
+  # Without torchvision and torchaudio: transformers imports them if they are there, and this fails
+  # if they were built for another torch.
   trl) packages=(torch==2.13.0 trl==1.16.0) ;;
-  *) echo "usage: $0 tunix|trl DIR" >&2; exit 2 ;;
+  *) echo "usage: $0 tunix|trl [DIRECTORY]" >&2; exit 2 ;;
 esac
-directory="${2:?usage: $0 tunix|trl DIR}"
+target=${2:-$root/.venv-$1}
 
-"${PYTHON:-python3}" -m venv "$directory"
-"$directory/bin/python" -m pip install --quiet "${packages[@]}"
-"$directory/bin/python" -m pip list --format=freeze > "$directory/versions.txt"
-echo "done: $directory has ${packages[*]}"
+python3 -m venv "$target"
+"$target/bin/python" -m pip install -q "${packages[@]}"
+echo "done: $target has ${packages[*]}"

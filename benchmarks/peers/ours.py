@@ -17,6 +17,7 @@ import tempfile
 import jax
 import ml_collections
 
+from benchmarks import cpu_clock
 from benchmarks.peers.protocol import Driver
 from configs import default
 from semrl_jax import compilation
@@ -83,6 +84,7 @@ def main() -> None:
         )
         opened.run.begin_rows(0)
         bar = stack.enter_context(opened.run.reporter.bar("train", 10**6, "steps"))
+        stack.enter_context(cpu_clock.installed())
         driver.wait()
         for result in run_steps(config, sampler, opened.evaluator, opened.learner, state):
             opened.run.record(result, bar)
@@ -91,7 +93,7 @@ def main() -> None:
                 rollout_s=clock["time/sample_s"],
                 update_s=clock["time/update_s"],
                 num_tokens=sum(len(item.rollout.response_ids) for item in result.scored),
-                stages={name.removeprefix("time/"): value for name, value in clock.items()},
+                stages=clock,
             )
             driver.wait()
 
