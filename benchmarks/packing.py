@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import results
@@ -111,7 +112,7 @@ def train(
     batch = learner.batch(batch_of)
     passes = learner.passes(state, batch, Clock())
     gains = np.random.default_rng(0).normal(size=(len(batch_of), 1)).astype(np.float32)
-    return learner.update(state, batch, passes, gains * batch.response_mask)
+    return learner.update(state, batch, passes, jnp.asarray(gains * batch.response_mask))
 
 
 def shapes_of(learner: Learner, batch_of: list[Rollout]) -> tuple[tuple[int, ...], ...]:
