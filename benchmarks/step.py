@@ -124,7 +124,8 @@ class System:
         for line in self._process.stdout:
             if line.startswith("{"):  # not what a library prints while it is imported
                 return json.loads(line)
-        raise SystemExit(f"the process ended; see {self._log.name}")
+        said = pathlib.Path(self._log.name).read_text().strip().splitlines() or [""]
+        raise SystemExit(f"a process ended, see {self._log.name}: {said[-1]}")
 
 
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
@@ -260,8 +261,10 @@ def stages(rows: Mapping[str, Sequence[Row]]) -> str:
                 found = [row["stages"][key] for row in rows[name] if key in row["stages"]]
                 cells.append(f"{statistics.median(found):.3f}" if found else "")
         floor = floors.get(stage)
-        both = f"{floor:.3f}", f"{float(cells[1]) / floor:.2f}" if floor and cells[1] else ""
-        lines.append([*cells, *(both if floor else ("", ""))])
+        distance = float(cells[1]) / floor if floor and cells[1] else None
+        cells.append(f"{floor:.3f}" if floor else "")
+        cells.append(f"{distance:.2f}" if distance else "")
+        lines.append(cells)
     header = ["Stage", *(f"{TITLES[name]}, {unit}" for name in own for unit in ("s", "CPU s"))]
     return (
         table((*header, "floor, s", f"{TITLES[own[0]]} / floor"), lines)
