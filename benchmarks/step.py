@@ -35,7 +35,7 @@ from benchmarks.results import median_interval, table
 ROOT = pathlib.Path(__file__).parents[1]
 OURS, PLAIN, TUNIX, TRL, FLOORS = NAMES = ("ours", "plain", "tunix", "trl", "floors")
 TITLES = {
-    OURS: "ours", PLAIN: "ours, no states, no VERL", TUNIX: "google-tunix", TRL: "TRL",
+    OURS: "ours", PLAIN: "ours without states and VERL", TUNIX: "google-tunix", TRL: "TRL",
     FLOORS: "plain JAX",
 }  # fmt: skip
 MODEL = {
