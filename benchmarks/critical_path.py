@@ -22,18 +22,17 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from unittest import mock
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import machine
+from benchmarks import cpu_clock, results
+from benchmarks.results import median_interval, table
 from configs import quickstart
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
@@ -59,52 +58,11 @@ ALONE_REPEATS = 5
 Row = Mapping[str, float]
 
 
-class CpuClock(Clock):
-    """Adds `cpu/<phase>_s`: CPU seconds of all threads of the process during the phase."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._cpu_started = time.process_time()
-        self._cpu_s: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.process_time()
-        try:
-            with super().__call__(phase):
-                yield
-        finally:
-            used = time.process_time() - started
-            self._cpu_s[phase] = self._cpu_s.get(phase, 0.0) + used
-
-    def scalars(self) -> dict[str, float]:
-        cpu_s = self._cpu_s | {"step": time.process_time() - self._cpu_started}
-        return super().scalars() | {f"cpu/{phase}_s": used for phase, used in cpu_s.items()}
-
-
 class Silent(Reporter):
     """Prints nothing about single steps."""
 
     def line(self, text: str) -> None:
         pass
-
-
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """An interval for the median by order statistics, valid for every distribution.
-
-    The median lies between the k-th smallest and the k-th largest of n values with probability
-    1 - 2 P(Binomial(n, 1/2) < k).
-
-    Returns:
-      Low, high and that probability, for the largest k that gives at least `level`. Below 6 values,
-      the extremes, although their probability is below 95 %.
-    """
-    ordered, n = sorted(values), len(values)
-    below, k = 0.5**n, 1  # below = P(Binomial(n, 1/2) < k)
-    while k < n // 2 and 1 - 2 * (below + math.comb(n, k) * 0.5**n) >= level:
-        below += math.comb(n, k) * 0.5**n
-        k += 1
-    return ordered[k - 1], ordered[n - k], 1 - 2 * below
 
 
 def sides_of(run: OpenRun) -> dict[str, OpenRun]:
@@ -141,7 +99,7 @@ def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Ro
     config = run.sampler.config
     config.training.num_steps = int(state.step) + 1
     started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
-    with mock.patch.object(loop, "Clock", CpuClock):
+    with cpu_clock.installed():
         steps = loop.run_steps(
             config,
             run.sampler,
@@ -179,43 +137,47 @@ def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, flo
     return statistics.median(seconds), statistics.median(cpu_s), len(scored), num_bytes
 
 
-def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, int]) -> None:
-    """Prints the ratios first, then every stage of every side."""
+def report(rows: Mapping[str, Sequence[Row]], alone: tuple[float, float, int, int]) -> str:
+    """The ratios first, then every stage of every side, as Markdown."""
 
     def medians(key: str) -> list[float]:
         return [statistics.median(row[key] for row in rows[side]) for side in SIDES]
 
+    ratios = []
     for unit, name in (("time", "step time"), ("cpu", "step CPU")):
         for baseline in (STREAMED, NO_STATES):
-            pairs = zip(rows[MEASURED], rows[baseline])
             key = f"{unit}/step_s"
-            steps = [(row[key], other[key]) for row, other in pairs]
-            ratios = [step / other for step, other in steps]
+            steps = [(row[key], other[key]) for row, other in zip(rows[MEASURED], rows[baseline])]
+            found = [step / other for step, other in steps]
             added = statistics.median(step - other for step, other in steps)
-            low, high, level = median_interval(ratios)
-            print(
-                f"{name}, {MEASURED} / {baseline}:".ljust(36)
-                + f"{statistics.median(ratios):.3f}  [{low:.3f}, {high:.3f}]  {added:+.3f} s; "
-                + f"{100 * level:.1f} % interval of the median of {len(ratios)} pairs"
-            )
-    header = [f"{side} {unit}" for side in SIDES for unit in ("s", "CPU s")]
-    print("".ljust(14) + "".join(name.rjust(17) for name in header))
-    for stage in STAGES:
-        wall, cpu = medians(f"time/{stage}_s"), medians(f"cpu/{stage}_s")
-        values = [value for pair in zip(wall, cpu) for value in pair]
-        print(stage.ljust(14) + "".join(f"{value:17.4f}" for value in values))
+            low, high, level = median_interval(found)
+            ratios.append([
+                f"{name}, {MEASURED} / {baseline}", f"{statistics.median(found):.3f}",
+                f"[{low:.3f}, {high:.3f}]", f"{added:+.3f} s",
+            ])  # fmt: skip
+    stages = [
+        [stage]
+        + [
+            f"{value:.4f}"
+            for pair in zip(medians(f"time/{stage}_s"), medians(f"cpu/{stage}_s"))
+            for value in pair
+        ]
+        for stage in STAGES
+    ]
     seconds, cpu_s, num_responses, num_bytes = alone
     step_cpu_s = medians("cpu/step_s")[0]
-    print(
-        f"metrics alone: {seconds:.3f} s, {cpu_s:.3f} CPU s per step "
-        f"({1e3 * cpu_s / num_responses:.2f} CPU ms per response), "
-        f"{100 * cpu_s / step_cpu_s:.1f} % of the step's CPU seconds"
-    )
-    print(
-        f"{num_responses} responses, {medians('response/num_tokens')[0]:.0f} response tokens and "
-        f"{num_bytes / 2**20:.1f} MiB of hidden states per step"
-    )
-    print(machine.description())
+    header = ("Ratio", "median", f"{100 * level:.1f} % interval", "difference")
+    return f"""\
+{table(header, ratios)}
+
+Medians of {len(found)} pairs.
+
+{table(("Stage", *(f"{side}, {unit}" for side in SIDES for unit in ("s", "CPU s"))), stages)}
+
+Metrics alone: {seconds:.3f} s, {cpu_s:.3f} CPU s per step ({1e3 * cpu_s / num_responses:.2f} CPU ms
+per response), {100 * cpu_s / step_cpu_s:.1f} % of the step's CPU seconds. A step has
+{num_responses} responses, {medians("response/num_tokens")[0]:.0f} response tokens and
+{num_bytes / 2**20:.1f} MiB of hidden states."""
 
 
 def main() -> None:
@@ -223,6 +185,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="steps, each taken three times")
     parser.add_argument("--warmup", type=int, default=2, help="steps before these, not counted")
     parser.add_argument("--workdir", help="directory whose warm start is used, or made if missing")
+    results.add_option(parser)
     arguments = parser.parse_args()
     config = quickstart.get_config()
     config.evaluation.every_steps = 0
@@ -253,7 +216,7 @@ def main() -> None:
             bar.advance()
             print(f"pair {index + 1}/{num_rounds} ...", file=sys.stderr, flush=True)
         alone = metrics_alone(sides[MEASURED], state, bar)
-    report(rows, alone)
+    results.show("Metrics in a step of the quickstart", report(rows, alone), arguments.json)
 
 
 if __name__ == "__main__":

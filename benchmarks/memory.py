@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.critical_path import median_interval
+from benchmarks.results import median_interval
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from benchmarks import machine
+from benchmarks import results
 
 ACCURACY = "eval/arithmetic/greedy_accuracy"
 STAGES = (
@@ -75,24 +75,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--control-seeds", type=int, nargs="*", default=[0])
+    results.add_option(parser)
     parser.add_argument("--keep", help="directory for the runs; default: a temporary one")
     arguments, extra = parser.parse_known_args()
     directory = pathlib.Path(arguments.keep or tempfile.mkdtemp())
     plan = [(seed, False) for seed in arguments.seeds]
     plan += [(seed, True) for seed in arguments.control_seeds]
     names = [f"seed {seed}{' shuffled' if shuffle else ''}" for seed, shuffle in plan]
-    results = []
+    found = []
     for name, (seed, shuffle) in zip(names, plan):
         print(f"{name} ...", file=sys.stderr, flush=True)
-        results.append(run(seed, shuffle, extra, directory))
+        found.append(run(seed, shuffle, extra, directory))
     if not arguments.keep:
         shutil.rmtree(directory)
-    width = max(map(len, results[0])) + 2
-    print("".ljust(width) + "".join(name.rjust(18) for name in names))
-    for key in results[0]:
-        values = "".join(f"{result[key]:18.3f}" for result in results)
-        print(key.ljust(width) + values)
-    print(machine.description())
+    rows = [[key, *(f"{result[key]:.3f}" for result in found)] for key in found[0]]
+    results.show("The quickstart", results.table(("", *names), rows), arguments.json)
 
 
 if __name__ == "__main__":

@@ -350,4 +350,9 @@ def get_config() -> ml_collections.ConfigDict:
     # 0: no response is recorded.
     config.logging.rollouts_every_steps = 10
     config.logging.plot_every_steps = 10  # 0: only at the end of the run, also after a failure
+
+    config.profile = ml_collections.ConfigDict()
+    # Steps of which a JAX profile is written to WORKDIR/profile: 3:6 for the steps 3, 4 and 5.
+    # Empty: none. docs/performance.md
+    config.profile.steps = ""
     return config

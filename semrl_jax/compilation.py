@@ -19,7 +19,7 @@ MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB
 TOLD_FROM_S = 1.0  # a compilation of at least this time is reported; a cached read takes ms
 
 # JAX announces the beginning of each compilation as a scalar, its end as a duration.
-_COMPILES = "/jax/core/compile/backend_compile_duration"
+COMPILES = "/jax/core/compile/backend_compile_duration"
 _running: dict[int, str] = {}  # program by thread
 
 
@@ -115,11 +115,11 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
     told = threading.Event()
 
     def begins(event: str, value: float | int, fun_name: str = "a program", **_: object) -> None:
-        if event == _COMPILES:
+        if event == COMPILES:
             _running[threading.get_ident()] = fun_name.removeprefix("jit(").removesuffix(")")
 
     def ends(event: str, seconds: float | int, **_: object) -> None:
-        if event != _COMPILES:
+        if event != COMPILES:
             return
         _running.pop(threading.get_ident(), None)
         if seconds >= TOLD_FROM_S and not told.is_set():

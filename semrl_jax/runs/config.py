@@ -22,6 +22,7 @@ from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows,
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
+from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions
 
@@ -29,6 +30,7 @@ from semrl_jax.shaping import ShapingOptions
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
     "critic", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints", "logging",
+    "profile",
 )  # fmt: skip
 
 
@@ -160,6 +162,11 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"training.prompts_per_minibatch={training.prompts_per_minibatch} must divide "
             f"data.prompts_per_step={data.prompts_per_step}."
+        )
+    if profiled_steps(config.profile).stop > training.num_steps:
+        raise UserError(
+            f"profile.steps={config.profile.steps!r} must end at training.num_steps="
+            f"{training.num_steps} at the latest; steps count from 0."
         )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if 0 < training.micro_batch_tokens < longest:

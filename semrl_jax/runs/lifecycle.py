@@ -22,11 +22,13 @@ from semrl_jax.errors import Preempted, UserError
 from semrl_jax.model_setup import build_policy
 from semrl_jax.runs.config import validate
 from semrl_jax.runs.consistency import check_same
+from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.sampling.dynamic import TooFewGroups
+from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.state import TrainState
@@ -196,9 +198,13 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     opened.sampler.counters()  # reset: the counts of the setup belong to no step
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
-            for result in run_steps(
+            results = run_steps(
                 config, opened.sampler, opened.evaluator, opened.learner, state, bar.status
-            ):
+            )
+            if run.leads:
+                steps = profiled_steps(config.profile)
+                results = profiled(results, first_step, steps, directory.path / "profile")
+            for result in results:
                 run.record(result, bar)
                 if result.scored:
                     state = result.state

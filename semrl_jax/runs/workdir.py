@@ -42,6 +42,7 @@ MAY_DIFFER = (
     "evaluation.",
     "checkpoints.",
     "logging.",
+    "profile.",
     "distributed.",
     "mesh.",
     # The following change results only by rounding.

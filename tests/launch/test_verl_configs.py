@@ -289,6 +289,7 @@ OURS_ALONE = {
     "training.grace_s": "safety",
     "checkpoints.keep": "beside those that keep_every keeps",
     "logging.": "files in the run directory",
+    "profile.": "files in the run directory",
 }  # fmt: skip
 # Our fields that differ on purpose; a comment in configs/verl gives the reason.
 DEPARTURES = {

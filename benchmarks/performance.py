@@ -1,0 +1,61 @@
+"""Makes docs/performance.md of the template beside this file and of recorded results.
+
+    python -m benchmarks.performance
+    python -m benchmarks.performance --run step packing
+    python -m benchmarks.performance --run all
+
+The first command only writes the page. `--run` measures again before, which takes minutes each and
+needs a quiet machine, and replaces benchmarks/results/NAME.json. A line `<!-- result: NAME -->` of
+the template becomes the recorded text, with command, date, machine and versions.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+from benchmarks import results
+
+HERE = pathlib.Path(__file__).parent
+TEMPLATE, RESULTS = HERE / "performance.md", HERE / "results"
+PAGE = HERE.parent / "docs" / "performance.md"
+MARK = re.compile(r"^<!-- result: (\w+) -->$", re.MULTILINE)
+
+
+def names() -> list[str]:
+    """The results that the page has, each made by the benchmark of that name."""
+    return MARK.findall(TEMPLATE.read_text())
+
+
+def page() -> str:
+    """The text of docs/performance.md."""
+    return MARK.sub(lambda found: section(found[1]), TEMPLATE.read_text())
+
+
+def section(name: str) -> str:
+    """A recorded result, or how to get it."""
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        return f"Not measured yet: `python -m benchmarks.performance --run {name}`."
+    found = json.loads(file.read_text())
+    if missing := [field for field in results.FIELDS if field not in found]:
+        raise SystemExit(f"{file} has no {missing[0]}; make it again with --run {name}.")
+    origin = f"`{found['command']}`, {found['date']} UTC; {found['machine']}; {found['versions']}."
+    return f"### {found['title']}\n\n{found['text']}\n\n{origin}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", nargs="+", default=[], choices=["all", *names()], metavar="NAME")
+    arguments = parser.parse_args()
+    for name in names() if "all" in arguments.run else arguments.run:
+        command = [sys.executable, "-m", f"benchmarks.{name}", f"--json={RESULTS / name}.json"]
+        subprocess.run(command, cwd=HERE.parent, check=True)
+    PAGE.write_text(page())
+    print(f"done: {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Checks of `config.profile`."""
+
+from __future__ import annotations
+
+import re
+
+from semrl_jax.errors import UserError
+from semrl_jax.settings.rules import Section
+
+
+def check(profile: Section) -> None:
+    profiled_steps(profile)
+
+
+def profiled_steps(profile: Section) -> range:
+    """The steps of `profile.steps`; none if it is empty.
+
+    Raises:
+      UserError: if it is not FIRST:END with FIRST below END.
+    """
+    text = profile["steps"]
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if not found:
+        raise UserError(
+            f"profile.steps={text!r} must be FIRST:END, as 3:6 for the steps 3, 4 and 5, or empty "
+            "for no profile."
+        )
+    steps = range(int(found[1]), int(found[2]))
+    if not steps:
+        raise UserError(
+            f"profile.steps={text!r} has no step, because END does not belong to it; "
+            f"{steps.start}:{steps.start + 1} is step {steps.start}."
+        )
+    return steps

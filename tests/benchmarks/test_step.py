@@ -1,0 +1,73 @@
+"""The benchmark of a step: its floors compute the right thing, and its rounds run to a table."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import floors, step
+
+SIZES = floors.Sizes(
+    layers=2, width=16, inner=24, heads=4, kv_heads=2, vocab=50, theta=1e4, epsilon=1e-6,
+    responses=4, prompt=3, response=11, micro=2,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    """The floors run in a process of their own, in which it is allowed."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.slow
+def test_the_floor_of_generation_returns_the_log_probabilities_of_its_tokens():
+    params = floors.init(SIZES)
+    params = jax.tree.map(lambda leaf: 10 * leaf, params)  # otherwise nearly uniform
+    prompts = jax.random.randint(jax.random.key(1), (4, 3), 0, 50)
+    tokens, logprobs = floors.generate(params, prompts, jax.random.key(0), SIZES)
+    ids = jnp.concatenate([prompts, tokens.T], axis=1)
+    assert ids.shape == (4, 14)
+    x = params["embed"][ids]
+    for layer in params["layers"]:
+        x, _, _ = floors.layer(layer, x, SIZES)
+    states = floors.normed(x[:, 2:-1], params["norm"], SIZES)
+    expected = jax.nn.log_softmax(states @ params["embed"].T)
+    expected = jnp.take_along_axis(expected, tokens.T[..., None], -1)[..., 0]
+    assert np.std(expected) > 0.3
+    # float32 rounding of about 50 exponentials and two layers
+    np.testing.assert_allclose(logprobs.T, expected, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_the_floor_samples_every_token_as_often_as_its_probability():
+    logits = 2 * jax.random.normal(jax.random.key(0), (1, 50))
+    draws = 20_000
+    rows = jnp.broadcast_to(logits, (draws, 50))
+    tokens, _ = jax.jit(floors.sample)(rows, jax.random.key(1))
+    counts = np.bincount(tokens, minlength=50)
+    expected = draws * np.asarray(jax.nn.softmax(logits[0]), np.float64)
+    # Chi-square with 49 degrees of freedom has mean 49 and standard deviation 9.9; five of them.
+    assert np.sum((counts - expected) ** 2 / expected) < 49 + 50
+
+
+@pytest.mark.slow
+def test_rounds_of_ours_and_the_floors_become_a_result(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # of the tests: 8 devices
+    monkeypatch.setattr(step, "MODEL", {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1,
+        "num_heads": 2, "num_kv_heads": 1, "context": 128,
+    })  # fmt: skip
+    monkeypatch.setattr(step, "RESPONSE_TOKENS", 24)
+    monkeypatch.setattr(step, "NUM_TOKENS", 8 * 8 * 24)
+    file = tmp_path / "step.json"
+    monkeypatch.setattr("sys.argv", [
+        "step", "--systems", "ours", "floors", "--pairs=1", "--warmup=1", f"--json={file}",
+        f"--directory={tmp_path / 'kept'}", "--set", "metrics.stride=6",
+    ])  # fmt: skip
+    step.main()
+    text = json.loads(file.read_text())["text"]
+    for row in ("| ours | ", "| plain JAX | ", "| `time/update_s` | ", "rate of products"):
+        assert row in text, row
