@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 # Shifts relative to the largest eigenvalue, descending. They minimise the errors of the fit below
 # for eigenvalues from 1e-12 on.
@@ -72,7 +72,7 @@ def fitted_weights() -> Float[np.ndarray, "N 2"]:
 
 
 def prefix_sums(
-    gram: Float[Array, "T T"], num_rows: Int[Array, ""], width: int, first: int
+    gram: Float[Array, "T T"], num_rows: Int[Array, ""], width: Int[Array, ""] | int, first: int
 ) -> SpectralSums:
     """Sums over the spectra of all centred prefixes.
 
@@ -97,7 +97,7 @@ def prefix_sums(
     directions = jnp.minimum(tokens - 1, width).astype(gram.dtype)
 
     weights = fitted_weights()
-    values = (trace / largest)[:, None] * weights[-1]
+    values = (trace / largest)[:, None] * weights[None, -1]
     earlier: list[tuple[float, Array]] = []
     done = jnp.bool_(False)
     for shift, weight in zip(SHIFTS, weights):
@@ -117,7 +117,7 @@ def prefix_sums(
 
             log_dets = jax.lax.cond(done, extend, factorise)
         earlier.append((shift, log_dets))
-        values += log_dets[:, None] * weight
+        values += log_dets[:, None] * weight[None]
     # The slope in log s is the number of eigenvalues above s. If it still grows by n at the last
     # shift, the smaller eigenvalues add up to about n s, and Cauchy-Schwarz bounds their roots.
     slopes = [(b - a) / np.log(s / t) for (s, a), (t, b) in itertools.pairwise(earlier[-3:])]

@@ -24,9 +24,8 @@ EPSILON = 1e-8  # in units of the hidden states, as in the reference implementat
 
 # Prefixes of at most this many tokens are always decomposed; the speed would gain nothing.
 MAX_SHORT = 512
-# One call of `prefix_sums` takes as long as this many decompositions of the longest prefix. Beyond
-# this many times the width, decompositions of D x D matrices are faster.
-NESTED_DECOMPOSITIONS, MAX_NESTED_WIDTHS = 3, 4
+# One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
+NESTED_DECOMPOSITIONS = 3
 # Sums over a spectrum are used if what they lack is at most this share. Below 1e-5, since a value p
 # counts in the entropy as p log(1 / p).
 MAX_UNRESOLVED_SUM = 1e-5
@@ -141,9 +140,8 @@ def _measure(
     values = jnp.where(is_long[..., None], long_values, values)
     series = jnp.concatenate([series, long_series], axis=-2)
     unresolved = is_long & ~resolved
-    again = _if_any(
-        unresolved, lambda: decompose(rows, window_tokens, num_windows, **static)
-    )
+    in_float64 = functools.partial(_decompose, method="float64", over_batch=over_batch)
+    again = _if_any(unresolved, lambda: in_float64(rows, window_tokens, num_windows, **static))
     return (
         jnp.where(unresolved[..., None], again[0], values),
         jnp.where(unresolved[..., None, None], again[1], series),
@@ -172,7 +170,7 @@ def _num_short(
     cost = sum(min(size, width) ** 3 for size in (*long, num_rows))  # of the decompositions
     faster = cost > NESTED_DECOMPOSITIONS * num_rows**3
     possible = method == "gram" and all(metric.of_sums for metric in series_metrics)
-    if not (long and possible and faster and MAX_SHORT < width):
+    if not (long and possible and faster and width > MAX_SHORT):
         return None
     return sum(size <= MAX_SHORT for size in sizes)
 
@@ -215,7 +213,7 @@ def _decompose(*arrays, method: str, over_batch: bool, **static):
         function = functools.partial(_measure_in, dtype=dtype, exact=method == "svd", **static)
         return jax.vmap(function)(*arrays) if over_batch else function(*arrays)
 
-    if method == "svd":
+    if method != "gram":
         return measure(jnp.float64)[:2]
     values, series, resolved = measure(jnp.float32)
 
@@ -255,7 +253,9 @@ def _measure_in(
         active = active & (num_tokens >= 2)
         spectrum = spectra(size, num_tokens, active, strict=strict, exact=exact, before=before)
         scale = rows.scale.astype(dtype)
-        values = [metric.of_spectrum(spectrum.sigma, scale, num_tokens, width) for metric in metrics]
+        values = [
+            metric.of_spectrum(spectrum.sigma, scale, num_tokens, width) for metric in metrics
+        ]
         values = jnp.stack(values).astype(jnp.float32)
         return jnp.where(active, values, 0.0), spectrum.resolved
 

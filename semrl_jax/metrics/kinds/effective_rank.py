@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
-from semrl_jax.metrics.kinds.log_effective_rank import log_effective_rank_of, log_effective_rank_of_sums
+from semrl_jax.metrics.kinds.log_effective_rank import (
+    log_effective_rank_of,
+    log_effective_rank_of_sums,
+)
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.nested import SpectralSums
 from semrl_jax.metrics.prefixes import whole_response
