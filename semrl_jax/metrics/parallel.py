@@ -85,12 +85,7 @@ def measure_batch(
         found = dict(zip(first, pool.map(measure, first)))
         found |= zip(rest, pool.map(measure, rest))
     rows = [found[i] for i in range(size)]
-    return {
-        key: Measurement(
-            *(jnp.asarray(np.concatenate(x)) for x in zip(*(row[key] for row in rows)))
-        )
-        for key in rows[0]
-    }
+    return jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *rows)
 
 
 def bucket(mask: Bool[np.ndarray, " T"], num_rows: int) -> int:

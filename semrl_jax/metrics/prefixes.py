@@ -25,7 +25,7 @@ EPSILON = 1e-8  # in units of the hidden states, as in the reference implementat
 # Prefixes of at most this many tokens are always decomposed; the speed would gain nothing.
 MAX_SHORT = 512
 # One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
-NESTED_DECOMPOSITIONS = 3
+NESTED_DECOMPOSITIONS = 2
 # Sums over a spectrum are used if what they lack is at most this share. Below 1e-5, since a value p
 # counts in the entropy as p log(1 / p).
 MAX_UNRESOLVED_SUM = 1e-5
@@ -187,7 +187,7 @@ def _measure_long(
 
     The third result says whether the sums resolve the spectra.
     """
-    num_rows, width = rows.states.shape
+    width = rows.states.shape[1]
     scale = rows.scale.astype(jnp.float64)
     states = anchor(rows._replace(states=rows.states.astype(jnp.float64)), sizes[0])
     sums = prefix_sums(symmetric_product(states), rows.num_tokens, width, MAX_SHORT + 1)
