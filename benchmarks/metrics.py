@@ -9,9 +9,9 @@ The release's algorithm computes the singular values of the centred response for
 For the orders of the effective rank, it computes one eigvalsh of the growing Gram matrix per
 window. Both sides take turns in one process, with some responses of the batch each. A figure is the
 median over the turns. `all cores` is `measure_batch`: single responses, from a pool of host
-threads, as in the trainer. `side by side` measures the whole batch at once, for accelerators (`--side_by_side`). Every
-shape is measured twice: with a spectrum that float32 resolves, and with one column so large that
-every response is recomputed in float64.
+threads, as in the trainer. `side by side` measures the whole batch at once, for accelerators
+(`--side_by_side`). Every shape is measured twice: with a spectrum that float32 resolves, and with
+one column so large that every response is recomputed in float64.
 """
 
 import os
