@@ -35,6 +35,11 @@ thread = threading.Thread(target=beside)
 thread.start()
 with concurrent.futures.ThreadPoolExecutor(4) as pool:
     results = list(pool.map(work, range(4)))
+for _ in range(5):
+    found = metrics.measure_batch(
+        states, mask, stride=12, names=("effective_rank",), num_threads=4
+    )
+    assert all(measured.valid.all() for measured in found.values())
 stop.set()
 thread.join()
 assert all(len(set(result)) == 1 for result in results), results
