@@ -90,8 +90,10 @@ def prefix_sums(
     # Sums of all entries of the leading blocks.
     below = jnp.cumsum(2 * jnp.sum(jnp.tril(gram), axis=1) - jnp.diagonal(gram))
     trace = jnp.cumsum(jnp.diagonal(gram)) - below / count
-    largest = POWER_MARGIN * _largest_eigenvalue(gram.astype(jnp.float32), num_rows)
-    largest = jnp.where(largest > 0, largest, 1.0).astype(gram.dtype)
+    unit = jnp.max(jnp.diagonal(gram))  # so that squares stay in the range of float32
+    unit = jnp.where(unit > 0, unit, 1.0)
+    largest = _largest_eigenvalue((gram / unit).astype(jnp.float32), num_rows)
+    largest = POWER_MARGIN * jnp.where(largest > 0, largest, 1.0).astype(gram.dtype) * unit
     gram = gram / largest
     single = gram.astype(jnp.float32)
     directions = jnp.minimum(tokens - 1, width).astype(gram.dtype)

@@ -70,7 +70,7 @@ def test_sums_of_all_prefixes_are_those_of_their_singular_values(sums, name):
 
 
 def test_a_spectrum_below_the_fit_is_reported(sums):
-    rows = decaying(1) @ np.diag(np.append(1, np.full(59, 3e-8)))
+    rows = decaying(1) @ np.diag(np.append(1, np.full(59, 7e-7)))
     found = sums(rows)
     assert (found.unresolved[-1] > prefixes.MAX_UNRESOLVED_SUM * found.total[-1]).all()
 
