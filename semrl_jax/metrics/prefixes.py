@@ -26,9 +26,9 @@ EPSILON = 1e-8  # in units of the hidden states, as in the reference implementat
 MAX_SHORT = 512
 # One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
 NESTED_DECOMPOSITIONS = 2
-# Sums over a spectrum are used if what they lack is at most this share. Below 1e-5, since a value p
+# Sums over a spectrum are used if what they lack is at most this share. Far below 1e-5, since a value p
 # counts in the entropy as p log(1 / p).
-MAX_UNRESOLVED_SUM = 1e-5
+MAX_UNRESOLVED_SUM = 1e-6
 
 
 def whole_response(
