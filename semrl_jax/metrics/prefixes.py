@@ -26,8 +26,8 @@ EPSILON = 1e-8  # in units of the hidden states, as in the reference implementat
 MAX_SHORT = 512
 # One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
 NESTED_DECOMPOSITIONS = 2
-# Sums over a spectrum are used if what they lack is at most this share. Far below 1e-5, since a value p
-# counts in the entropy as p log(1 / p).
+# Sums over a spectrum are used if they lack at most this share. A value p counts in the entropy as
+# p log(1 / p), so the share is far below the error allowed.
 MAX_UNRESOLVED_SUM = 1e-6
 
 
