@@ -8,10 +8,10 @@
 The release's algorithm computes the singular values of the centred response for all five values.
 For the orders of the effective rank, it computes one eigvalsh of the growing Gram matrix per
 window. Both sides take turns in one process, with some responses of the batch each. A figure is the
-median over the turns. `shards` is what the trainer does: single responses, from a pool of host
-threads. `side by side` measures the whole batch at once, for accelerators (`--side_by_side`). Every
-shape is measured twice: with a spectrum that float32 resolves, and with one column so large that
-every response is recomputed in float64.
+median over the turns. `all cores` is `measure_batch`: single responses, from a pool of host
+threads, as in the trainer. `side by side` measures the whole batch at once, for accelerators
+(`--side_by_side`). Every shape is measured twice: with a spectrum that float32 resolves, and with
+one column so large that every response is recomputed in float64.
 """
 
 import os
@@ -19,7 +19,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA give wrong products
 
 import argparse
-import concurrent.futures
+import functools
 import importlib.metadata
 import math
 import statistics
@@ -34,6 +34,7 @@ import numpy as np
 from benchmarks import machine
 from semrl_jax import metrics
 from semrl_jax.analysis.growth import growing_states, sampled_states, wide_states
+from semrl_jax.metrics import hidden_state_metrics
 from tests.oracles import metrics as oracle
 
 ORDERS = ("effective_rank",)
@@ -75,16 +76,16 @@ def release(states) -> dict[str, float]:
     }
 
 
-def measurement(names: tuple[str, ...], window: str, **options) -> Callable:
+def measurement(
+    names: tuple[str, ...], window: str, measure_with: Callable = hidden_state_metrics, **options
+) -> Callable:
     """The metrics of a batch by name, with the orders of the effective rank unless `options` name
     others."""
     options = {"orders": ORDERS, **options}
 
     def measure(states, mask):
         return metrics.flatten(
-            metrics.hidden_state_metrics(
-                states, mask, stride=STRIDE, window=window, names=names, **options
-            )
+            measure_with(states, mask, stride=STRIDE, window=window, names=names, **options)
         )
 
     return measure
@@ -94,16 +95,6 @@ def seconds(function: Callable, *arguments) -> float:
     started = time.perf_counter()
     jax.block_until_ready(function(*arguments))
     return time.perf_counter() - started
-
-
-def in_shards(measure: Callable, states, mask, threads: int) -> None:
-    """One response per call, from `threads` host threads."""
-
-    def one(i: int) -> None:
-        jax.block_until_ready(measure(states[i : i + 1], mask[i : i + 1]))
-
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(one, range(len(states))))
 
 
 def compare(
@@ -123,7 +114,11 @@ def compare(
     mask = np.ones((part, length), bool)
     arrays = jnp.asarray(states), jnp.asarray(mask)
     five, only = (measurement(names, "release") for names in (metrics.METRICS, ORDERS))
-    all_orders = measurement(metrics.METRICS, "release", orders=None)
+    all_cores = functools.partial(metrics.measure_batch, num_threads=threads)
+    five_cores, only_cores = (
+        measurement(names, "release", all_cores) for names in (metrics.METRICS, ORDERS)
+    )
+    all_orders = measurement(metrics.METRICS, "release", all_cores, orders=None)
 
     def with_torch() -> list[dict[str, float]]:
         return [release(response) for response in torch.from_numpy(states)]
@@ -131,10 +126,10 @@ def compare(
     ways = {
         "torch": with_torch,
         "all five": lambda: five(*arrays),
-        "all five, shards": lambda: in_shards(five, *arrays, threads),
-        "all orders, shards": lambda: in_shards(all_orders, *arrays, threads),
+        "all five, all cores": lambda: five_cores(*arrays),
+        "all orders, all cores": lambda: all_orders(*arrays),
         "ER, ERV, ERA": lambda: only(*arrays),
-        "ER, ERV, ERA, shards": lambda: in_shards(only, *arrays, threads),
+        "ER, ERV, ERA, all cores": lambda: only_cores(*arrays),
     }
     if side_by_side:
         ways |= {
@@ -292,7 +287,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896; default: three")
     parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="of torch, and of the shards")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, and of measure_batch")
     arguments = parser.parse_args()
     if arguments.accuracy:
         accuracy()

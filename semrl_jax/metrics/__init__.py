@@ -1,6 +1,7 @@
 """Metrics of the hidden states of responses. Pure; no config, no model, no random key.
 
-A metric is one module of `kinds`; `batch` measures batches with them.
+A metric is one module of `kinds`; `batch` measures batches with them, `parallel` on all
+cores.
 """
 
 from semrl_jax.lazy import lazy_names
@@ -14,7 +15,7 @@ _DYNAMICS = ("RankDynamics", "RankSeries", "prefix_dynamics", "rank_dynamics", "
 _LAZY = (
     dict.fromkeys(_BATCH, "batch")
     | dict.fromkeys(_DYNAMICS, "dynamics")
-    | {"PrefixDynamics": "windows"}
+    | {"PrefixDynamics": "windows", "measure_batch": "parallel"}
     | {name: f"kinds.{name}" for name in METRICS}
 )
 __all__ = ["METHODS", "METRICS", "WINDOWS", "Measurement", "Metric", "MetricKey", "count_windows"]

@@ -199,10 +199,9 @@ def _measure(
         measured = spectral_series(
             rows,
             windows,
-            tuple(metrics[name].of_spectrum for name in spectral),
-            tuple(metrics[name].of_spectrum for name in spectral_orders),
+            tuple(metrics[name] for name in spectral),
+            tuple(metrics[name] for name in spectral_orders),
             method=method,
-            strict=any(metrics[name].needs_all_values for name in spectral),
             batched=batched,
         )
         values |= zip(spectral, measured[0])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray, Rows, check_choice, compact
-from semrl_jax.metrics.kinds.effective_rank import effective_rank_of
+from semrl_jax.metrics.kinds.effective_rank import METRIC
 from semrl_jax.metrics.names import METHODS
 from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.windows import PrefixDynamics, Windows, split_windows, summarise, with_whole
@@ -123,6 +123,5 @@ def _effective_ranks(
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
     windows = split_windows(rows, stride, window, window_growth)
-    metrics = (effective_rank_of,)
-    value, series = spectral_series(rows, windows, metrics, metrics, method=method)
+    value, series = spectral_series(rows, windows, (METRIC,), (METRIC,), method=method)
     return value[0], series[:, 0], windows

@@ -28,6 +28,9 @@ class Metric:
       of_states: (rows) -> function of the int32 number of rows of a prefix -> float32 scalar.
         `rows` are `inputs.Rows` [T, D]. The first function computes what all prefixes share. The
         second one is called for each prefix, under `jax.vmap`.
+      of_sums: for `of_spectrum`, optional: (sums, scale, num_rows, width) -> the same value from
+        `nested.SpectralSums` in units of `scale`. Measures the prefixes of long responses faster.
+        All arrays have the shape of `num_rows`.
       needs_all_values: for `of_spectrum`: if float32 does not resolve every singular value, the
         response is measured in float64.
     """
@@ -35,6 +38,7 @@ class Metric:
     min_tokens: int
     of_spectrum: Callable[..., Any] | None = None
     of_states: Callable[..., Any] | None = None
+    of_sums: Callable[..., Any] | None = None
     needs_all_values: bool = False
 
     def __post_init__(self) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
+from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS
-from semrl_jax.metrics.spectrum import PrefixSpectra, with_float64
+from semrl_jax.metrics.nested import prefix_sums
+from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product, with_float64
 from semrl_jax.metrics.windows import Windows, chunks, interpolated
 
 # Windows are padded to at most this many sizes, which bounds the compile time.
@@ -19,12 +22,17 @@ MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
 EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
 
-# `Metric.of_spectrum`
-SpectralMetric = Callable[..., Float[Array, ""]]
+# Prefixes of at most this many tokens are always decomposed; the speed would gain nothing.
+MAX_SHORT = 512
+# One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
+NESTED_DECOMPOSITIONS = 2
+# Sums over a spectrum are used if they lack at most this share. A value p counts in the entropy as
+# p log(1 / p), so the share is far below the error allowed.
+MAX_UNRESOLVED_SUM = 1e-6
 
 
 def whole_response(
-    metric: SpectralMetric,
+    metric: Metric,
     hidden_states: Float[AnyArray, "T D"],
     response_mask: Bool[AnyArray, " T"],
     method: str,
@@ -40,11 +48,10 @@ def whole_response(
 def spectral_series(
     rows: Rows,
     windows: Windows,
-    value_metrics: tuple[SpectralMetric, ...],
-    series_metrics: tuple[SpectralMetric, ...],
+    value_metrics: tuple[Metric, ...],
+    series_metrics: tuple[Metric, ...],
     *,
     method: str,
-    strict: bool = False,
     batched: bool = False,
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"]]:
     """Functions of the spectrum: of the whole response, and of every window.
@@ -55,8 +62,8 @@ def spectral_series(
     Args:
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
         float32 if that resolves the spectra of the response and of all prefixes, else all in
-        float64.
-      strict: whether one unresolved singular value requires float64, as counting does.
+        float64. Long prefixes take sums over their spectra instead, see `nested`, if all metrics of
+        the series have `of_sums`; each window of more than 512 tokens is then measured.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
     """
     num_rows = rows.states.shape[0]
@@ -72,7 +79,6 @@ def spectral_series(
         value_metrics=value_metrics,
         series_metrics=series_metrics,
         method=method,
-        strict=strict,
     )
     rows = jax.lax.stop_gradient(rows)  # the kernel of the eigenvalues has none
     values, series = measure(rows, windows.rows.num_tokens, windows.num_windows)
@@ -81,14 +87,133 @@ def spectral_series(
     return values, series
 
 
-def _measure(*arrays, method: str, over_batch: bool = False, **static):
+def _measure(
+    rows: Rows,
+    window_tokens: Int[Array, "*B"],
+    num_windows: Int[Array, "*B"],
+    *,
+    method: str,
+    over_batch: bool = False,
+    **static,
+) -> tuple[Float[Array, "*B V"], Float[Array, "*B K M"]]:
+    """Values and series of responses; `over_batch`: all arrays have a leading batch axis."""
+    decompose = functools.partial(_decompose, method=method, over_batch=over_batch)
+    num_short = _num_short(*rows.states.shape[-2:], method=method, **static)
+    if num_short is None:
+        return decompose(rows, window_tokens, num_windows, **static)
+    sizes, value_metrics = static["sizes"], static["value_metrics"]
+    by_sums = all(metric.of_sums for metric in value_metrics)
+
+    def short():
+        head = rows.states[..., :MAX_SHORT, :], jnp.minimum(rows.num_tokens, MAX_SHORT)
+        return decompose(
+            rows._replace(states=head[0], num_tokens=head[1]),
+            head[1],
+            jnp.minimum(num_windows, num_short),
+            **static
+            | {
+                "sizes": sizes[:num_short],
+                "measured": tuple(index for index in static["measured"] if index < num_short),
+                "window_rows": MAX_SHORT,
+            },
+        )
+
+    def long():
+        function = functools.partial(
+            _measure_long,
+            sizes=sizes,
+            num_short=num_short,
+            value_metrics=value_metrics if by_sums else (),
+            series_metrics=static["series_metrics"],
+        )
+        return jax.vmap(function)(rows) if over_batch else function(rows)
+
+    def whole():
+        only_values = {"sizes": (), "measured": (), "series_metrics": ()}
+        return decompose(rows, window_tokens, num_windows, **static | only_values)[0]
+
+    is_long = rows.num_tokens > MAX_SHORT
+    values, series = short()
+    long_values, long_series, resolved = _if_any(is_long, long)
+    if not by_sums:
+        long_values = _if_any(is_long, whole)
+    values = jnp.where(is_long[..., None], long_values, values)
+    series = jnp.concatenate([series, long_series], axis=-2)
+    unresolved = is_long & ~resolved
+    in_float64 = functools.partial(_decompose, method="float64", over_batch=over_batch)
+    again = _if_any(unresolved, lambda: in_float64(rows, window_tokens, num_windows, **static))
+    return (
+        jnp.where(unresolved[..., None], again[0], values),
+        jnp.where(unresolved[..., None, None], again[1], series),
+    )
+
+
+def _if_any(condition: Bool[Array, "*B"], function: Callable[[], Any]) -> Any:
+    """The arrays that a function returns; zeros if the condition holds nowhere."""
+    shapes = jax.eval_shape(function)
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond(jnp.any(condition), function, zeros)
+
+
+def _num_short(
+    num_rows: int,
+    width: int,
+    *,
+    method: str,
+    sizes: tuple[int, ...],
+    measured: tuple[int, ...],
+    series_metrics: tuple[Metric, ...],
+    **_,
+) -> int | None:
+    """The number of windows that are decomposed; None if sums over spectra would not be faster."""
+    long = [sizes[index] for index in measured if sizes[index] > MAX_SHORT]
+    cost = sum(min(size, width) ** 3 for size in (*long, num_rows))  # of the decompositions
+    faster = cost > NESTED_DECOMPOSITIONS * num_rows**3
+    possible = method == "gram" and all(metric.of_sums for metric in series_metrics)
+    if not (long and possible and faster and width > MAX_SHORT):
+        return None
+    return sum(size <= MAX_SHORT for size in sizes)
+
+
+def _measure_long(
+    rows: Rows,
+    *,
+    sizes: tuple[int, ...],
+    num_short: int,
+    value_metrics: tuple[Metric, ...],
+    series_metrics: tuple[Metric, ...],
+) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
+    """The whole response and its windows after the first `num_short`, by sums over spectra.
+
+    The third result says whether the sums resolve the spectra.
+    """
+    width = rows.states.shape[1]
+    scale = rows.scale.astype(jnp.float64)
+    states = anchor(rows._replace(states=rows.states.astype(jnp.float64)), sizes[0])
+    sums = prefix_sums(symmetric_product(states), rows.num_tokens, width, MAX_SHORT + 1)
+    # The response itself is the last entry.
+    tokens = jnp.append(jnp.asarray(sizes[num_short:], jnp.int32), rows.num_tokens)
+    sums = jax.tree.map(lambda x: x[jnp.maximum(tokens - 1, 0)], sums)
+    enough = sums.unresolved <= MAX_UNRESOLVED_SUM * sums.total
+    enough &= sums.total > EPSILON / scale
+    found = [
+        metric.of_sums(sums, scale, tokens, width).astype(jnp.float32)
+        for metric in (*value_metrics, *series_metrics)
+    ]
+    values, series = found[: len(value_metrics)], found[len(value_metrics) :]
+    values = jnp.stack([of_all[-1] for of_all in values]) if values else jnp.zeros(0, jnp.float32)
+    series = jnp.stack([of_all[:-1] for of_all in series], axis=1)
+    return values, series, jnp.all(enough | (tokens > rows.num_tokens)) | ~rows.finite
+
+
+def _decompose(*arrays, method: str, over_batch: bool, **static):
     """`_measure_in` by either method; `over_batch`: all arrays have a leading batch axis."""
 
     def measure(dtype: type):
         function = functools.partial(_measure_in, dtype=dtype, exact=method == "svd", **static)
         return jax.vmap(function)(*arrays) if over_batch else function(*arrays)
 
-    if method == "svd":
+    if method != "gram":
         return measure(jnp.float64)[:2]
     values, series, resolved = measure(jnp.float32)
 
@@ -111,14 +236,14 @@ def _measure_in(
     sizes: tuple[int, ...],
     measured: tuple[int, ...],
     window_rows: int,
-    value_metrics: tuple[SpectralMetric, ...],
-    series_metrics: tuple[SpectralMetric, ...],
-    strict: bool,
+    value_metrics: tuple[Metric, ...],
+    series_metrics: tuple[Metric, ...],
     exact: bool,
     dtype: type,
 ) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
     """Values, series of prefixes of the last `window_tokens` rows, and whether dtype suffices."""
     num_rows, width = rows.states.shape
+    strict = any(metric.needs_all_values for metric in value_metrics)
     first_row = rows.num_tokens - window_tokens
     states = rows._replace(states=rows.states.astype(dtype))
     whole = PrefixSpectra(anchor(states, sizes[0] if sizes else num_rows, first_row))
@@ -128,7 +253,9 @@ def _measure_in(
         active = active & (num_tokens >= 2)
         spectrum = spectra(size, num_tokens, active, strict=strict, exact=exact, before=before)
         scale = rows.scale.astype(dtype)
-        values = [metric(spectrum.sigma, scale, num_tokens, width) for metric in metrics]
+        values = [
+            metric.of_spectrum(spectrum.sigma, scale, num_tokens, width) for metric in metrics
+        ]
         values = jnp.stack(values).astype(jnp.float32)
         return jnp.where(active, values, 0.0), spectrum.resolved
 

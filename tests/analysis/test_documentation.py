@@ -13,7 +13,7 @@ from semrl_jax import metrics, models
 from tests.oracles import metrics as oracle
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-CODE, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+CODE, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 PROMPT, RESPONSE = [5, 9, 2], [7, 30, 1, 1, 8, 19, 4, 22, 3, 11, 28, 6]
 
 

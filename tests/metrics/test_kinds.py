@@ -19,7 +19,7 @@ from semrl_jax.metrics.records import decode, encode
 from tests.oracles import metrics as oracle
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-_, CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[-1]
 
 OF_SPECTRUM = """
 from semrl_jax.metrics import Metric

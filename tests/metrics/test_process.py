@@ -35,6 +35,11 @@ thread = threading.Thread(target=beside)
 thread.start()
 with concurrent.futures.ThreadPoolExecutor(4) as pool:
     results = list(pool.map(work, range(4)))
+for _ in range(3):
+    found = metrics.measure_batch(
+        states, mask, stride=12, names=("effective_rank",), num_threads=4
+    )
+    assert all(measured.valid.all() for measured in found.values())
 stop.set()
 thread.join()
 assert all(len(set(result)) == 1 for result in results), results
@@ -137,7 +142,7 @@ def test_twelve_windows_under_vmap_return_to_four_threads(num_cores):
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     if len(cores) < num_cores:
         pytest.skip(f"{num_cores} cores are needed")
-    result = run(FOUR_THREADS, timeout_s=60, cores=cores)
+    result = run(FOUR_THREADS, timeout_s=120, cores=cores)
     assert result.stdout == "returned\n", result.stderr
 
 

@@ -6,8 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
-from semrl_jax.metrics.kinds.log_effective_rank import log_effective_rank_of
+from semrl_jax.metrics.kinds.log_effective_rank import (
+    log_effective_rank_of,
+    log_effective_rank_of_sums,
+)
 from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.nested import SpectralSums
 from semrl_jax.metrics.prefixes import whole_response
 
 
@@ -40,7 +44,7 @@ def effective_rank(
 
     Source: Roy and Vetterli 2007; arXiv:2509.23808 for hidden states of a response.
     """
-    return whole_response(effective_rank_of, hidden_states, response_mask, method)
+    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def effective_rank_of(
@@ -51,4 +55,12 @@ def effective_rank_of(
     return jnp.where(num_rows >= 2, jnp.exp(exponent), 0.0)
 
 
-METRIC = Metric(of_spectrum=effective_rank_of, min_tokens=2)
+def effective_rank_of_sums(
+    sums: SpectralSums, scale: Float[Array, ""], num_rows: Int[Array, " *K"], width: int
+) -> Float[Array, " *K"]:
+    """The exponential of `log_effective_rank_of_sums`."""
+    exponent = log_effective_rank_of_sums(sums, scale, num_rows, width)
+    return jnp.where(num_rows >= 2, jnp.exp(exponent), 0.0)
+
+
+METRIC = Metric(of_spectrum=effective_rank_of, of_sums=effective_rank_of_sums, min_tokens=2)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.inputs import AnyArray
 from semrl_jax.metrics.metric import Metric
+from semrl_jax.metrics.nested import SpectralSums
 from semrl_jax.metrics.prefixes import EPSILON, whole_response
 
 
@@ -20,7 +21,7 @@ def log_effective_rank(
 
     "svd" has a relative error of 1e-5, "gram" an absolute one of 1e-3.
     """
-    return whole_response(log_effective_rank_of, hidden_states, response_mask, method)
+    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def log_effective_rank_of(
@@ -33,4 +34,17 @@ def log_effective_rank_of(
     return jnp.where(num_rows >= 2, entropy, 0.0)
 
 
-METRIC = Metric(of_spectrum=log_effective_rank_of, min_tokens=2)
+def log_effective_rank_of_sums(
+    sums: SpectralSums, scale: Float[Array, ""], num_rows: Int[Array, " *K"], width: int
+) -> Float[Array, " *K"]:
+    """`log_effective_rank_of` from sums over the spectrum.
+
+    p log(p + 1e-8) is p log p + 1e-8 for each p well above 1e-8.
+    """
+    total = sums.total + EPSILON / scale
+    log_total = jnp.log(jnp.where(total > 0, total, 1.0))
+    entropy = (sums.total * log_total - sums.weighted) / jnp.where(total > 0, total, 1.0)
+    return jnp.where(num_rows >= 2, jnp.maximum(entropy - sums.count * EPSILON, 0.0), 0.0)
+
+
+METRIC = Metric(of_spectrum=log_effective_rank_of, of_sums=log_effective_rank_of_sums, min_tokens=2)

@@ -35,7 +35,7 @@ def response_entropy(
     Source: the reference implementation. It evaluates the formula as written, which in float32
     costs 6e-4; here log1p and expm1 keep full precision.
     """
-    return whole_response(response_entropy_of, hidden_states, response_mask, method)
+    return whole_response(METRIC, hidden_states, response_mask, method)
 
 
 def response_entropy_of(

@@ -19,7 +19,7 @@ def traditional_rank(
     Arguments, errors and zeros as in `effective_rank`; 0.0 also if all rows are equal, or below
     1.2e-38.
     """
-    return whole_response(traditional_rank_of, hidden_states, response_mask, "svd")
+    return whole_response(METRIC, hidden_states, response_mask, "svd")
 
 
 def traditional_rank_of(
