@@ -1,6 +1,7 @@
 """Speed of the metrics compared with the release's algorithm in PyTorch, on the same arrays.
 
     python -m benchmarks.metrics
+    python -m benchmarks.metrics --shapes 64x512x896 16x1536x3584
     python -m benchmarks.metrics --accuracy
     python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank --growth 1.25
     python -m benchmarks.metrics --growths 1.1 1.25 1.5
@@ -10,8 +11,10 @@ For the orders of the effective rank, it computes one eigvalsh of the growing Gr
 window. Both sides take turns in one process, with some responses of the batch each. A figure is the
 median over the turns. `all cores` is `measure_batch`: single responses, from a pool of host
 threads, as in the trainer. `side by side` measures the whole batch at once, for accelerators
-(`--side_by_side`). Every shape is measured twice: with a spectrum that float32 resolves, and with
-one column so large that every response is recomputed in float64.
+(`--side_by_side`). A shape that is named is measured twice: with a spectrum that float32 resolves,
+and with one column so large that every response is recomputed in float64.
+
+Without options, one batch is measured with the first spectrum, and long responses on one thread.
 """
 
 import os
@@ -24,14 +27,14 @@ import importlib.metadata
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, results
 from semrl_jax import metrics
 from semrl_jax.analysis.growth import growing_states, sampled_states, wide_states
 from semrl_jax.metrics import hidden_state_metrics
@@ -40,7 +43,8 @@ from tests.oracles import metrics as oracle
 ORDERS = ("effective_rank",)
 STRIDE = 40
 RESOLVED, UNRESOLVED = 1.0, 3e3  # size of one column relative to the others
-SHAPES = ((64, 512, 896), (64, 512, 3584), (16, 1536, 3584))
+SHAPE = (16, 512, 3584)
+LONG = (512, 1024, 2048, 4096)  # tokens
 
 
 def release(states) -> dict[str, float]:
@@ -99,15 +103,15 @@ def seconds(function: Callable, *arguments) -> float:
 
 def compare(
     shape: tuple[int, int, int], outlier: float, turns: int, threads: int, side_by_side: bool
-) -> None:
-    """Prints ratios and times for one shape, with the first column `outlier` times as large."""
+) -> str:
+    """Ratios and times of one shape, with the first column `outlier` times as large; Markdown."""
     import torch
 
     torch.set_num_threads(threads)
     rng = np.random.default_rng(0)
     batch, length, width = shape
     # Number of the batch's responses that one turn measures.
-    part = batch if side_by_side else min(batch, threads * 4)
+    part = batch if side_by_side else min(batch, threads * 8)
     states = rng.normal(size=(part, length, width)).astype(np.float32)
     states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
     states[:, :, 0] *= outlier
@@ -142,20 +146,23 @@ def compare(
         np.testing.assert_allclose(
             measured[name], [row[name] for row in expected], rtol=1e-2, err_msg=name
         )
-    for way in ways.values():
-        way()
+    for name in list(ways)[1:]:
+        ways[name]()
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():
             times[name].append(seconds(way) / part)
     median = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{list(shape)}, {part} of them timed, one column {outlier:g} times as large")
-    for name in list(ways)[1:]:
-        print(
-            f"{median['torch'] / median[name]:6.1f}x  {name:28}"
-            f"{1e3 * median[name]:9.1f} ms per response, torch {1e3 * median['torch']:.1f} ms",
-            flush=True,
-        )
+    rows = [
+        [name, f"{median['torch'] / value:.1f}", f"{1e3 * value:.1f}"]
+        for name, value in median.items()
+    ]
+    column = "" if outlier == RESOLVED else f", one column {outlier:g} times as large"
+    header = (f"{list(shape)}{column}", "times as fast as PyTorch", "ms per response")
+    return results.table(header, rows) + (
+        f"\n\n{part} responses, medians of {turns} turns; PyTorch "
+        f"{importlib.metadata.version('torch')} and the rows with all cores use {threads} threads."
+    )
 
 
 def memory(shape: tuple[int, int, int]) -> None:
@@ -222,18 +229,25 @@ def accuracy() -> None:
 
 
 def lengths(
-    sizes: list[int], width: int, names: tuple[str, ...], growth: float, turns: int
-) -> None:
-    """Prints seconds per response under the `exact` window, and for 192 responses on one thread."""
-    measure, before = measurement(names, "exact", window_growth=growth), None
-    for length in sizes:
-        states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
-        arrays = jnp.asarray(states), jnp.ones((1, length), bool)
-        seconds(measure, *arrays)
-        took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
-        growth = f", {took / before:.1f}x the previous one" if before else ""
-        print(f"{length:6} tokens {took:9.3f} s; 192: {192 * took:9.1f} s{growth}", flush=True)
-        before = took
+    sizes: Sequence[int], width: int, names: Sequence[str], growths: Sequence[float], turns: int
+) -> str:
+    """Seconds per response under the `exact` window on one thread, as Markdown."""
+    rows = []
+    for growth in growths:
+        measure = measurement(tuple(names), "exact", window_growth=growth)
+        rows.append(["every window" if growth == 1 else f"`window_growth={growth:g}`"])
+        for length in sizes:
+            states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
+            arrays = jnp.asarray(states), jnp.ones((1, length), bool)
+            seconds(measure, *arrays)
+            took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
+            rows[-1].append(f"{took:.3f}")
+    header = ("Seconds per response", *(f"{length} tokens" for length in sizes))
+    return results.table(header, rows) + (
+        f"\n\nOne call of `hidden_state_metrics` for one Gaussian response of width {width} under "
+        f"the `exact` window: {', '.join(names)}, with orders of the effective rank; medians of "
+        f"{turns}."
+    )
 
 
 def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6) -> None:
@@ -280,29 +294,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--accuracy", action="store_true", help="errors against float64, no times")
     parser.add_argument("--lengths", type=int, nargs="*", help="growth of the `exact` window")
-    parser.add_argument("--growth", type=float, default=1.0, help="window_growth of --lengths")
+    parser.add_argument(
+        "--growth", type=float, nargs="+", default=[1.0, 1.25], help="window_growth of --lengths"
+    )
     parser.add_argument("--growths", type=float, nargs="*", help="errors of window_growth")
     parser.add_argument("--names", nargs="*", default=list(metrics.METRICS), help="for --lengths")
     parser.add_argument("--width", type=int, default=3584, help="for --lengths")
-    parser.add_argument("--shapes", nargs="*", help="such as 64x512x896; default: three")
+    parser.add_argument("--shapes", nargs="*", help="such as 64x512x896")
     parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="of torch, and of measure_batch")
+    results.add_option(parser)
     arguments = parser.parse_args()
     if arguments.accuracy:
         accuracy()
-    elif arguments.lengths:
-        names = tuple(arguments.names)
-        lengths(arguments.lengths, arguments.width, names, arguments.growth, arguments.turns)
     elif arguments.growths:
         growths(arguments.growths)
-    else:
-        shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes or ()]
-        for shape in shapes or SHAPES:
-            for outlier in (RESOLVED, UNRESOLVED):
-                compare(shape, outlier, arguments.turns, arguments.threads, arguments.side_by_side)
+    if arguments.accuracy or arguments.growths:
+        print(machine.description())
+        return
+    compared = functools.partial(
+        compare,
+        turns=arguments.turns,
+        threads=arguments.threads,
+        side_by_side=arguments.side_by_side,
+    )
+    if arguments.lengths:
+        width, names = arguments.width, arguments.names
+        tables = [lengths(arguments.lengths, width, names, arguments.growth, arguments.turns)]
+    elif arguments.shapes:
+        tables = []
+        for shape in (tuple(map(int, text.split("x"))) for text in arguments.shapes):
+            tables += [compared(shape, outlier) for outlier in (RESOLVED, UNRESOLVED)]
             memory(shape)
-    print(f"{machine.description()}, torch {importlib.metadata.version('torch')}")
+    else:
+        tables = [
+            compared(SHAPE, RESOLVED),
+            lengths(LONG, SHAPE[-1], ORDERS, arguments.growth, turns=1),
+        ]
+    results.show(
+        "Speed of the metrics",
+        "\n\n".join(tables),
+        arguments.json,
+        {"torch": importlib.metadata.version("torch")},
+    )
 
 
 if __name__ == "__main__":

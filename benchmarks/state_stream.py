@@ -20,7 +20,7 @@ import time
 import ml_dtypes
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import results
 from benchmarks.loopback import Peer
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.engines.base import Engine
@@ -125,13 +125,13 @@ def measure(arguments) -> None:
     pairs = pairs[1:]
     ratio = statistics.median(raw / ours for ours, raw in pairs)
     ours, raw = (statistics.median(side) for side in zip(*pairs))
-    print("| share of raw gRPC | states GB/s | raw gRPC GB/s | bytes |")
-    print("|---|---|---|---|")
-    print(
-        f"| {ratio:.0%} | {num_bytes / ours / 1e9:.2f} | {num_bytes / raw / 1e9:.2f} | "
-        f"{num_bytes / 1e6:.0f} MB |"
-    )
-    print(f"medians of {arguments.repeats}; {machine.description()}")
+    name = f"{arguments.responses} x {arguments.tokens} x {arguments.width} bfloat16"
+    rates = [f"{num_bytes / seconds / 1e9:.2f}" for seconds in (ours, raw)]
+    header = ("States", "MB", "share of raw gRPC", "states GB/s", "raw gRPC GB/s")
+    rows = [[name, f"{num_bytes / 1e6:.0f}", f"{ratio:.0%}", *rates]]
+    note = f"Medians of {arguments.repeats} alternating transfers from a replica to the trainer."
+    text = results.table(header, rows) + f"\n\n{note}"
+    results.show("Hidden states from a replica", text, arguments.json)
 
 
 def main() -> None:
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each response; default: 512")
     parser.add_argument("--width", type=int, default=3584, help="of a state; default: 3584")
     parser.add_argument("--repeats", type=int, default=9, help="default: 9")
+    results.add_option(parser)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:

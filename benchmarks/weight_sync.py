@@ -1,14 +1,13 @@
 """Time of a weight sync to replicas on this machine, beside its lower bound.
 
-    python -m benchmarks.weight_sync --engine jax
-    SEMRL_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.weight_sync --engine vllm
-    python -m benchmarks.weight_sync --engine embedded --size tiny
+    python -m benchmarks.weight_sync
+    SEMRL_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.weight_sync --engines jax vllm
 
 Makes a random policy with float32 parameters: `0.5B` has the sizes of Qwen2-0.5B (tied) and sends
 bfloat16, `tiny` has 4.0 million parameters and sends float32. Every replica is a process of its
-own, except the embedded one. Both ways of a sync are measured: through shared memory, and as a
-stream of messages. A sync begins with the parameters on the trainer's devices and ends when all
-replicas serve the weights.
+own, except the embedded one, which takes `tiny`. Both ways of a sync are measured: through shared
+memory, and as a stream of messages. A sync begins with the parameters on the trainer's devices and
+ends when all replicas serve the weights.
 
 The bound is one copy of the bytes in memory that was used before, and one transfer to another
 process by gRPC with nothing on top (`benchmarks.loopback`), without checksums. It is measured
@@ -40,6 +39,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.loopback import Peer, copy_timer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,6 +56,12 @@ SIZES = {
     },
 }  # fmt: skip
 DTYPES = {"0.5B": "bfloat16", "tiny": "float32"}
+NOTE = (
+    "The bound is one copy of the bytes in memory, and one transfer by gRPC with nothing on top. "
+    "`pause` is the time without sampling, `load` the time in which the worker loads; the JAX "
+    "engine loads while it receives and samples."
+)
+ENGINES = {"jax": "0.5B", "vllm": "0.5B", "embedded": "tiny"}
 
 
 def policy_of(size: str):
@@ -66,7 +72,7 @@ def policy_of(size: str):
 
 def make_engine(kind: str, size: str, directory: str):
     """An engine that prints the seconds of every commit as one line of JSON."""
-    policy, seconds = policy_of(size), {"load": 0.0}
+    policy, seconds = policy_of(size), {"load": 0.0, "cpu": time.process_time()}
 
     def timed(function: Callable) -> Callable:
         def call(*args, **options):
@@ -108,8 +114,9 @@ def make_engine(kind: str, size: str, directory: str):
     async def timed_commit(version):
         started = time.perf_counter()
         await commit(version)
-        print(json.dumps({"pause": time.perf_counter() - started, **seconds}), flush=True)
-        seconds["load"] = 0.0
+        pause, cpu = time.perf_counter() - started, time.process_time()
+        print(json.dumps({"pause": pause, "cpu": cpu - seconds.pop("cpu"), **seconds}), flush=True)
+        seconds.update(load=0.0, cpu=cpu)
 
     engine.commit_weight_update = timed_commit
     return engine
@@ -177,10 +184,10 @@ def embedded(size: str, token: str) -> Iterator[str]:
         yield replica.address
 
 
-def measure(kind: str, size: str, count: int, repeats: int) -> None:
+def measure(kind: str, size: str, count: int, repeats: int) -> str:
+    """The times of one engine, as Markdown."""
     import jax
 
-    from benchmarks import machine
     from semrl_jax import models
     from semrl_jax.rollout.client import RolloutClient
 
@@ -228,8 +235,8 @@ def measure(kind: str, size: str, count: int, repeats: int) -> None:
                 if repeat > 0:
                     note(f"{way} sync", seconds)
                     note(f"{way} cpu", cpu)
-                    for name in ("pause", "load") if commits else ():
-                        note(f"{way} {name}", max(commit[name] for commit in commits))
+                    for name in ("pause", "load", "cpu") if commits else ():
+                        note(f"{way} replica {name}", max(commit[name] for commit in commits))
             started = time.perf_counter()
             for _ in read():
                 pass
@@ -240,41 +247,49 @@ def measure(kind: str, size: str, count: int, repeats: int) -> None:
                 note("grpc", peer.grpc_send_s(num_bytes))
     median = {name: statistics.median(values) for name, values in times.items()}
     bound = median["copy"] + median["grpc"]
-    print(
-        f"| {kind}, {len(addresses)} replica(s), {num_bytes / 1e6:.0f} MB {dtype} | sync / bound |"
-        " sync s | pause / load | pause s | load s | CPU s of the trainer |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for way in ("memory", "stream"):
-        pause, load = median.get(f"{way} pause"), median.get(f"{way} load")
-        in_replica = ("-", "-", "-")
+        pause, load = median.get(f"{way} replica pause"), median.get(f"{way} replica load")
+        cells = ["-"] * 4
         if load is not None:
-            in_replica = (f"{pause / load:.2f}", f"{pause:.3f}", f"{load:.3f}")
+            cpu = median[f"{way} replica cpu"]
+            cells = [f"{pause / load:.2f}", f"{pause:.3f}", f"{load:.3f}", f"{cpu:.2f}"]
         sync = median[f"{way} sync"]
-        print(
-            f"| {way} | {sync / bound:.2f} | {sync:.3f} | {' | '.join(in_replica)} | "
-            f"{median[f'{way} cpu']:.2f} |"
-        )
-    print(
-        f"bound: copy {median['copy']:.3f} s + gRPC {median['grpc']:.3f} s = {bound:.3f} s; "
-        f"a plain socket {median['socket']:.3f} s; gathering alone {median['gather']:.3f} s; "
-        f"medians of {repeats}"
+        rows.append([way, f"{sync / bound:.2f}", f"{sync:.3f}", f"{median[f'{way} cpu']:.2f}"])
+        rows[-1] += cells
+    header = (
+        f"{kind}, {len(addresses)} replica(s), {num_bytes / 1e6:.0f} MB {dtype}", "sync / bound",
+        "sync s", "CPU s of the trainer", "pause / load", "pause s", "load s",
+        "CPU s of the replica",
+    )  # fmt: skip
+    return results.table(header, rows) + (
+        f"\n\nBound: copy {median['copy']:.3f} s + gRPC {median['grpc']:.3f} s = {bound:.3f} s. A "
+        f"plain socket takes {median['socket']:.3f} s, gathering alone {median['gather']:.3f} s. "
+        f"Medians of {repeats} alternating syncs."
     )
-    print(machine.description())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--engine", choices=("jax", "vllm", "embedded"), default="jax")
-    parser.add_argument("--size", choices=tuple(SIZES), default="0.5B")
+    parser.add_argument(
+        "--engines", nargs="+", choices=tuple(ENGINES), default=("jax", "embedded"),
+        help="default: jax embedded",
+    )  # fmt: skip
+    parser.add_argument("--size", choices=tuple(SIZES), help="default: 0.5B, embedded tiny")
     parser.add_argument("--replicas", type=int, default=1, help="processes; default: 1")
-    parser.add_argument("--repeats", type=int, default=5, help="syncs of each way; default: 5")
+    parser.add_argument("--repeats", type=int, default=7, help="syncs of each way; default: 7")
     parser.add_argument("--serve", choices=("jax", "vllm"), help=argparse.SUPPRESS)
+    results.add_option(parser)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments.size)
-    else:
-        measure(arguments.engine, arguments.size, arguments.replicas, arguments.repeats)
+        return
+    tables = [
+        measure(kind, arguments.size or ENGINES[kind], arguments.replicas, arguments.repeats)
+        for kind in arguments.engines
+    ]
+    text = "\n\n".join([*tables, NOTE])
+    results.show("Weight sync on one machine", text, arguments.json)
 
 
 if __name__ == "__main__":

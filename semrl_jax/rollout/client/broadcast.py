@@ -45,7 +45,8 @@ def send_weights(
 
     Args:
       version: of the weights, without the digest.
-      memory: for the replicas whose description says that they can read it.
+      memory: for the replicas whose description says that they can read it. Renewed if one of
+        them does not confirm the version, because it may then still read.
       deadline: in `time.monotonic()`.
 
     Returns:
@@ -90,15 +91,25 @@ def send_weights(
         for receiver in receivers:
             receiver.cancel()
         raise
+    finally:
+        if any(r.reads_memory and not r.is_confirmed for r in receivers):
+            memory.renew()
     return version, {r.replica: r.error for r in receivers if r.error}
 
 
 class _Receiver:
-    """The update stream of one replica."""
+    """The update stream of one replica.
+
+    Attributes:
+      error: "" while the update goes on, or went well.
+      reads_memory: whether the replica was told to read this process's memory.
+      is_confirmed: whether the replica serves the weights.
+    """
 
     def __init__(self, replica: Replica, deadline: float, waits: Waits):
         self.replica = replica
         self.error = ""
+        self.reads_memory = self.is_confirmed = False
         self._deadline, self._waits = deadline, waits
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         # gRPC reads the queue in a thread, until it finds None.
@@ -143,7 +154,8 @@ class _Receiver:
                 except ValueError as error:
                     self.error = f"sent an unreadable reply: {error}"
                 else:
-                    if committed != version:
+                    self.is_confirmed = committed == version
+                    if not self.is_confirmed:
                         self.error = f"committed {committed}, not {version}"
                 self._end()
                 return
@@ -222,6 +234,8 @@ class _ThroughMemory:
     def begin(self, begin: pb.BeginUpdate) -> None:
         message = pb.UpdateWeightsRequest(begin=begin)
         message.begin.memory.CopyFrom(self._address)
+        for receiver in self._receivers:
+            receiver.reads_memory = True
         _put_all(self._receivers, message)
 
     def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:

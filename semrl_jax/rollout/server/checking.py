@@ -18,12 +18,20 @@ from semrl_jax.types import TensorSpec
 
 _NUM_THREADS = min(os.cpu_count() or 1, 4)
 _MAX_BATCHES = _NUM_THREADS + 8  # waiting and running; then the sender waits
-_BLOCK_BYTES = 1 << 20  # copied, hashed and checked while it is in the cache
+_BLOCK_BYTES = 1 << 20  # copied or hashed, and checked while it is in the cache
 BATCH_BYTES = 4 << 20  # many small tensors would cost more in messages than in work
 
 
 class Checked(NamedTuple):
-    checksum: bytes  # SHA-256
+    """What was found of a tensor.
+
+    Attributes:
+      checksum: SHA-256 of bytes that were sent; None for bytes in the client's memory. There, the
+        client has hashed the same pages, and leaves them unchanged until the update has ended.
+      is_finite: whether all values are.
+    """
+
+    checksum: bytes | None
     is_finite: bool
 
 
@@ -95,12 +103,13 @@ class TensorChecks:
 
 
 def _check(tensor: Complete) -> Checked:
-    checksum, is_finite = hashlib.sha256(), True
+    checksum, is_finite = None if tensor.source else hashlib.sha256(), True
     for start in range(0, tensor.spec.num_bytes, _BLOCK_BYTES):
         block = tensor.buffer[start : start + _BLOCK_BYTES]
         if tensor.source is not None:
             memory, first = tensor.source
             memory.copy_to(block, first + start)
-        checksum.update(block)
+        else:
+            checksum.update(block)
         is_finite = is_finite and codec.are_finite(block, tensor.spec.dtype)
-    return Checked(checksum.digest(), is_finite)
+    return Checked(checksum and checksum.digest(), is_finite)

@@ -4,6 +4,10 @@ It is an anonymous file (memfd). The size limit of /dev/shm does not apply to it
 open it, and the kernel frees it when the last process that uses it has ended, killed or not. Its
 random name shows a replica that it has opened the file that the client means. The file cannot
 shrink, so reading it cannot end the replica.
+
+Replicas do not hash what they read there, so the client must not change bytes that a replica may
+still read. It writes again only when all replicas have answered; otherwise it takes a new file
+(`renew`).
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ class OwnMemory:
     def __init__(self):
         if not hasattr(os, "memfd_create"):
             raise OSError("only Linux has anonymous files")
+        self._open()
+
+    def _open(self) -> None:
         self._name = secrets.token_hex(16)
         self._file = os.memfd_create(_title(self._name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, 1)
@@ -52,6 +59,11 @@ class OwnMemory:
             os.ftruncate(self._file, num_bytes)
             self._bytes = np.frombuffer(mmap.mmap(self._file, num_bytes), np.uint8)
         return self._bytes[:num_bytes]
+
+    def renew(self) -> None:
+        """Takes another file; this one never changes again for replicas that still read it."""
+        self.close()
+        self._open()
 
     def close(self) -> None:
         """Replicas that have opened the file can still read it."""

@@ -1,5 +1,6 @@
 """Weights through memory that client and replica share: values, refusals, ways back, and ends."""
 
+import contextlib
 import fcntl
 import os
 import pathlib
@@ -90,6 +91,33 @@ def test_memory_is_kept_for_the_next_sync_and_freed_at_the_end(world):
     assert mapped() == before
 
 
+def test_memory_that_a_failed_replica_may_still_read_is_not_written_again(world, monkeypatch):
+    files = []
+
+    def keep(message, num_bytes=1):
+        files.append(stack.enter_context(memory.open_memory(message, num_bytes)))
+        return memory.open_memory(message, num_bytes)
+
+    def first(file):
+        found = np.zeros(4, np.uint8)
+        file.copy_to(found, 0)
+        return found.view(np.float32)[0]
+
+    good, bad = world.replica(), world.replica()
+    client = world.client(good, bad)
+    monkeypatch.setattr(service, "open_memory", keep)
+    values = [make_arrays(value)[0].flat[0] for value in (5.0, 6.0, 7.0)]
+    with contextlib.ExitStack() as stack:
+        bad.engine.script.fail_commit = True
+        client.sync_weights(FAKE_SPECS, lambda: make_arrays(5.0), step=0)
+        bad.engine.script.fail_commit = False
+        client.sync_weights(FAKE_SPECS, lambda: make_arrays(6.0), step=1)
+        assert [first(files[0]), first(files[-1])] == values[:2]
+        client.sync_weights(FAKE_SPECS, lambda: make_arrays(7.0), step=2)
+        # After step 1 both had answered, so its file is used again.
+        assert [first(files[0]), first(files[-3]), first(files[-1])] == [values[0], *2 * values[2:]]
+
+
 def test_what_is_written_is_read(own):
     own.reserve(10)[:] = np.arange(10)
     found = np.zeros(10, np.uint8)
@@ -140,8 +168,15 @@ def test_memory_that_could_shrink_is_refused(own):
 
 
 BAD_UPDATES = {
-    "wrong bytes": (
-        lambda m, own: own.reserve(1).__setitem__(0, 1), CODES.DATA_LOSS, "arrived with SHA-256",
+    "not finite": (
+        lambda m, own: own.reserve(4).view(np.float32).__setitem__(0, np.nan),
+        CODES.OUT_OF_RANGE,
+        "not finite, in tensor",
+    ),
+    "checksum of another tensor": (
+        lambda m, own: m[-1].commit.checksums.__setitem__(0, bytes(32)),
+        CODES.DATA_LOSS,
+        "the manifest's digest is",
     ),
     "too small": (
         lambda m, own: m[0].begin.memory.CopyFrom(SMALL.message()),
