@@ -111,7 +111,7 @@ def compare(
     rng = np.random.default_rng(0)
     batch, length, width = shape
     # Number of the batch's responses that one turn measures.
-    part = batch if side_by_side else min(batch, threads * 8)
+    part = batch if side_by_side else min(batch, threads * 4)
     states = rng.normal(size=(part, length, width)).astype(np.float32)
     states *= np.geomspace(1, 1e-2, width, dtype=np.float32)
     states[:, :, 0] *= outlier
@@ -160,7 +160,7 @@ def compare(
     column = "" if outlier == RESOLVED else f", one column {outlier:g} times as large"
     header = (f"{list(shape)}{column}", "times as fast as PyTorch", "ms per response")
     return results.table(header, rows) + (
-        f"\n\n{part} responses, medians of {turns} turns; PyTorch "
+        f"\n\n{part} responses of the batch, medians of {turns} turns; PyTorch "
         f"{importlib.metadata.version('torch')} and the rows with all cores use {threads} threads."
     )
 
