@@ -10,6 +10,7 @@ of the gradient include those of the forward pass.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks import results
 from semrl_jax.models.token_logprobs import Tiles, token_logprobs
 
 ROWS, VOCABULARY = 16_384, 151_936
@@ -62,20 +64,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--hidden_size", type=int, default=896)
+    results.add_option(parser)
     args = parser.parse_args()
+    if importlib.util.find_spec("libtpu") is None:
+        raise SystemExit("libtpu is not installed; run: pip install -e '.[tpu]'")
     device = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices[0]
-    print(f"{ROWS} tokens, vocabulary {VOCABULARY}, width {args.hidden_size}, bfloat16, "
-          f"{device.device_kind}\n")  # fmt: skip
-    print("| tile | tiles | forward, GB | forward, TFLOP | gradient, GB | gradient, TFLOP |")
-    print("|---|---|---|---|---|---|")
-    for rows, columns in TILES:
-        count = ROWS / rows * VOCABULARY / columns
+    header = ["tile", "tiles", "forward, GB", "forward, TFLOP", "gradient, GB", "gradient, TFLOP"]
+    rows = []
+    for height, width in TILES:
+        count = ROWS / height * VOCABULARY / width
         cells = []
         for gradient in (False, True):
-            found = cost(device, rows, columns, args.hidden_size, gradient=gradient)
+            found = cost(device, height, width, args.hidden_size, gradient=gradient)
             cells += [found["bytes accessed"] * count / 1e9, found["flops"] * count / 1e12]
-        numbers = " | ".join(f"{cell:.1f}" for cell in cells)
-        print(f"| {rows} x {columns} | {count:.0f} | {numbers} |", flush=True)
+        rows.append([f"{height} x {width}", f"{count:.0f}", *(f"{cell:.1f}" for cell in cells)])
+    text = (
+        f"{ROWS} tokens, vocabulary {VOCABULARY}, width {args.hidden_size}, bfloat16, for a "
+        f"{device.device_kind}. Compiled without one; the tiles of one size read and compute:"
+    )
+    results.show("Tiles of the logits", f"{text}\n\n{results.table(header, rows)}", args.json)
 
 
 if __name__ == "__main__":

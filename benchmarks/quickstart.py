@@ -65,9 +65,8 @@ def run(seed: int, shuffle: bool, extra: list[str], directory: pathlib.Path) -> 
     }
     for stage in STAGES:
         source = evaluated[1:] if stage == "evaluate" else later
-        result[f"{stage} s"] = statistics.median(
-            row[f"time/{stage}_s"] for row in source if f"time/{stage}_s" in row
-        )
+        if times := [row[f"time/{stage}_s"] for row in source if f"time/{stage}_s" in row]:
+            result[f"{stage} s"] = statistics.median(times)
     return result
 
 
