@@ -124,7 +124,10 @@ class Learner:
         """
         needs = all_needs(self.algorithm, self.config.algorithms)
         old = reference = values = confidence = None
-        if self._needs_old(needs) or with_states or with_entropies:
+        needs_old = self._needs_old(needs) or with_states or with_entropies
+        if not self._trains_policy(state):  # for the log alone: no update computes them
+            needs_old |= needs.old_logprobs
+        if needs_old:
             with clock("old_logprobs"):
                 old = self.logprobs(
                     state.params, batch, with_states=with_states, with_entropies=with_entropies
@@ -144,6 +147,9 @@ class Learner:
         """Whether `old_logprobs` must be known before the first optimiser step on a batch."""
         several = self.config.data.prompts_per_step > self.config.training.prompts_per_minibatch
         return needs.early_old_logprobs or (needs.old_logprobs and several)
+
+    def _trains_policy(self, state: TrainState) -> bool:
+        return self.critic is None or int(state.step) >= self.config.critic.warmup_steps
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -201,7 +207,7 @@ class Learner:
         config, training = self.config, self.config.training
         size = training.prompts_per_minibatch * config.rollout.group_size
         plan = row_plan(self.mesh, training)
-        trains_policy = self.critic is None or int(state.step) >= config.critic.warmup_steps
+        trains_policy = self._trains_policy(state)
         policy, critic = Trained(state.params, state.optimizer), state.critic
         rates = {}
         if trains_policy:

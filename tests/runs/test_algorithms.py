@@ -107,6 +107,25 @@ def test_a_run_with_a_critic_resumes_to_the_bit(config, tmp_path, rewarded):
     assert saved["critic"]["params"]["value_head"]["bias"] > 0.03
 
 
+def test_engine_and_policy_are_compared_in_the_warm_up_of_a_critic(config, tmp_path, rewarded):
+    """No update computes the policy's log-probabilities there; afterwards the only one does."""
+    config.training.num_steps = 2
+    config.update_from_flattened_dict(
+        PPO
+        | {
+            "critic.warmup_steps": 1,
+            "training.prompts_per_minibatch": 16,
+            "algorithms.advantage.kl_reward_coefficient": 0.0,
+            "algorithms.advantage.kl_target": 0.0,
+        }
+    )
+    assert train(config, str(tmp_path / "run")) == 0
+    rows = read_rows(tmp_path / "run")[:2]
+    assert ["policy/loss" in row for row in rows] == [False, True]
+    assert ["time/old_logprobs_s" in row for row in rows] == [True, False]
+    assert all(row["rollout/logprob_mismatch/max"] < 1e-4 for row in rows)  # both are float32
+
+
 def test_a_critic_whose_updates_are_not_finite_ends_the_run(
     config, tmp_path, rewarded, monkeypatch
 ):
