@@ -286,8 +286,11 @@ def up_to_stop(tokenizer, rollout, sampling):
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(64, 1), (8, 3), (64, 40)]),
     ],
 )
-def test_stop_strings_end_responses_whatever_the_chunk(policy, params, tokenizer, max_batch, chunk):
+def test_stop_strings_end_responses_whatever_the_chunk(
+    policy, params, tokenizer, max_batch, chunk, monkeypatch
+):
     """What is kept are the tokens, log-probabilities and states of the call without them."""
+    monkeypatch.setattr(decoding, "MIN_BATCH", max_batch)  # one size, so the same programs
     sampling = SamplingParams(20, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
     states = HiddenStateParams((-1,), "float32")
     options = {"max_batch": max_batch, "chunk": chunk, "tokens": data.TokenBytes(tokenizer)}
@@ -412,8 +415,9 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
         )
 
 
-def test_no_new_program_inside_a_bucket(policy, params):
+def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
     """Other prompts of 9 to 13 tokens (one bucket) and other keys."""
+    monkeypatch.setattr(decoding, "MIN_BATCH", 8)  # whatever the number of running responses
 
     def run(seed, limit):
         requests = make_requests(2, 4, seed, shortest=9)
