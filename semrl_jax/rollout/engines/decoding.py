@@ -46,10 +46,10 @@ from semrl_jax.rollout.engines.sampling import (
     split_sampling,
 )
 from semrl_jax.rollout.wire.codec import GenerateCall
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.rounding import next_power_of_two, next_size
 from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequest, VersionSpan
 
-MIN_BATCH = 8  # slots, and prompts of a prefill
+MIN_BATCH = 4  # slots, and prompts of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
 FIRST_RESPONSE_COLUMNS = 64  # of the cache; more when the responses need them
@@ -149,8 +149,8 @@ def prefill_and_insert(
         return jnp.where(is_new, of_prompts[jnp.maximum(source, 0)], old)
 
     def with_prompts(old, of_prompts, axis):
-        prompts, responses = jnp.split(old, [num_prompt_columns], axis)
-        return jnp.concatenate([started(prompts, of_prompts), responses], axis)
+        prompts = jax.lax.slice_in_dim(old, 0, num_prompt_columns, axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(old, started(prompts, of_prompts), 0, axis)
 
     cache, num_rows = slots.cache, token_ids.shape[0]
     num_response_columns = cache.positions.shape[1] - num_prompt_columns
@@ -374,7 +374,7 @@ class DecodingCall:
 
     Args:
       policy, params: the model; the slots are split over the policy's mesh.
-      max_batch: limit on the slots of all devices; rounded up to a power of two.
+      max_batch: limit on the slots of all devices; rounded up by `next_size` per data shard.
       chunk: tokens generated per step and slot.
       new_matcher: makes the matcher of a response; None if the call has no stop strings.
     """
@@ -407,8 +407,7 @@ class DecodingCall:
         self._prompt_columns = max(next_power_of_two(longest_prompt), MIN_PROMPT_COLUMNS)
         shape = {} if policy.mesh is None else policy.mesh.shape
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
-        num_slots = next_power_of_two(min(max_batch, len(call.requests)))
-        self._batch = max(num_slots, MIN_BATCH, self._num_shards)
+        self._batch = self._batch_for(-(-min(max_batch, len(call.requests)) // self._num_shards))
         self._next_column = 0  # of the ring of response columns
         self._response_columns = self._columns_for(chunk)
         self._running: list[_Response | None] = [None] * self._batch  # by slot
@@ -517,8 +516,7 @@ class DecodingCall:
             columns = self._response_columns
         batch = self._batch
         if not self._waiting:
-            num_slots = next_power_of_two(max(map(len, busy)))  # per shard
-            batch = self._num_shards * max(num_slots, MIN_BATCH // self._num_shards)
+            batch = self._batch_for(max(map(len, busy)))
         if columns == self._response_columns and batch == self._batch:
             return
         if batch == self._batch:
@@ -540,11 +538,13 @@ class DecodingCall:
         self._batch, self._response_columns = batch, columns
         self._next_column = longest % columns
 
+    def _batch_for(self, num_slots: int) -> int:
+        """The least number of slots with room for so many per data shard."""
+        return self._num_shards * next_size(num_slots, max(MIN_BATCH // self._num_shards, 1))
+
     def _columns_for(self, num_tokens: int) -> int:
         """The least number of columns with room: 64, 96, 128, 192, 256, ... or the token limit."""
-        doubled = max(next_power_of_two(num_tokens), FIRST_RESPONSE_COLUMNS)
-        between = max(doubled // 4 * 3, FIRST_RESPONSE_COLUMNS)
-        columns = between if num_tokens <= between else doubled
+        columns = next_size(num_tokens, FIRST_RESPONSE_COLUMNS)
         return min(columns, self._call.sampling.max_tokens)
 
     def _collect(self, chunk: Chunk) -> list[Rollout]:

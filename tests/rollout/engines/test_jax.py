@@ -286,8 +286,11 @@ def up_to_stop(tokenizer, rollout, sampling):
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(64, 1), (8, 3), (64, 40)]),
     ],
 )
-def test_stop_strings_end_responses_whatever_the_chunk(policy, params, tokenizer, max_batch, chunk):
+def test_stop_strings_end_responses_whatever_the_chunk(
+    policy, params, tokenizer, max_batch, chunk, monkeypatch
+):
     """What is kept are the tokens, log-probabilities and states of the call without them."""
+    monkeypatch.setattr(decoding, "MIN_BATCH", max_batch)  # one size, so the same programs
     sampling = SamplingParams(20, temperature=0.8, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
     states = HiddenStateParams((-1,), "float32")
     options = {"max_batch": max_batch, "chunk": chunk, "tokens": data.TokenBytes(tokenizer)}
@@ -373,7 +376,7 @@ def make_call(policy, params, requests, sampling, **options):
 
 
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
-    """Once most responses have ended, the decode batch shrinks to the least power of two."""
+    """The decode batch shrinks with the running responses, which changes no token."""
     batches = []
     real = decoding.decode_chunk
 
@@ -383,18 +386,38 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
 
     monkeypatch.setattr(decoding, "decode_chunk", spy)
     sampling = SamplingParams(64, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
-    call = make_call(policy, params, make_requests(8, 4), sampling)
-    rollouts = []
-    while not call.done:
-        rollouts += call.step()
-    assert batches[0] == 32 and batches[-1] == 8
+
+    def sample():
+        batches.clear()
+        call = make_call(policy, params, make_requests(8, 4), sampling)
+        rollouts = []
+        while not call.done:
+            rollouts += call.step()
+        return {rollout.sample_id: rollout for rollout in rollouts}
+
+    found = sample()
+    assert batches[0] == 32 and batches[-1] == 4
     assert batches == sorted(batches, reverse=True)
-    longest = max(len(r.response_ids) for r in rollouts)
-    assert 4 * len(batches) < longest + 4 + 4  # no step after the last response
+    lengths = [len(r.response_ids) for r in found.values()]
+    for chunk, batch in enumerate(batches):
+        num_running = sum(length > 4 * chunk for length in lengths)
+        # At most a third of the rows have ended, above the least batch.
+        assert num_running <= batch <= max(1.5 * num_running, 4)
+    assert 4 * len(batches) < max(lengths) + 4  # no step after the last response
+    monkeypatch.setattr(decoding, "MIN_BATCH", 32)
+    expected = sample()
+    assert set(batches) == {32}
+    for name, rollout in expected.items():
+        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
+        # Products of other numbers of rows, so sums in another order.
+        np.testing.assert_allclose(
+            found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
+        )
 
 
-def test_no_new_program_inside_a_bucket(policy, params):
+def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
     """Other prompts of 9 to 13 tokens (one bucket) and other keys."""
+    monkeypatch.setattr(decoding, "MIN_BATCH", 8)  # whatever the number of running responses
 
     def run(seed, limit):
         requests = make_requests(2, 4, seed, shortest=9)
