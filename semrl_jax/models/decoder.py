@@ -275,6 +275,13 @@ class Decoder(nnx.Module):
         def put(array, new, axis):
             return jax.lax.dynamic_update_slice_in_dim(array, new, column, axis)
 
+        def cached(array, new, axis):
+            # The new column takes the layout of the cache. Else the compiler may split a cache that
+            # every device has, and gather all of it after each token.
+            return constrain(
+                put(array, constrain(new, "cache", self.mesh), axis), "cache", self.mesh
+            )
+
         positions = positions[:, None]
         key_positions = put(cache.positions, positions, 1)
         mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
@@ -283,8 +290,8 @@ class Decoder(nnx.Module):
         for index, (layer, window) in enumerate(self._unrolled()):
             inputs.append(x[:, 0])
             query, key, value = layer.heads(x, positions)
-            keys.append(put(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
-            values.append(put(cache.values[index], value.swapaxes(1, 2), 2))
+            keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
+            values.append(cached(cache.values[index], value.swapaxes(1, 2), 2))
             seen = within_window(mask, positions, key_positions, window)
             attended = attend_to_cache(query[:, 0], keys[-1], values[-1], seen, self.mesh)
             x = layer.residual(x, attended[:, None])
