@@ -167,7 +167,7 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
             batch // copies
         }
     batches, columns = (sorted({pair[axis] for pair in seen}) for axis in (0, 1))
-    assert batches == [8, 16]
+    assert batches[-1] == 16 and len(batches) > 1  # the batch shrinks
     assert (len(columns) > 1) == (max_tokens > 64)
 
 
