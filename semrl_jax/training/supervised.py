@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.cores import side_by_side, usable_cores
 from semrl_jax.data import Demonstrations
 from semrl_jax.models import Params, Policy
 from semrl_jax.training.update import split_rows
@@ -69,36 +70,32 @@ def fit_supervised(
     order = np.concatenate(
         [random.permutation(num_rows) for _ in range(-(-num_steps * batch_size // num_rows))]
     )
+    gradients = functools.partial(_gradients, policy=policy)
+    cores = usable_cores(policy.mesh)
     for step in range(num_steps):
         rows = order[step * batch_size : (step + 1) * batch_size]
         batch = tuple(array[rows] for array in columns)
-        params, opt_state, loss = _supervised_step(
-            params,
-            opt_state,
-            batch,
-            policy=policy,
-            optimizer=optimizer,
-            micro_batch_size=micro_batch_size,
-        )
-        report(step, float(loss))
+        num_tokens = np.float32(np.count_nonzero(batch[-1]))
+        micro = split_rows(batch, micro_batch_size)
+        count = next(n for n in range(cores, 0, -1) if len(micro[0]) % n == 0)
+        parts = [(params, tuple(x[k::count] for x in micro), num_tokens) for k in range(count)]
+        sums, losses = zip(*side_by_side(gradients, parts))
+        params, opt_state = _apply(params, opt_state, sums, optimizer=optimizer)
+        report(step, float(sum(losses)))
     return params
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("policy", "optimizer", "micro_batch_size"),
-    donate_argnames=("params", "opt_state"),
-)
-def _supervised_step(
+@functools.partial(jax.jit, static_argnames="policy")
+def _gradients(
     params: Params,
-    opt_state: optax.OptState,
-    batch: tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"], Bool[Array, "B S"]],
+    micro_batches: tuple[
+        Int[Array, "M b S"], Int[Array, "M b S"], Int[Array, "M b S"], Bool[Array, "M b S"]
+    ],
+    num_tokens: Float[Array, ""],
     *,
     policy: Policy,
-    optimizer: optax.GradientTransformation,
-    micro_batch_size: int,
-) -> tuple[Params, optax.OptState, Float[Array, ""]]:
-    num_tokens = jnp.sum(batch[-1], dtype=jnp.float32)
+) -> tuple[Params, Float[Array, ""]]:
+    """The gradient and the loss, summed over micro-batches of a batch of `num_tokens`."""
 
     def loss_of(params, micro):
         token_ids, segment_ids, positions, loss_mask = micro
@@ -110,10 +107,20 @@ def _supervised_step(
         loss, micro_gradient = jax.value_and_grad(loss_of)(params, micro)
         return jax.tree.map(jnp.add, gradient, micro_gradient), loss
 
-    gradient, losses = jax.lax.scan(
-        accumulate,
-        jax.tree.map(jnp.zeros_like, params),
-        split_rows(batch, micro_batch_size),
-    )
+    gradient, losses = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), micro_batches)
+    return gradient, jnp.sum(losses)
+
+
+@functools.partial(
+    jax.jit, static_argnames="optimizer", donate_argnames=("params", "opt_state", "parts")
+)
+def _apply(
+    params: Params,
+    opt_state: optax.OptState,
+    parts: Sequence[Params],
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[Params, optax.OptState]:
+    gradient = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
     changes, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(params, changes), opt_state, jnp.sum(losses)
+    return optax.apply_updates(params, changes), opt_state

@@ -8,7 +8,7 @@ compiled programs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.cores import side_by_side, usable_cores
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.models.hosts import own_rows
-from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values
+from semrl_jax.training.packing import Layout, RowPlan, TokenRows, lay_out, take_values
 from semrl_jax.types import RolloutBatch
 
 
@@ -64,6 +65,13 @@ class SlotValues(NamedTuple):
     weights: Float[Array, "M R U"]
 
 
+class Sums(NamedTuple):
+    """Sums over micro-batches: the gradient of the parameters, and scalars of the loss."""
+
+    gradient: Params
+    scalars: Mapping[str, Float[Array, ""]]
+
+
 def batch_logprobs(
     params: Params,
     batch: RolloutBatch,
@@ -81,15 +89,10 @@ def batch_logprobs(
       batch: NumPy arrays.
     """
     layout = lay_out(batch, plan)
-    found = row_logprobs(
-        params,
-        plan.put(layout.rows),
-        np.int32(layout.num_micro),
-        policy=policy,
-        temperature=temperature,
-        with_states=with_states,
-        with_entropies=with_entropies,
-    )
+    options = {"with_states": with_states, "with_entropies": with_entropies}
+    program = _bound(row_logprobs, policy=policy, temperature=temperature, **options)
+    parts = [(params, plan.put(rows), count) for rows, _, count in _parts(layout, plan)]
+    found = _joined(side_by_side(program, parts))
     in_batch = functools.partial(to_batch, index=layout.slots, sharding=replicated(plan.mesh))
     return TokenPass(
         in_batch(found.logprobs),
@@ -131,27 +134,28 @@ def update_policy(
       log-probabilities of the tokens before the step, 0 at padding.
     """
     layout = lay_out(batch, plan)
-    values = SlotValues(
-        *to_slots(
+    parts = []
+    for rows, tokens, count in _parts(layout, plan):
+        values = to_slots(
             (old_logprobs, ref_logprobs, advantages),
             batch.response_mask,
-            plan.put(layout.tokens()),
+            plan.put(tokens),
             algorithm=algorithm,
             sharding=plan.sharding,
         )
-    )
-    params, opt_state, scalars, logprobs = update_rows(
-        params,
-        opt_state,
-        plan.put(layout.rows),
-        values,
-        np.int32(layout.num_micro),
-        reference,
-        policy=policy,
-        optimizer=optimizer,
-        temperature=temperature,
-        algorithm=algorithm,
-    )
+        parts.append((plan.put(rows), SlotValues(*values), count, reference))
+    options = {"policy": policy, "temperature": temperature, "algorithm": algorithm}
+    if len(parts) == 1:
+        params, opt_state, scalars, logprobs = update_rows(
+            params, opt_state, *parts[0], optimizer=optimizer, **options
+        )
+    else:
+        program = _bound(row_gradients, **options)
+        sums, logprobs = zip(*side_by_side(program, [(params, *part) for part in parts]))
+        params, opt_state, scalars = apply_sums(
+            params, opt_state, sums, optimizer=optimizer, prefix="policy"
+        )
+        logprobs = _joined(logprobs)
     logprobs = to_batch(logprobs, layout.slots, sharding=replicated(plan.mesh))
     return params, opt_state, scalars | layout.scalars(), logprobs
 
@@ -233,6 +237,25 @@ def update_rows(
     algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Float[Array, "M R U"]]:
     """`update_policy` in rows: gradients summed over the first `num_micro` micro-batches."""
+    options = {"policy": policy, "temperature": temperature, "algorithm": algorithm}
+    sums, logprobs = row_gradients(params, rows, values, num_micro, reference, **options)
+    updated = apply_sums(params, opt_state, (sums,), optimizer=optimizer, prefix="policy")
+    return *updated, logprobs
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "temperature", "algorithm"))
+def row_gradients(
+    params: Params,
+    rows: TokenRows,
+    values: SlotValues,
+    num_micro: Int[np.ndarray | Array, ""],
+    reference: Params | None = None,
+    *,
+    policy: Policy,
+    temperature: float,
+    algorithm: Algorithm,
+) -> tuple[Sums, Float[Array, "M R U"]]:
+    """Sums for `update_rows` over the first `num_micro` micro-batches, and log-probabilities."""
     needs = algorithm.needs
 
     def of_policy(params, rows):
@@ -251,9 +274,7 @@ def update_rows(
         loss, scalars = algorithm.loss(logprobs, entropy, **values._asdict(), **ids)
         return loss, (scalars, before)
 
-    return optimizer_step(
-        params, opt_state, loss_of, (rows, values), num_micro, optimizer, prefix="policy"
-    )
+    return summed_gradients(params, loss_of, (rows, values), num_micro)
 
 
 def over_micro_batches(
@@ -269,27 +290,20 @@ def over_micro_batches(
     return jax.lax.fori_loop(0, num_micro, write, zeros_of(shapes))
 
 
-def optimizer_step(
+def summed_gradients(
     params: Params,
-    opt_state: Any,
     loss_of: Callable[[Params, Any], tuple[Float[Array, ""], tuple[Mapping[str, Array], Any]]],
     inputs: Any,
     num_micro: Int[np.ndarray | Array, ""],
-    optimizer: optax.GradientTransformation,
-    *,
-    prefix: str,
-) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Any]:
-    """One optimiser step on the gradient summed over the first `num_micro` micro-batches.
+) -> tuple[Sums, Any]:
+    """Gradient and scalars, summed over the first `num_micro` micro-batches.
 
     Args:
-      loss_of: loss of one micro-batch of `inputs`; scalars, `<prefix>/loss` among them; and a tree
-        of arrays [...] to return.
+      loss_of: loss of one micro-batch of `inputs`; scalars; and a tree of arrays [...] to return.
       inputs: tree of [M, ...].
 
     Returns:
-      New parameters and optimiser state, unchanged if the loss or the gradient is not finite;
-      summed scalars, with `<prefix>/grad_norm` and `<prefix>/update_skipped` (0 or 1); and the
-      trees as [M, ...], 0 in the other micro-batches.
+      The sums; and the trees as [M, ...], 0 in the other micro-batches.
     """
 
     def accumulate(index, carry):
@@ -302,7 +316,30 @@ def optimizer_step(
     _, (scalars, _) = jax.eval_shape(loss_of, params, take(inputs, 0))
     _, (_, outputs) = jax.eval_shape(jax.vmap(loss_of, (None, 0)), params, inputs)
     start = (jax.tree.map(jnp.zeros_like, params), zeros_of(scalars)), zeros_of(outputs)
-    (gradient, scalars), outputs = jax.lax.fori_loop(0, num_micro, accumulate, start)
+    sums, outputs = jax.lax.fori_loop(0, num_micro, accumulate, start)
+    return Sums(*sums), outputs
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("optimizer", "prefix"),
+    donate_argnames=("params", "opt_state", "parts"),
+)
+def apply_sums(
+    params: Params,
+    opt_state: Any,
+    parts: Sequence[Sums],
+    *,
+    optimizer: optax.GradientTransformation,
+    prefix: str,
+) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
+    """One optimiser step on the gradient summed over the parts; all arrays are donated.
+
+    Returns:
+      New parameters and optimiser state, unchanged if `<prefix>/loss` or the gradient is not
+      finite; and summed scalars, with `<prefix>/grad_norm` and `<prefix>/update_skipped` (0 or 1).
+    """
+    gradient, scalars = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
     grad_norm = optax.global_norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars[f"{prefix}/loss"])
     changes, new_opt_state = optimizer.update(gradient, opt_state, params)
@@ -316,8 +353,40 @@ def optimizer_step(
             f"{prefix}/grad_norm": grad_norm,
             f"{prefix}/update_skipped": 1.0 - finite.astype(jnp.float32),
         },
-        outputs,
     )
+
+
+def _parts(
+    layout: Layout, plan: RowPlan
+) -> list[tuple[TokenRows, Int[np.ndarray, "m R U"], np.int32]]:
+    """Rows and `Layout.tokens` of equal parts of the micro-batches, one part per usable core.
+
+    And how many micro-batches of each hold sequences. Part k of n has the micro-batches k, k + n,
+    ..., so the filled ones are divided equally.
+    """
+    arrays = (layout.rows, layout.tokens())
+    num_places = len(arrays[1])
+    count = next(n for n in range(usable_cores(plan.mesh), 0, -1) if num_places % n == 0)
+    return [
+        (
+            *jax.tree.map(lambda leaf: leaf[k::count], arrays),  # noqa: B023
+            np.int32(len(range(k, layout.num_micro, count))),
+        )
+        for k in range(count)
+    ]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Leaves [M, ...] of the leaves [m, ...] of parts from `_parts`."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *m: jnp.stack(m, axis=1).reshape(-1, *m[0].shape[1:]), *parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _bound(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The same object for the same options, as `side_by_side` wants it."""
+    return functools.partial(program, **options)
 
 
 def take(tree: Any, index: int | Int[Array, ""]) -> Any:
