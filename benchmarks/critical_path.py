@@ -50,7 +50,7 @@ MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
 # Each order is followed by its reverse. Every side is first, second and last equally often.
 ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))
 STAGES = (
-    "step", "sync_weights", "sample", "generate", "old_logprobs", "ref_logprobs", "metrics",
+    "step", "sync_weights", "sample", "generate", "metrics",
     "advantages", "update",
 )  # fmt: skip
 ALONE_REPEATS = 5

@@ -112,7 +112,8 @@ def train(
     batch = learner.batch(batch_of)
     passes = learner.passes(state, batch, Clock())
     gains = np.random.default_rng(0).normal(size=(len(batch_of), 1)).astype(np.float32)
-    return learner.update(state, batch, passes, jnp.asarray(gains * batch.response_mask))
+    advantages = jnp.asarray(gains * batch.response_mask)
+    return learner.update(state, batch, passes, advantages)[:2]
 
 
 def shapes_of(learner: Learner, batch_of: list[Rollout]) -> tuple[tuple[int, ...], ...]:

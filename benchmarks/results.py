@@ -90,7 +90,7 @@ def command(argv: Sequence[str]) -> str:
     options, rest = [], list(argv[1:])
     while rest:
         option = rest.pop(0)
-        if option.partition("=")[0] not in ("--json", "--directory", "--tunix", "--trl"):
+        if option.partition("=")[0] not in ("--json", "--directory", "--keep", "--tunix", "--trl"):
             options.append(option)
         elif "=" not in option:
             rest.pop(0)  # its value

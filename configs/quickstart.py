@@ -6,7 +6,7 @@ only the final answer. The policy learns to carry again.
 
     python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Hardware: 2 CPU cores, about 1 GiB. Expected: under 5 minutes,
+Hardware: 2 CPU cores, about 1.6 GiB. Expected: under 4 minutes,
 `eval/arithmetic/greedy_accuracy` from about 0.32 to above 0.85.
 """
 

@@ -371,7 +371,7 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     )
     passes = ForwardPasses(TokenPass(prepared.old_logprobs, None, None), prepared.ref_logprobs)
     state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
-    state, scalars = learner.update(state, prepared.batch, passes, prepared.shaped)
+    state, scalars, _ = learner.update(state, prepared.batch, passes, prepared.shaped)
     before, after = model.tensors(model.params), model.tensors(state.params)
     changes = {name: after[name] - before[name] for name in before}
     expected = world.expected(case)

@@ -199,7 +199,7 @@ def jax_step(directories, scored, config):
     returns, scalars = value_targets(learner.algorithm, *arrays, mask, state.algorithm)
     tokens = {"values": passes.values, "returns": returns, "advantages": advantages}
     found = {name: np.asarray(array)[mask] for name, array in tokens.items()}
-    state, losses = learner.update(state, batch, passes, advantages, returns)
+    state, losses, _ = learner.update(state, batch, passes, advantages, returns)
 
     def named(params):
         """Under the names of transformers."""

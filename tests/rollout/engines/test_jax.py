@@ -375,6 +375,7 @@ def make_call(policy, params, requests, sampling, **options):
     return decoding.DecodingCall(policy, jax.device_put(params), call, **options)
 
 
+@pytest.mark.slow
 def test_finished_responses_stop_costing(policy, params, monkeypatch):
     """The decode batch shrinks with the running responses, which changes no token."""
     batches = []
@@ -484,6 +485,7 @@ def test_long_responses_widen_the_cache(policy, params):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_a_ring_that_wraps_grows_and_shrinks_changes_no_token(policy, params, monkeypatch):
     """Rings of 16 to 48 columns, 20 ragged responses in 8 slots; beside one ring for all."""
     sampling = SamplingParams(48, temperature=0.8, eos_token_ids=(EOS,))
