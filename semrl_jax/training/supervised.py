@@ -111,9 +111,7 @@ def _gradients(
     return gradient, jnp.sum(losses)
 
 
-@functools.partial(
-    jax.jit, static_argnames="optimizer", donate_argnames=("params", "opt_state", "parts")
-)
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("params", "opt_state"))
 def _apply(
     params: Params,
     opt_state: optax.OptState,

@@ -323,7 +323,7 @@ def summed_gradients(
 @functools.partial(
     jax.jit,
     static_argnames=("optimizer", "prefix"),
-    donate_argnames=("params", "opt_state", "parts"),
+    donate_argnames=("params", "opt_state"),
 )
 def apply_sums(
     params: Params,
@@ -333,7 +333,7 @@ def apply_sums(
     optimizer: optax.GradientTransformation,
     prefix: str,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
-    """One optimiser step on the gradient summed over the parts; all arrays are donated.
+    """One optimiser step on the gradient summed over the parts; `params` and `opt_state` are donated.
 
     Returns:
       New parameters and optimiser state, unchanged if `<prefix>/loss` or the gradient is not
