@@ -161,6 +161,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.metrics.method = "gram"  # decomposition: gram, or svd, which is slower and has 5 digits
     # Metrics of a response's hidden states: built in, or of your own; docs/extending.md.
     config.metrics.names = ("effective_rank",)
+    # Of the mean states of each group: elliptical_novelty, log_determinant, lidar; docs/metrics.md.
+    config.metrics.of_groups = ()
     # Whose hidden states are measured; -1: the final layer; i: the input of layer i
     config.metrics.layers = (-1,)
     # Where it is measured: trainer, or rollout, on the replica, which then sends no states
@@ -426,7 +428,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.stop_strings = config.rollout.get_ref("stop_strings").identity()
     # As config.metrics, for evaluation.metrics. Each field follows it unless set.
     config.evaluation.metric_options = ml_collections.ConfigDict()
-    for field in config.metrics:
+    for field in set(config.metrics) - {"of_groups"}:
         config.evaluation.metric_options[field] = config.metrics.get_ref(field).identity()
 
     config.checkpoints = ml_collections.ConfigDict()

@@ -1,7 +1,7 @@
 """The quickstart with a replica process beside the trainer: sampling and updates overlap.
 
-The trainer keeps one core and leaves the other to the replica. The batch of each step is sampled
-with the weights of the step before. docs/ahead.md
+The trainer keeps one core and leaves the other to the replica, which also computes the metrics. The
+batch of each step is sampled with the weights of the step before. docs/ahead.md
 
     python -m launch.train --config=configs/quickstart_async.py --workdir=runs/quickstart_async
 
@@ -17,5 +17,6 @@ def get_config():
     config.rollout.max_staleness = 1
     config.rollout.jax_processes = 1
     config.rollout.jax_process_cores = 1
-    config.metrics.num_threads = 1
+    # Metrics on the replica: then both work about as long on a batch.
+    config.metrics.placement = "rollout"
     return config

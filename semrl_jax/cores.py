@@ -34,6 +34,11 @@ def cores_of_child(number: int, per_child: int) -> tuple[int, ...]:
     return _last_cores(end + per_child)[:per_child] if per_child else ()
 
 
+def all_cores() -> tuple[int, ...]:
+    """The cores that this process had before it left some to its children; () if none are known."""
+    return _first_cores() if hasattr(os, "sched_getaffinity") else ()
+
+
 def bind(cores: Sequence[int]) -> None:
     """Binds this process, and the threads that it starts from now on.
 

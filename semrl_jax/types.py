@@ -199,6 +199,8 @@ class Rollout:
       layers: the layer index of each of the L planes.
       generate_s: seconds from the call's admission to this response's end, on the replica.
       mean_state: float32 mean of the measured rows of layer -1, if the replica measured them.
+      effective_ranks: float32, of each prefix of the response that ERV and ERA are computed from,
+        in layer -1; None if it was not measured, or is too short for a prefix.
       prompt_states: [P, L, D] of the dtype of `hidden_states`; row p is the state at prompt token
         p, so that the last one produced response token 0. None if not requested; no rows if the
         response was aborted before its first token.
@@ -223,6 +225,7 @@ class Rollout:
     metrics: Metrics = dataclasses.field(default_factory=dict)
     generate_s: float = 0.0
     mean_state: Float[np.ndarray, " D"] | None = None
+    effective_ranks: Float[np.ndarray, " K"] | None = None
     prompt_states: Float[np.ndarray, "_ L D"] | None = None
     response_mask: Bool[np.ndarray, " T"] | None = None  # never None in an instance
 
@@ -245,11 +248,12 @@ class TokenArray(NamedTuple):
     """How the wire, the exchange between processes and the Parquet files store a field of rollouts.
 
     Attributes:
-      name: the field, with one entry per token.
+      name: the field, with one entry per token, or fewer.
       dtype: its NumPy dtype, little-endian.
       wire: the bytes field of the message `Response`; "" if the codec has its own rule.
       is_recorded: whether the Parquet files of a run have a column of this name.
       is_optional: whether messages and files may omit it; see `is_left_out`.
+      is_per_token: whether there is one entry per token of the response.
     """
 
     name: str
@@ -257,6 +261,7 @@ class TokenArray(NamedTuple):
     wire: str = ""
     is_recorded: bool = True
     is_optional: bool = False
+    is_per_token: bool = True
 
     def is_left_out(self, values: np.ndarray | None) -> bool:
         """Whether a message omits these values: None, or a mask that is all True."""
@@ -273,6 +278,9 @@ TOKEN_ARRAYS = (
         "rollout_raw_logprobs", "<f4", wire="raw_logprobs", is_recorded=False, is_optional=True
     ),
     TokenArray("response_mask", "|b1", wire="response_mask", is_optional=True),
+    TokenArray(
+        "effective_ranks", "<f4", wire="effective_ranks", is_optional=True, is_per_token=False
+    ),
 )
 
 

@@ -27,6 +27,7 @@ def test_the_trainer_and_its_children_share_no_core(four):
     assert [cores.cores_of_child(number, 1) for number in range(3)] == [(7,), (5,), (3,)]
     assert [cores.cores_of_child(number, 2) for number in range(1)] == [(5, 7)]
     assert cores.cores_of_child(0, 0) == ()
+    assert cores.all_cores() == (2, 3, 5, 7)
 
 
 def test_without_a_number_nothing_is_bound(four):

@@ -30,7 +30,7 @@ from semrl_jax.metrics.names import (
 )
 from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.records import Measurement, MetricKey
-from semrl_jax.metrics.windows import split_windows, summarise
+from semrl_jax.metrics.windows import split_windows, summarise, with_whole
 from semrl_jax.modules import running
 
 
@@ -45,6 +45,7 @@ def hidden_state_metrics(
     orders: Sequence[str] | None = None,
     window_growth: float = 1.0,
     side_by_side: bool = False,
+    series: Sequence[str] = (),
 ) -> dict[MetricKey, Measurement]:
     """Measures every response of a batch: value, velocity and acceleration of each metric.
 
@@ -59,10 +60,12 @@ def hidden_state_metrics(
       window_growth: as in `rank_dynamics`, for metrics of the spectrum.
       side_by_side: one batch of decompositions per window, for accelerators, instead of one
         response after the other. A short response then costs as much as a long one.
+      series: which of `orders` are returned for every prefix too.
 
     Returns:
       The float32 [B] values and bool [B] validities by `MetricKey(name)`; for each of `orders` also
-      by `MetricKey(name, "velocity")` and `MetricKey(name, "acceleration")`. A value is valid from
+      by `MetricKey(name, "velocity")` and `MetricKey(name, "acceleration")`; for each of `series`
+      [B, K] by `MetricKey(name, "series")`, the values of the K prefixes. A value is valid from
       `Metric.min_tokens` tokens on, velocity from two windows, acceleration from three. Nothing is
       valid in a response with a non-finite row under the mask. Invalid values are 0.0.
 
@@ -79,6 +82,8 @@ def hidden_state_metrics(
     orders = names if orders is None else check_metrics("orders", orders)
     for name in orders:
         check_choice("orders", name, names)
+    for name in series:
+        check_choice("series", name, orders)
     return _measure_batch(
         hidden_states,
         response_mask,
@@ -89,6 +94,7 @@ def hidden_state_metrics(
         orders=orders,
         growth=check_growth(window_growth),
         side_by_side=bool(side_by_side),
+        series=tuple(series),
     )
 
 
@@ -166,7 +172,16 @@ def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("stride", "window", "names", "method", "orders", "growth", "side_by_side"),
+    static_argnames=(
+        "stride",
+        "window",
+        "names",
+        "method",
+        "orders",
+        "growth",
+        "side_by_side",
+        "series",
+    ),
 )
 def _measure_batch(
     hidden_states: Float[AnyArray, "B T D"],
@@ -194,13 +209,14 @@ def _measure(
     orders: tuple[str, ...],
     growth: float,
     batched: bool,
+    series: tuple[str, ...],
 ) -> dict[MetricKey, Measurement]:
     """All metrics of one response."""
     rows = compact(*response)
     windows = split_windows(rows, stride, window, growth)
     metrics = {name: load_metric(name) for name in names}
     values: dict[str, Float[Array, ""]] = {}
-    series: dict[str, Float[Array, " K"]] = {}
+    of_prefixes: dict[str, Float[Array, " K"]] = {}
     for centred in (True, False):
         spectral = [
             name for name in names if metrics[name].of_spectrum and metrics[name].centred is centred
@@ -218,22 +234,25 @@ def _measure(
             centred=centred,
         )
         values |= zip(spectral, measured[0])
-        series |= zip(spectral_orders, measured[1].T)
+        of_prefixes |= zip(spectral_orders, measured[1].T)
     for name in names:
         if of_states := metrics[name].of_states:
             of_first = of_states(rows)
             values[name] = of_first(rows.num_tokens)
             if name in orders:
                 of_first = of_first if windows.rows is rows else of_states(windows.rows)
-                series[name] = jax.vmap(of_first)(jnp.asarray(windows.sizes, jnp.int32))
+                of_prefixes[name] = jax.vmap(of_first)(jnp.asarray(windows.sizes, jnp.int32))
     result = {}
     for name in names:
         fields = {"value": (values[name], rows.num_tokens >= metrics[name].min_tokens)}
         if name in orders:
-            measured = summarise(values[name], series[name], windows)
+            measured = summarise(values[name], of_prefixes[name], windows)
             for order in ("velocity", "acceleration"):
                 valid = measured.num_windows >= ORDERS[order]
                 fields[order] = getattr(measured, order), valid
+        if name in series:
+            value, num_windows = with_whole(windows, values[name], of_prefixes[name])
+            fields["series"] = value, jnp.arange(len(value)) < num_windows
         for order, (value, valid) in fields.items():
             valid = valid & rows.finite
             key = MetricKey(metric_name(name), order)

@@ -15,6 +15,9 @@ METRICS = module_names("semrl_jax.metrics.kinds")
 RELEASE_METRICS = (
     "curvature", "effective_rank", "log_effective_rank", "response_entropy", "traditional_rank",
 )  # fmt: skip
+# Of the mean states of groups of responses. The indicator has one value per response.
+GROUP_INDICATOR = "elliptical_novelty"
+GROUP_METRICS = (GROUP_INDICATOR, "lidar", "log_determinant")
 # Order -> the number of windows from which it is valid.
 ORDERS = {"value": 0, "velocity": 2, "acceleration": 3}
 METHODS = ("gram", "svd")

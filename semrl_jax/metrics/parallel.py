@@ -41,7 +41,8 @@ def measure_batch(
         less and few lengths are compiled.
       num_threads: responses that are measured at a time; None: as many as the process has cores,
         but at most a quarter of the batch, which keeps the memory below twice the input.
-      options: stride and others of `hidden_state_metrics`, but not `side_by_side`.
+      options: stride and others of `hidden_state_metrics`, but neither `side_by_side` nor
+        `series`.
 
     Returns:
       As `hidden_state_metrics`, equal up to rounding.
@@ -49,11 +50,12 @@ def measure_batch(
     Raises:
       ValueError: as `hidden_state_metrics`, or for num_threads below 1.
     """
-    if "side_by_side" in options:
-        raise UserError(
-            "side_by_side is no option of measure_batch, which chooses it by the device; call "
-            "hidden_state_metrics to choose it yourself."
-        )
+    for option in ("side_by_side", "series"):
+        if option in options:
+            raise UserError(
+                f"{option} is no option of measure_batch, which cuts responses to several lengths "
+                "and chooses the loop by the device; call hidden_state_metrics with it."
+            )
     check_states(
         hidden_states, response_mask, axes="[B, T, D], one layer of a batch: add an axis to one "
         "response",

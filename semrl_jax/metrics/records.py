@@ -18,7 +18,8 @@ class MetricKey(NamedTuple):
 
     Attributes:
       name: of a metric, or an indicator of tokens such as "avg_log_probs", in the final layer.
-      order: "value", "velocity" or "acceleration".
+      order: "value", "velocity" or "acceleration"; "series" of the values of all prefixes, which
+        are not a number and have no label.
       layer: -1 is the final layer after the final norm; i is the input of layer i.
     """
 

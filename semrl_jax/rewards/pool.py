@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from semrl_jax import cores
 from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict, load_builtin
 from semrl_jax.rewards.verdict import (
@@ -341,12 +342,17 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **single_thread, "PYTHONPATH": path}
 
 
+def _core_list() -> str:
+    """All cores, not only those of the trainer: a verifier works for a moment, where it can."""
+    return ",".join(map(str, cores.all_cores()))
+
+
 class _Worker:
     """One worker, its guard and their pipes. Only `kill` may be called from another thread."""
 
     def __init__(self):
         self._process = subprocess.Popen(  # the guard; the worker is its child
-            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid())],
+            [sys.executable, "-m", "semrl_jax.rewards.worker", str(os.getpid()), _core_list()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -1,8 +1,9 @@
-"""A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker PARENT_PID`.
+"""A verifier in its own process: the pool runs `python -m semrl_jax.rewards.worker`.
 
-It reads and writes one JSON object per line on its standard input and output. Every request has an
-`id` that cannot be guessed, and its reply has the same `id`. The first request has the "settings"
-of each verifier and the "field" of the config that names them, and its reply is {"ready": true,
+Its arguments are the parent's process id and the cores to use, such as 0,1 ("" for any). It reads
+and writes one JSON object per line on its standard input and output. Every request has an `id` that
+cannot be guessed, and its reply has the same `id`. The first request has the "settings" of each
+verifier and the "field" of the config that names them, and its reply is {"ready": true,
 "takes_row": [bool, ...]} or {"problem": text}. Every later request has "verifier" (an index),
 "response", "reference" and "columns" (the row of the prompt, a JSON object as text, or ""), and its
 reply has the fields of a `Verdict` without `parts`. For verifier code, standard input is empty, and
@@ -39,6 +40,8 @@ MAX_ERROR_CHARS = 200
 
 def main() -> int:
     """Serves verdicts until standard input ends."""
+    if sys.argv[2]:
+        os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
     fork_under_guard(int(sys.argv[1]))
     requests, replies = os.fdopen(_hidden(0), "rb"), os.fdopen(_hidden(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -36,15 +36,24 @@ MAX_GROUP = 16
 MAX_GROUP_ENTRIES = 2**18  # larger responses have a call each: the overhead is small then
 MAX_HELD_BYTES = 2**31  # of hidden states on a replica; above, the engine waits
 MAX_HELD_RESPONSES = 256
+SERIES = MetricKey("effective_rank", "series")
 MAX_COMPILED = 32  # functions with different options; each has one program per length bucket
 FLUSH_AFTER_S = 1.0  # without a new response; a caller gives up on a replica that is silent
 
 
 class Measured(NamedTuple):
-    """Metrics of one response, floats and bools, and the float32 means of its hidden states."""
+    """What was measured of one response.
+
+    Attributes:
+      metrics: floats and bools.
+      mean_states: float32, of its hidden states.
+      effective_ranks: float32, of its prefixes in the final layer; None if it has none, or if ER
+        is not among the metrics.
+    """
 
     metrics: dict[MetricKey, Measurement]
     mean_states: Float[np.ndarray, "L D"]
+    effective_ranks: Float[np.ndarray, " K"] | None = None
 
 
 def join_layers(measured: Mapping[int, Measured]) -> Measured:
@@ -54,7 +63,8 @@ def join_layers(measured: Mapping[int, Measured]) -> Measured:
         for layer, of_layer in measured.items()
         for key, found in of_layer.metrics.items()
     }
-    return Measured(metrics, np.concatenate([part.mean_states for part in measured.values()]))
+    means = np.concatenate([part.mean_states for part in measured.values()])
+    return Measured(metrics, means, measured[FINAL_LAYER].effective_ranks)
 
 
 class _Kind(NamedTuple):
@@ -219,7 +229,7 @@ class Measurer(contextlib.AbstractContextManager):
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return [Measured(_of_response(metrics, i), means[i][None]) for i in range(len(group))]
+        return [_of_response(metrics, means, i) for i in range(len(group))]
 
     def _measure_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
@@ -281,8 +291,10 @@ async def measure_each(
             for future in [future for future in pending if future in done]:
                 rollout = pending.pop(future)
                 num_held -= _num_bytes(rollout)
-                metrics, (mean_state,) = future.result()
-                rollout = dataclasses.replace(rollout, metrics=metrics, mean_state=mean_state)
+                metrics, (mean_state,), ranks = future.result()
+                rollout = dataclasses.replace(
+                    rollout, metrics=metrics, mean_state=mean_state, effective_ranks=ranks
+                )
                 if not keep_states:
                     layers = rollout.layers if rollout.prompt_states is not None else ()
                     rollout = dataclasses.replace(rollout, hidden_states=None, layers=layers)
@@ -326,13 +338,19 @@ def _compiled(function: Callable, **options: Hashable) -> Callable:
 def _measure(
     hidden_states: Float[Array, "G T D"], mask: Bool[Array, "G T"], **options
 ) -> tuple[dict[MetricKey, Measurement], Float[Array, "G D"]]:
-    metrics = hidden_state_metrics(hidden_states, mask, **options)
+    series = {SERIES.name}.intersection(options.get("names", RELEASE_METRICS))
+    metrics = hidden_state_metrics(hidden_states, mask, **options, series=tuple(series))
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
 
 
-def _of_response(metrics: Metrics, index: int) -> dict[MetricKey, Measurement]:
-    """The metrics of one response of a batch, as Python numbers."""
-    return {
+def _of_response(metrics: Metrics, means: Float[np.ndarray, "G D"], index: int) -> Measured:
+    """What was measured of one response of a batch."""
+    ranks = None
+    if SERIES in metrics and metrics[SERIES].valid[index].any():
+        ranks = metrics[SERIES].value[index][metrics[SERIES].valid[index]]
+    numbers = {
         key: Measurement(float(found.value[index]), bool(found.valid[index]))
         for key, found in metrics.items()
+        if key != SERIES
     }
+    return Measured(numbers, means[index][None], ranks)

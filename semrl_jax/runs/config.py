@@ -18,7 +18,14 @@ from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation.entries import benchmark_entries
 from semrl_jax.metrics.metric import load_metric
-from semrl_jax.metrics.names import FINAL_LAYER, METRICS, ORDERS, count_windows, metric_name
+from semrl_jax.metrics.names import (
+    FINAL_LAYER,
+    GROUP_INDICATOR,
+    METRICS,
+    ORDERS,
+    count_windows,
+    metric_name,
+)
 from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
@@ -199,17 +206,25 @@ def _check_measured(config: ml_collections.ConfigDict) -> None:
             f"metrics.layers has {others[0]}, but hidden_states.source={source!r} has the final "
             "layer only; set it to 'rollout', or metrics.layers=(-1,)."
         )
+    if metrics.of_groups and source == "none":
+        raise UserError(
+            f"metrics.of_groups={tuple(metrics.of_groups)} needs hidden states, but "
+            "hidden_states.source='none'; set another source, or metrics.of_groups=()."
+        )
     options = ShapingOptions(**shaping)
     measured = [metric_name(name) for name in metrics.names]
     for indicator in options.tracked:
-        if indicator in TOKEN_INDICATORS:
+        if indicator in TOKEN_INDICATORS or (
+            indicator == GROUP_INDICATOR and indicator in metrics.of_groups
+        ):
             continue
         name, _, layer = MetricKey.parse(indicator)
         if name not in (*measured, *METRICS):
             raise UserError(
                 f"shaping uses {indicator!r}, which is unknown; it may use metrics of "
                 f"metrics.names, such as {METRICS}, with _velocity and _acceleration after the "
-                f"name, and of the tokens {', '.join(TOKEN_INDICATORS)}."
+                f"name, of the tokens {', '.join(TOKEN_INDICATORS)}, and of metrics.of_groups "
+                f"{GROUP_INDICATOR}."
             )
         if shaping.target == "none":
             continue

@@ -340,6 +340,7 @@ def open_measurer(
     """The measurer of a section such as `config.metrics`."""
     options = metrics.to_dict()
     del options["placement"]
+    options.pop("of_groups", None)  # of batches for training
     options |= {name: tuple(options[name]) for name in ("names", "layers")}
     return Measurer(max_tokens=config.rollout.max_response_tokens, **options)
 

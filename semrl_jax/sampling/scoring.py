@@ -30,10 +30,10 @@ class ScoredRollout:
     mean_states: Float[np.ndarray, "L D"] | None = None
 
     def with_measured(self, measured: Measured) -> ScoredRollout:
-        """Adds metrics to the rollout and sets the mean states."""
-        return dataclasses.replace(
-            self.with_metrics(measured.metrics), mean_states=measured.mean_states
-        )
+        """Adds what was measured of the rollout."""
+        item = self.with_metrics(measured.metrics)
+        rollout = dataclasses.replace(item.rollout, effective_ranks=measured.effective_ranks)
+        return dataclasses.replace(item, rollout=rollout, mean_states=measured.mean_states)
 
     def with_metrics(self, metrics: Metrics) -> ScoredRollout:
         """Adds metrics to the rollout."""

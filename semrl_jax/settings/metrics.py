@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from semrl_jax.errors import UserError
-from semrl_jax.metrics.names import FINAL_LAYER, METHODS, METRICS, WINDOWS, check_metrics
+from semrl_jax.metrics.names import (
+    FINAL_LAYER,
+    GROUP_METRICS,
+    METHODS,
+    METRICS,
+    WINDOWS,
+    check_metrics,
+)
 from semrl_jax.settings.rules import (
     Section,
     above_zero,
@@ -27,6 +34,8 @@ def check(metrics: Section, name: str = "metrics") -> None:
             "1 measures every prefix."
         )
     check_metrics(f"{name}.names", metrics["names"])
+    for group_metric in metrics.get("of_groups", ()):  # not in those of evaluations
+        one_of(f"{name}.of_groups", group_metric, GROUP_METRICS)
     _check_layers(metrics, name)
     if metrics["placement"] == "rollout":
         _check_rollout(metrics, name)

@@ -26,6 +26,7 @@ from semrl_jax.training.advantages import (
     unshuffled_rewards,
     value_targets,
 )
+from semrl_jax.training.group_indicators import group_indicators
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.rollout_batch import without_truncated
 from semrl_jax.training.state import DataPosition, TrainState
@@ -94,6 +95,9 @@ def run_steps(
             with clock("metrics"):
                 found = token_indicators(indicators, passes.old, batch.response_mask)
                 scored = sampler.measured(scored, found, states)
+        scored, of_groups = group_indicators(
+            config.metrics.of_groups, scored, config.metrics.layers
+        )
         metrics = metric_arrays(scored)
         over_batch = sampler.measure_batch(scored)
         with clock("advantages"):
@@ -135,7 +139,8 @@ def run_steps(
         )
         scalars |= staleness(scored, step, by_token=num_parts(config.rollout) > 1)
         scalars |= batch_scalars(scored, rewards) | report | weights | before | values | losses
-        scalars |= {f"metrics/{name}": value for name, value in over_batch.result().items()}
+        of_sets = over_batch.result() | of_groups
+        scalars |= {f"metrics/{name}": value for name, value in of_sets.items()}
         scalars |= sampler.counters() | sampler.replica_figures()
         yield StepResult(step, state, evaluation, scored, scalars, clock)
     step = config.training.num_steps

@@ -228,6 +228,7 @@ NONE = {
 OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
+    "metrics.of_groups": "the launcher has none",
     "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",
     "evaluation.top_": "of other scores", "evaluation.k": "of other scores",
     "evaluation.responses_per_call": "of another command",

@@ -65,6 +65,25 @@ def test_gram_metrics_match_float64(batch):
     check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
 
 
+@pytest.mark.parametrize("window", ["exact", "later"])
+def test_the_series_of_a_metric_is_that_of_its_prefixes(batch, window):
+    options = {"stride": STRIDE, "window": window, "method": "svd"}
+    names = {"names": ("effective_rank", "curvature"), "series": ("effective_rank",)}
+    found = metrics.hidden_state_metrics(*batch, **options, **names)
+    value, valid = found.pop(metrics.MetricKey("effective_rank", "series"))
+    assert {key.order for key in found} == {"value", "velocity", "acceleration"}
+    for row, states, mask in zip(np.arange(len(value)), *batch):
+        ranks = metrics.rank_series(states, mask, **options)
+        assert valid[row].sum() == ranks.num_windows
+        # The same sums in another program.
+        np.testing.assert_allclose(value[row], ranks.effective_rank, rtol=1e-5, atol=1e-6)
+
+
+def test_a_series_needs_the_orders_of_its_metric(batch):
+    with pytest.raises(ValueError, match="series"):
+        metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=(), series=("effective_rank",))
+
+
 def test_only_the_named_orders_are_measured(batch):
     measured = flat_metrics(*batch, stride=STRIDE, orders=("effective_rank",))
     orders = {key for key in measured if key.endswith(("_velocity", "_acceleration"))}

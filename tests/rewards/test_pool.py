@@ -430,3 +430,19 @@ def test_several_functions_are_imported_at_the_start():
         with pytest.raises(UserError, match=message):
             with VerifierPool(num_workers=1, functions=("math_text", entry)):
                 pass
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are not bound here")
+def test_workers_may_use_the_cores_that_the_trainer_left():
+    program = (
+        "import json, os\n"
+        "from semrl_jax import cores, rewards\n"
+        "before = sorted(os.sched_getaffinity(0))\n"
+        "cores.all_cores()\n"  # as `leave_cores` asks
+        "cores.bind(before[:1])\n"
+        f"with rewards.VerifierPool(num_workers=1, function={CORES_OF_WORKER!r}) as pool:\n"
+        "    print(json.dumps([before, pool.submit('', '').result().extracted]))\n"
+    )
+    found = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)
+    before, of_worker = json.loads(found)
+    assert of_worker == str(before)

@@ -73,7 +73,14 @@ def test_metrics_come_in_place_of_states(world, sampling, backwards):
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
         np.testing.assert_allclose(rollout.mean_state, states.mean(axis=0), rtol=1e-6)
         assert rollout.mean_state.dtype == np.float32
-        sizes.append(4 * 8 + sum(len(name) + 4 for name in found))
+        ranks = metrics.rank_series(
+            states, np.ones(len(states), bool), stride=PARAMS.stride, window=PARAMS.window,
+            method=PARAMS.method, window_growth=PARAMS.window_growth,
+        )  # fmt: skip
+        found_ranks = rollout.effective_ranks if ranks.num_windows else np.zeros(0, np.float32)
+        expected = ranks.effective_rank[: ranks.num_windows]
+        np.testing.assert_allclose(found_ranks, expected, rtol=1e-5)
+        sizes.append(4 * (8 + len(found_ranks)) + sum(len(name) + 4 for name in found))
     key = metrics.MetricKey("effective_rank", "acceleration")
     assert {rollout.metrics[key].valid for rollout in rollouts} == {False, True}
     counters = client.counters

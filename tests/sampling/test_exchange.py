@@ -73,6 +73,7 @@ def scored(rng, index, measured, raw):
         finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
         metrics=METRICS,
         generate_s=0.1, response_mask=mask,
+        effective_ranks=rng.normal(size=length // 2).astype(np.float32) if measured else None,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})
     state = rng.normal(size=(2, 4)).astype(np.float32) if measured else None

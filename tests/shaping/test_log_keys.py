@@ -120,6 +120,10 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
     config = tiny_config()
     config.shaping.target = "both"
     config.metrics.names = ("effective_rank", "curvature")
+    config.metrics.of_groups = ("elliptical_novelty", "log_determinant", "lidar")
+    config.shaping.indicators += ("elliptical_novelty",)
+    config.shaping.explore_weights += (1.0,)
+    config.shaping.exploit_weights += (1.0,)
     config.metrics.dataset_stride = 2
     config.evaluation.metrics = True
     config.hidden_states.compare_every = 1

@@ -36,8 +36,9 @@ from semrl_jax.types import (
 
 PROTOCOL_MAJOR = 1
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
-# 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls
-PROTOCOL_MINOR = 7
+# 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
+# 1.8: effective ranks of prefixes
+PROTOCOL_MINOR = 8
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB
@@ -379,7 +380,9 @@ class RolloutDecoder:
         )
         num_bytes = self.num_bytes
         num_bytes["token_bytes"] += ids.nbytes
-        num_bytes["token_bytes"] += sum(len(getattr(message, a.wire)) for a in BYTES_ARRAYS)
+        for array in BYTES_ARRAYS:
+            kind = "token_bytes" if array.is_per_token else "metric_bytes"
+            num_bytes[kind] += len(getattr(message, array.wire))
         if mean_state is not None:
             num_bytes["metric_bytes"] += mean_state.nbytes + sum(map(len, message.metrics))
             num_bytes["metric_bytes"] += 4 * len(message.metrics)
@@ -465,8 +468,8 @@ class RolloutDecoder:
         """Checks that the requested metrics came; None if none were requested."""
         asked = self._call.metrics
         if asked is None:
-            if message.mean_state:
-                raise ValueError(f"{name}: a mean state was sent; nothing was to be measured.")
+            if message.mean_state or message.effective_ranks:
+                raise ValueError(f"{name} was sent measured; nothing was to be measured.")
             return None
         wanted = encode({MetricKey(kind): Measurement(0.0, True) for kind in asked.names})
         missing = wanted.keys() - message.metrics.keys()
@@ -630,7 +633,8 @@ def _decode_token_array(
     if array.is_optional and not data:
         return None
     dtype = np.dtype(array.dtype)
-    if len(data) != dtype.itemsize * num_tokens:
+    num_entries, rest = divmod(len(data), dtype.itemsize)
+    if rest or num_entries > num_tokens or (array.is_per_token and num_entries < num_tokens):
         raise ValueError(
             f"{name} has {len(data)} bytes for {num_tokens} tokens of {dtype.itemsize}."
         )

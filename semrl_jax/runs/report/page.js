@@ -589,10 +589,12 @@ function card(sample, isChosen) {
   return make("div", isChosen ? "chosen" : "",
     make("h3", "", who, make("span", sample.correct ? "correct" : "wrong",
       sample.correct ? "✓ correct" : "✗ wrong"), ` #${sample.sample}`),
-    withTemplate(sample.response), facts, ...sparkline(sample.logprobs));
+    withTemplate(sample.response), facts,
+    ...sparkline("log-probability of the tokens", sample.logprobs),
+    ...sparkline("effective rank of the growing response", sample.ranks));
 }
 
-function sparkline(values) {
+function sparkline(label, values) {
   const kept = values.filter((value) => value !== null);
   if (kept.length < 2) return [];
   const low = Math.min(...kept), high = Math.max(...kept, low + 1e-9);
@@ -604,10 +606,9 @@ function sparkline(values) {
   const points = kept.map((value, i) =>
     `${(100 * i) / (kept.length - 1)},${1 + (28 * (high - value)) / (high - low)}`).join(" ");
   const svg = element("svg", { class: "line", viewBox: "0 0 100 30", preserveAspectRatio: "none",
-    role: "img", "aria-label": "log-probability of the tokens" });
+    role: "img", "aria-label": label });
   svg.append(element("polyline", { points }));
-  return [svg, make("p", "dim",
-    `log-probability of the tokens, first to last: ${number(low)} to ${number(high)}`)];
+  return [svg, make("p", "dim", `${label}, between ${number(low)} and ${number(high)}`)];
 }
 
 // A page that a server sent asks it for changes.

@@ -22,15 +22,15 @@ MAX_FILES = 5  # of a run, of training and of evaluations each
 MAX_RESPONSES = 256  # of a file
 MAX_CHARACTERS = 4000  # of a response or a prompt
 MAX_ANSWER = 300  # characters of an answer or an error
-NUM_POINTS = 60  # of a line of log-probabilities
+NUM_POINTS = 60  # of a line of values along a response
 TRAINING = "training"
 COLUMNS = (
     "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
-    "score", "correct", "error", "finish", "tokens", "logprobs", "metrics",
+    "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "metrics",
 )  # fmt: skip
 READ = {
     "step", "prompt", "response", "reference", "extracted", "score", "correct", "verifier_error",
-    "finish_reason", "sample_index", "rollout_logprobs",
+    "finish_reason", "sample_index", "rollout_logprobs", "effective_ranks",
 }  # fmt: skip
 
 
@@ -157,6 +157,7 @@ class _Found:
             row.get("finish_reason") or "",
             len(logprobs),
             _line(logprobs),
+            _line(row.get("effective_ranks") or []),
             [_metric(row, name) for name in self.metric_names],
         ]
 
@@ -180,14 +181,14 @@ def _short(text: str | None) -> str | None:
     return None if text is None else shortened(text, MAX_ANSWER)
 
 
-def _line(logprobs: Sequence[float]) -> list[float | None]:
-    """At most `NUM_POINTS` means of neighbouring log-probabilities."""
-    count = min(NUM_POINTS, len(logprobs))
+def _line(values: Sequence[float]) -> list[float | None]:
+    """At most `NUM_POINTS` means of neighbouring values."""
+    count = min(NUM_POINTS, len(values))
     if not count:
         return []
-    starts = np.arange(count) * len(logprobs) // count
-    sums = np.add.reduceat(np.asarray(logprobs, float), starts)
-    return [rounded(mean, 3) for mean in (sums / np.diff([*starts, len(logprobs)])).tolist()]
+    starts = np.arange(count) * len(values) // count
+    sums = np.add.reduceat(np.asarray(values, float), starts)
+    return [rounded(mean, 3) for mean in (sums / np.diff([*starts, len(values)])).tolist()]
 
 
 def _metric(row: dict[str, Any], name: str) -> float | None:

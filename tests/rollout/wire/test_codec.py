@@ -586,8 +586,10 @@ def test_measured_response_round_trip():
     call = make_call()._replace(metrics=METRICS)
     mean = np.array([0.5, -1e-30, np.inf], np.float32)
     more = {MetricKey("effective_rank", "velocity", 3): Measurement(0.5, True)}
-    rollout = make_rollout(metrics=more | MEASURED, mean_state=mean)
+    ranks = np.array([1.5, 0.0], np.float32)  # fewer than tokens
+    rollout = make_rollout(metrics=more | MEASURED, mean_state=mean, effective_ranks=ranks)
     (decoded,) = decode(call, rollout)
+    assert decoded.effective_ranks.tobytes() == ranks.tobytes()
     assert decoded.mean_state.tobytes() == mean.tobytes()
     assert decoded.metrics == rollout.metrics
     assert list(decoded.metrics) == list(MEASURED | more)
@@ -598,6 +600,8 @@ def test_measured_response_round_trip():
     [
         (lambda m: m.response.metrics.pop("curvature"), "without 'curvature', a metric asked"),
         (lambda m: m.response.metrics.pop("effective_rank_valid"), "'effective_rank_valid'"),
+        (set_field("effective_ranks", bytes(6)), "effective_ranks has 6 bytes"),
+        (set_field("effective_ranks", bytes(400)), "effective_ranks has 400 bytes"),
         (set_field("mean_state", b""), "a mean state of 0 bytes"),
         (set_field("mean_state", bytes(7)), "a mean state of 7 bytes"),
         (set_field("mean_state", bytes(4 * codec.MAX_HIDDEN_WIDTH + 4)), "of 262148 bytes"),

@@ -66,6 +66,7 @@ def scalars(step, gain, evaluated):
 
 def scored(index, *, correct, group_size=4, **fields):
     metrics = {ER: Measurement(index + 0.5, index != 3)}
+    fields.setdefault("effective_ranks", np.array([1.5, 2.25], np.float32))
     return make_scored(
         index, score=float(correct), group_size=group_size, metrics=metrics, extracted=str(index),
         response_ids=np.arange(1, 6 + index, dtype=np.int32), **fields,

@@ -79,6 +79,7 @@ def test_responses_are_whole_groups_with_what_was_recorded(run):
     assert (row["extracted"], row["reference"], row["correct"]) == ("6", "7", False)
     assert (row["tokens"], row["finish"], row["metrics"]) == (11, "eos", [6.5])
     assert row["logprobs"] == [-float(i) for i in range(1, 12)]
+    assert row["ranks"] == [1.5, 2.25]
     invalid = next(row for row in rows if (row["group"], row["sample"]) == (0, 3))
     assert invalid["metrics"] == [None]
     assert "72 responses of 72" in found["note"]

@@ -197,7 +197,7 @@ class Array(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s", "mean_state", "prompt_states", "response_mask")
+    __slots__ = ("sample_id", "group_id", "sample_index", "token_ids", "logprobs", "raw_logprobs", "finish_reason", "versions", "layers", "hidden_states", "metrics", "generate_s", "mean_state", "prompt_states", "response_mask", "effective_ranks")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class Response(_message.Message):
     MEAN_STATE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_STATES_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_MASK_FIELD_NUMBER: _ClassVar[int]
+    EFFECTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     sample_id: str
     group_id: int
     sample_index: int
@@ -235,7 +236,8 @@ class Response(_message.Message):
     mean_state: bytes
     prompt_states: Array
     response_mask: bytes
-    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ..., mean_state: _Optional[bytes] = ..., prompt_states: _Optional[_Union[Array, _Mapping]] = ..., response_mask: _Optional[bytes] = ...) -> None: ...
+    effective_ranks: bytes
+    def __init__(self, sample_id: _Optional[str] = ..., group_id: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[bytes] = ..., raw_logprobs: _Optional[bytes] = ..., finish_reason: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., layers: _Optional[_Iterable[int]] = ..., hidden_states: _Optional[_Union[Array, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., generate_s: _Optional[float] = ..., mean_state: _Optional[bytes] = ..., prompt_states: _Optional[_Union[Array, _Mapping]] = ..., response_mask: _Optional[bytes] = ..., effective_ranks: _Optional[bytes] = ...) -> None: ...
 
 class StateChunk(_message.Message):
     __slots__ = ("sample_id", "data")

@@ -1,0 +1,79 @@
+"""Metrics of the groups of a batch, from the mean hidden states of their responses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from semrl_jax.metrics import (
+    Measurement,
+    MetricKey,
+    elliptical_novelty,
+    lidar,
+    log_determinant,
+)
+from semrl_jax.metrics.names import FINAL_LAYER, GROUP_INDICATOR
+from semrl_jax.sampling.scoring import ScoredRollout
+
+_novelty = jax.jit(elliptical_novelty)
+_diversity = jax.jit(log_determinant)
+
+
+def group_indicators(
+    names: Sequence[str], scored: Sequence[ScoredRollout], layers: Sequence[int]
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """Measures the groups in the final layer.
+
+    The mean states are divided by their length for `elliptical_novelty` and `log_determinant`. For
+    `lidar`, the groups are the classes.
+
+    Args:
+      names: of `metrics.names.GROUP_METRICS`.
+      scored: a batch, ordered by group.
+      layers: of the rows of their mean states.
+
+    Returns:
+      The responses with their `elliptical_novelty`, which is not valid in a group of one response
+      or with a state that is not finite; and for the log `groups/log_determinant`, the mean over
+      the groups, and `groups/lidar`, without those that do not exist.
+    """
+    scored = list(scored)
+    if not names or not scored:
+        return scored, {}
+    states, mask = _by_group(scored, layers.index(FINAL_LAYER))
+    finite = np.isfinite(states).all(axis=(1, 2))
+    lengths = np.linalg.norm(states, axis=-1, keepdims=True)
+    unit = states / np.where(lengths > 0, lengths, 1.0)
+    scalars = {}
+    if GROUP_INDICATOR in names:
+        key = MetricKey(GROUP_INDICATOR)
+        valid = mask & (finite & (mask.sum(axis=1) > 1))[:, None]
+        novelties = np.stack([_novelty(rows, of) for rows, of in zip(unit, mask)])
+        found = zip(np.where(valid, novelties, 0.0)[mask].tolist(), valid[mask].tolist())
+        scored = [item.with_metrics({key: Measurement(*each)}) for item, each in zip(scored, found)]
+    if "log_determinant" in names and finite.any():
+        volumes = [_diversity(rows, of) for rows, of in zip(unit[finite], mask[finite])]
+        scalars["groups/log_determinant"] = float(np.mean(volumes))
+    if "lidar" in names and (rank := float(lidar(jnp.asarray(states), jnp.asarray(mask)))):
+        scalars["groups/lidar"] = rank
+    return scored, scalars
+
+
+def _by_group(
+    scored: Sequence[ScoredRollout], layer: int
+) -> tuple[Float[np.ndarray, "G N D"], Bool[np.ndarray, "G N"]]:
+    """The mean states of each group, zeros after its last response, and which of them exist."""
+    groups = [
+        [item.mean_states[layer] for item in group]
+        for _, group in itertools.groupby(scored, key=lambda item: item.rollout.group_id)
+    ]
+    sizes = np.array([len(group) for group in groups])
+    mask = np.arange(sizes.max()) < sizes[:, None]
+    states = np.zeros((*mask.shape, groups[0][0].size), np.float32)
+    states[mask] = np.concatenate(groups)
+    return states, mask

@@ -1,0 +1,93 @@
+"""Metrics of groups in a batch, against NumPy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from semrl_jax.errors import UserError
+from semrl_jax.metrics import MetricKey, lidar
+from semrl_jax.metrics.names import GROUP_METRICS
+from semrl_jax.runs import validate
+from semrl_jax.training.group_indicators import group_indicators
+from tests.fixtures import make_scored
+from tests.tiny import tiny_config
+
+NOVELTY = MetricKey("elliptical_novelty")
+GROUPS = (slice(0, 4), slice(4, 8), slice(8, 9))
+
+
+@pytest.fixture
+def states():
+    return np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
+
+
+def batch(states):
+    """Groups of 4, 4 and 1 responses; the states are of the second layer."""
+    means = np.stack([np.full_like(states, np.nan), states], axis=1)
+    return [dataclasses.replace(make_scored(i), mean_states=means[i]) for i in range(len(states))]
+
+
+def unit(rows):
+    return rows.astype(np.float64) / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_novelty_is_measured_within_each_group(states):
+    scored, _ = group_indicators(("elliptical_novelty",), batch(states), (0, -1))
+    found = [item.rollout.metrics[NOVELTY] for item in scored]
+    assert [measured.valid for measured in found] == [True] * 8 + [False]
+    assert found[8].value == 0.0
+    for group in GROUPS[:2]:
+        rows = unit(states[group])
+        for i, row in enumerate(rows):
+            others = np.delete(rows, i, axis=0)
+            expected = row @ np.linalg.inv(np.eye(6) + others.T @ others) @ row
+            assert found[group.start + i].value == pytest.approx(expected, rel=1e-5)  # float32
+
+
+def test_the_numbers_of_the_groups_are_logged(states):
+    scored, found = group_indicators(("lidar", "log_determinant"), batch(states), (0, -1))
+    assert all(NOVELTY not in item.rollout.metrics for item in scored)
+    volumes = [
+        np.linalg.slogdet(np.eye(len(rows)) + rows @ rows.T)[1]
+        for rows in (unit(states[group]) for group in GROUPS)
+    ]
+    assert found["groups/log_determinant"] == pytest.approx(np.mean(volumes), rel=1e-5)
+    mask = np.ones((3, 4), bool)
+    mask[2, 1:] = False
+    classes = np.concatenate([states, np.zeros((3, 6), np.float32)]).reshape(3, 4, 6)
+    assert found["groups/lidar"] == pytest.approx(float(lidar(classes, mask)))
+
+
+def test_a_state_that_is_not_finite_leaves_out_its_group(states):
+    clean, of_clean = group_indicators(GROUP_METRICS, batch(states[4:8]), (0, -1))
+    states[2, 3] = np.nan
+    scored, found = group_indicators(GROUP_METRICS, batch(states[:8]), (0, -1))
+    assert [item.rollout.metrics[NOVELTY].valid for item in scored] == [False] * 4 + [True] * 4
+    assert [item.rollout.metrics[NOVELTY] for item in scored[4:]] == [
+        item.rollout.metrics[NOVELTY] for item in clean
+    ]
+    assert found == {"groups/log_determinant": of_clean["groups/log_determinant"]}
+
+
+def test_nothing_is_measured_without_names(states):
+    scored = batch(states)
+    assert group_indicators((), scored, (0, -1)) == (scored, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"metrics.of_groups": ("drift",)}, "of_groups"),
+        ({"hidden_states.source": "none", "shaping.target": "none"}, "needs hidden states"),
+        ({"shaping.guidance": "elliptical_novelty_velocity"}, "which is unknown"),
+        ({"metrics.of_groups": ("lidar",), "shaping.guidance": "elliptical_novelty"}, "is unknown"),
+    ],
+)
+def test_wrong_settings_are_refused(fields, match):
+    config = tiny_config()
+    config.metrics.of_groups = GROUP_METRICS
+    validate(config)
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=match):
+        validate(config)
