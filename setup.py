@@ -60,6 +60,7 @@ setup(
             CRYPTOGRAPHY,
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
+            "peft>=0.21",  # reads and writes adapters, for comparison
             PDOC,
             "pytest>=9.2",
             "pytest-xdist>=3.8",

@@ -309,6 +309,18 @@ def get_config() -> ml_collections.ConfigDict:
     config.critic.weight_decay = 0.01  # of AdamW
     config.critic.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
 
+    config.lora = ml_collections.ConfigDict()  # adapters upon a frozen base. docs/lora.md
+    config.lora.rank = 0  # of the adapters; 0: no adapters, all parameters are trained
+    config.lora.alpha = 32.0  # the product of an adapter's matrices is scaled by alpha / rank
+    config.lora.rank_stabilized = False  # True: scaled by alpha / sqrt(rank)
+    # Modules of every layer that get adapters: q_proj, ..., patterns such as *_proj, or all-linear;
+    # repeat the flag
+    config.lora.targets = ("all-linear",)
+    # Of the frozen base, which is also the reference: float32, or bfloat16 for half the memory
+    config.lora.base_dtype = "float32"
+    # Directory in PEFT's format with the adapter to start from; empty: a new adapter
+    config.lora.path = ""
+
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # optimiser steps; 0: no warm start
     config.warm_start.num_demonstrations = 20_000  # demonstrations that are generated and repeated

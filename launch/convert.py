@@ -3,16 +3,18 @@
     python -m launch.convert --source=runs/quickstart --target=exported
 
 A run directory becomes a directory for transformers, vLLM or --config.model.path, from its newest
-valid checkpoint or that of --step. A Hugging Face directory becomes a checkpoint of its parameters,
-with config.json and tokenizer beside it. Converting back gives the same weights, bit for bit.
-Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
+valid checkpoint or that of --step. Adapters are merged with their base, or written in PEFT's format
+with --adapter. A directory in PEFT's format becomes one of the merged model. Another Hugging Face
+directory becomes a checkpoint of its parameters, with config.json and tokenizer beside it.
+Converting back gives the same weights, bit for bit. Nothing is overwritten. Exit codes: 0 done, 2
+wrong flag or directory (one line names it).
 """
 
 from __future__ import annotations
 
 import pathlib
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -20,6 +22,9 @@ from launch import cli
 from semrl_jax.choices import DTYPES
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
+
+if TYPE_CHECKING:  # mistakes and --help need no JAX
+    from semrl_jax import models
 
 # Files copied with the parameters: configuration and tokenizer.
 BESIDE = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
@@ -29,11 +34,12 @@ TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist,
 STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest valid one")
 DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of Hugging Face weights")
 MAX_SHARD_GB = flags.DEFINE_float("max_shard_gb", 5.0, "weights above this size are split")
+ADAPTER = flags.DEFINE_bool("adapter", False, "write a run's adapters in PEFT's format, unmerged")
 FAMILY = flags.DEFINE_string("family", "", "as config.model.family; default: that of the run")
 
 
 def main() -> int:
-    options = {flag.name: flag.value for flag in (STEP, DTYPE, MAX_SHARD_GB, FAMILY)}
+    options = {flag.name: flag.value for flag in (STEP, DTYPE, MAX_SHARD_GB, FAMILY, ADAPTER)}
     convert(pathlib.Path(cli.required(SOURCE)), pathlib.Path(cli.required(TARGET)), **options)
     return 0
 
@@ -46,6 +52,7 @@ def convert(
     dtype: str = "float32",
     max_shard_gb: float = 5.0,
     family: str = "",
+    adapter: bool = False,
 ) -> None:
     """Makes `target` from `source`; see the flags.
 
@@ -56,6 +63,15 @@ def convert(
         raise UserError(f"--source={source} is not a directory.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
+    if (source / "adapter_config.json").is_file():
+        if step is not None or adapter:
+            raise UserError(
+                f"--step and --adapter apply to a run; --source={source} is an adapter: leave them "
+                "out."
+            )
+        with cli.new_directory("target", target) as target:
+            merge_adapter(source, target, dtype, round(max_shard_gb * 1e9), family)
+        return
     record = read_record(source)
     with cli.new_directory("target", target) as target:
         if (source / "checkpoints").is_dir():
@@ -65,13 +81,17 @@ def convert(
             folder = find_checkpoint(source / "checkpoints", step)
             if "run_id" in record:
                 family = family or record["config"]["model"].get("family", "")
-            export(folder, target, model, dtype, round(max_shard_gb * 1e9), family)
+            if adapter:
+                export_adapter(folder, target, model, family)
+            else:
+                export(folder, target, model, dtype, round(max_shard_gb * 1e9), family)
         elif "run_id" in record:
             raise UserError(f"--source={source} is a run without a checkpoint.")
-        elif step is not None or dtype != "float32":
+        elif step is not None or dtype != "float32" or adapter:
             raise UserError(
-                f"--step and --dtype apply to a source with checkpoints; --source={source} is a "
-                "Hugging Face directory, and its checkpoint will be float32: leave them out."
+                "--step, --dtype and --adapter apply to a source with checkpoints; "
+                f"--source={source} is a Hugging Face directory, and its checkpoint will be "
+                "float32: leave them out."
             )
         else:
             import_parameters(source, target, family)
@@ -97,20 +117,64 @@ def export(
     family: str,
 ) -> None:
     """Writes the parameters of a valid checkpoint as a Hugging Face directory like `model`."""
-    import jax
-
-    from semrl_jax import data, models
-    from semrl_jax.runs.checkpoint_files import restore_params
+    from semrl_jax import models
+    from semrl_jax.runs.adapters import restore_policy
 
     config = models.load_config(model, family)
+    print(f"reading {folder}", flush=True)
+    params = restore_policy(folder, models.Policy(config), model)
+    save_merged(target, params, config, model, dtype, max_shard_bytes)
+
+
+def export_adapter(
+    folder: pathlib.Path, target: pathlib.Path, model: pathlib.Path, family: str
+) -> None:
+    """Writes the adapters of a valid checkpoint in PEFT's format."""
+    from semrl_jax import models
+    from semrl_jax.runs import adapters
+
+    config = models.load_config(model, family)
+    record = adapters.adapter_record(folder)
+    if record is None:
+        raise UserError(
+            f"--adapter: checkpoint {folder} has no adapters, since lora.rank was 0; leave it out."
+        )
+    adapters.check_base(folder, record, model)
+    params = adapters.restore_adapter(folder, record, models.Policy(config))
+    models.peft.save_adapter(target, params, record.lora, config, model, record.base)
+    print(f"done: {target} is an adapter of {record.base}, in PEFT's format", flush=True)
+
+
+def merge_adapter(
+    source: pathlib.Path, target: pathlib.Path, dtype: str, max_shard_bytes: int, family: str
+) -> None:
+    """Writes an adapter in PEFT's format and its base as one Hugging Face directory."""
+    from semrl_jax import models
+
+    files = models.peft.find_adapter(source)
+    model = files.base()
+    config = models.load_config(model, family)
+    params, lora = models.peft.load_adapter(files, config, model, files.base_name)
+    params = models.adapted(params, lora.base(models.load_params(model, config)))
+    save_merged(target, params, config, model, dtype, max_shard_bytes)
+
+
+def save_merged(
+    target: pathlib.Path,
+    params: models.Params,
+    config: models.DecoderConfig,
+    model: pathlib.Path,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Writes parameters, merged with adapters if they have some, as a directory like `model`."""
+    from semrl_jax import data, models
+
     try:
         tokenizer = data.load_tokenizer(model)
     except UserError as error:
         print(f"no tokenizer is written: {error}", flush=True)
         tokenizer = None
-    print(f"reading {folder}", flush=True)
-    like = jax.eval_shape(models.Policy(config).init, jax.random.key(0))
-    params = restore_params(folder, like)
     print(f"writing {target}", flush=True)
     models.save_directory(
         target,

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
+from semrl_jax.models import peft
 
 RANDOM_MODEL_FIELDS = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings",
@@ -64,8 +65,41 @@ def starting_params(
       UserError: if the weights are missing or do not fit the architecture or the mesh.
     """
     shardings = models.parameter_shardings(policy.shapes(), mesh)
-    params = models.load_params(directory, policy.config, shardings)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return models.load_params(directory, policy.config, shardings, dtype=dtype)
+
+
+def find_lora(
+    config: ml_collections.ConfigDict, policy: models.Policy
+) -> tuple[models.Lora, models.Params | None] | None:
+    """What `config.lora` trains, and the adapter of `lora.path`; None if it is off.
+
+    Raises:
+      UserError: if the targets or the rank do not fit the model, or the adapter does not fit them.
+    """
+    options = config.lora
+    if not options.rank:
+        return None
+    architecture = policy.config
+    modules = peft.find_modules(architecture, options.targets)
+    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
+    peft.check_rank(architecture, lora)
+    if not options.path:
+        return lora, None
+    try:
+        files = peft.find_adapter(options.path)
+        base = models.find_directory(config.model.path)
+        adapter, own = peft.load_adapter(files, architecture, base, config.model.path)
+    except UserError as error:
+        raise UserError(f"lora.path: {error}") from None
+    for field in ("rank", "alpha", "rank_stabilized", "modules"):
+        here, there = getattr(lora, field), getattr(own, field)
+        if here != there:
+            name = "targets" if field == "modules" else field
+            raise UserError(
+                f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
+                f"{options.path!r} has {there!r}; set lora.{name} to that."
+            )
+    return lora, adapter
 
 
 class ModelFiles(NamedTuple):

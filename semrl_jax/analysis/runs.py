@@ -16,11 +16,8 @@ from jaxtyping import Bool, Float
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
-from semrl_jax.runs.checkpoint_files import (
-    checkpoint_problem,
-    checkpoint_steps,
-    restore_params,
-)
+from semrl_jax.runs.adapters import restore_policy
+from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 
 MICRO_BATCH = 16
 COLUMNS = ("prompt_ids", "response_ids")
@@ -172,4 +169,4 @@ def load_weights(
         return models.load_params(start, policy.config)
     if problem := checkpoint_problem(checkpoint):
         raise UserError(f"checkpoint {checkpoint} cannot be used: {problem}.")
-    return restore_params(checkpoint, policy.shapes())
+    return restore_policy(checkpoint, policy, start)

@@ -1,6 +1,7 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.choices import REMAT_POLICIES
+from semrl_jax.models import peft
 from semrl_jax.models.config import DecoderConfig, RopeScaling
 from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.directory import (
@@ -16,6 +17,7 @@ from semrl_jax.models.directory import (
 from semrl_jax.models.families import Family, find_family
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.hosts import from_host, to_host
+from semrl_jax.models.lora import VALUE_HEAD, Base, Lora, adapted
 from semrl_jax.models.policy import Params, Policy, unstacked
 from semrl_jax.models.sharding import (
     AXES,
@@ -36,17 +38,21 @@ from semrl_jax.models.weights import (
 
 __all__ = [
     "AXES",
+    "Base",
     "DATA_AXES",
     "REMAT_POLICIES",
     "DecoderConfig",
     "Family",
     "KVCache",
+    "Lora",
     "Params",
     "Piece",
     "Policy",
     "RopeScaling",
     "UnstackedParams",
+    "VALUE_HEAD",
     "ValueModel",
+    "adapted",
     "check_mesh",
     "check_params",
     "config_from_hf",
@@ -62,6 +68,7 @@ __all__ = [
     "make_mesh",
     "parameter_shardings",
     "params_from_hf",
+    "peft",
     "read_head",
     "replicated",
     "save_directory",

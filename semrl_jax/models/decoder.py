@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
 from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.lora import AdaptedLinear
 from semrl_jax.models.sharding import constrain, gather_layer
 
 
@@ -96,7 +97,7 @@ _product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _product_gradients)
 
 
 def _dot_general(x, kernel, *_, **__):
-    """What nnx.Linear calls, for the only case that a layer has."""
+    """What a linear module calls, for the only case that a layer has."""
     return _product(x, kernel)
 
 
@@ -112,7 +113,7 @@ class DecoderLayer(nnx.Module):
 
         def linear(num_in, num_out, bias=False):
             # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
-            return nnx.Linear(
+            return AdaptedLinear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
                 dot_general=_dot_general, rngs=rngs,

@@ -139,10 +139,12 @@ def load_params(
     config: DecoderConfig,
     shardings: Any = None,
     others: Mapping[str, tuple[int, ...]] = NO_OTHERS,
+    dtype: str = "float32",
 ) -> Params:
-    """Reads `model.safetensors`, or the shards of its index, as float32 parameters.
+    """Reads `model.safetensors`, or the shards of its index.
 
-    Values are kept exactly. Memory holds the parameters once, and a few pieces of `PIECE_BYTES`.
+    Float32 keeps all values exactly. Memory holds the parameters once, and a few pieces of
+    `PIECE_BYTES`.
 
     Args:
       path: the directory.
@@ -150,13 +152,14 @@ def load_params(
       shardings: the tree from `parameter_shardings`, for jax.Arrays, which are put on their
         devices piece by piece; None for NumPy arrays.
       others: see `check_params`.
+      dtype: of the parameters.
 
     Raises:
       UserError: naming the file and each missing, extra or misshapen tensor.
     """
     files = check_params(path, config, others)
     pieces = _read_pieces(files, tensor_specs(config, "float32"))
-    return params_from_hf(pieces, config, shardings)
+    return params_from_hf(pieces, config, shardings, dtype)
 
 
 def check_params(

@@ -15,11 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoded, Decoder
+from semrl_jax.models.lora import Params, add_adapters, modules_with_adapters
 from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, parameter_shardings
 from semrl_jax.models.token_logprobs import Tiles
 from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
-
-Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +178,6 @@ class Policy:
         """Of the devices that run the program, which may not be those that compile it."""
         return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
 
-    @functools.cached_property
-    def _graph(self):
-        return nnx.graphdef(nnx.eval_shape(lambda: self._module(nnx.Rngs(0))))
-
     def _bind(self, params: Params) -> Decoder:
         if isinstance(params["layers"], tuple):  # the compiler removes stacks that are sliced again
             layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
@@ -190,7 +185,14 @@ class Policy:
         elif mesh := self._split:  # the gradient of the parameters has the same layout
             shardings = parameter_shardings(params, mesh)
             params = jax.lax.with_sharding_constraint(params, shardings)
-        return nnx.merge(self._graph, params)
+        return nnx.merge(_graph(self, modules_with_adapters(params["layers"])), params)
+
+
+@functools.cache
+def _graph(policy: Policy, adapted: tuple[str, ...]) -> nnx.GraphDef:
+    module = nnx.eval_shape(lambda: policy._module(nnx.Rngs(0)))
+    add_adapters(module.layers, adapted)
+    return nnx.graphdef(module)
 
 
 def unstacked(params: Params) -> Params:

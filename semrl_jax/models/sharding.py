@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.lora import A, B
 
 AXES = ("replica", "fsdp", "sequence", "tensor")
 DATA_AXES = ("replica", "fsdp")
@@ -81,6 +82,15 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def partition_spec(name: str) -> PartitionSpec:
+    """The entry of a parameter; adapters are split as the rows and columns of their kernel."""
+    module, _, leaf = name.rpartition("/")
+    if leaf not in (A, B):
+        return PARTITION_SPECS[name]
+    stack, rows, columns = PARTITION_SPECS[f"{module}/kernel"]
+    return PartitionSpec(stack, rows, None) if leaf == A else PartitionSpec(stack, None, columns)
+
+
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """The NamedSharding of each leaf of `params`; every name must be in the table.
 
@@ -90,7 +100,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
     def of(path, leaf):
         name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
-        spec = PARTITION_SPECS[name]
+        spec = partition_spec(name)
         if len(spec) > leaf.ndim:  # of one layer, not of their stack
             spec = PartitionSpec(*spec[1:])
         for size, axis in zip(leaf.shape, spec, strict=True):
@@ -190,7 +200,7 @@ def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
 
     def gathered(path, leaf):
         name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
-        split = PartitionSpec(*PARTITION_SPECS[f"layers/{name}"][1:])
+        split = PartitionSpec(*partition_spec(f"layers/{name}")[1:])
         if "fsdp" not in split:
             return leaf
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hosts import start_copies, to_host
+from semrl_jax.models.lora import Adapted, merged, stored
 from semrl_jax.models.policy import Params
 from semrl_jax.types import TensorSpec
 
@@ -84,6 +85,23 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
         yield _Tensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
 
 
+class Kernel(NamedTuple):
+    """A linear module of a layer, by its Hugging Face name, such as "self_attn.q_proj"."""
+
+    name: str
+    shape: tuple[int, int]  # [out, in], as Hugging Face has it
+
+
+def layer_kernels(config: DecoderConfig) -> dict[str, Kernel]:
+    """The linear modules of a layer, which are the same in all layers, by our names."""
+    prefix = "model.layers.0."
+    return {
+        tensor.path[1]: Kernel(tensor.name[len(prefix) : -len(".weight")], tensor.shape)
+        for tensor in _tensors(config)
+        if tensor.layer == 0 and tensor.is_kernel and len(tensor.shape) == 2
+    }
+
+
 def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
     return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in _tensors(config)]
@@ -94,13 +112,14 @@ def iterate_hf_tensors(
 ) -> Iterator[tuple[TensorSpec, np.ndarray]]:
     """Yields (spec, array) in the order of `tensor_specs`; two layers on the host at a time.
 
-    The devices cast and transpose, and prepare one layer while the caller uses the previous one. If
-    other processes hold parts of the parameters, all processes must read it to its end.
+    The devices merge adapters, cast and transpose, and prepare one layer while the caller
+    uses the previous one. If other processes hold parts of the parameters, all processes must read
+    it to its end.
     """
 
     def start(group: Sequence[_Tensor]) -> list[Array]:
         arrays = _hf_layout(
-            [functools.reduce(operator.getitem, tensor.path, params) for tensor in group],
+            [stored(params, tensor.path) for tensor in group],
             group[0].layer,
             transposed=tuple(tensor.is_kernel for tensor in group),
             dtype=dtype,
@@ -120,7 +139,7 @@ def iterate_hf_tensors(
 
 @functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
 def _hf_layout(
-    arrays: Sequence[Array],
+    arrays: Sequence[Array | Adapted],
     layer: int | Int[Array, ""] | None,
     *,
     transposed: tuple[bool, ...],
@@ -130,13 +149,18 @@ def _hf_layout(
     found = []
     for array, is_transposed in zip(arrays, transposed, strict=True):
         if layer is not None:
-            array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+            array = jax.tree.map(
+                lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), array
+            )
+        array = merged(array)
         found.append((array.T if is_transposed else array).astype(jnp.dtype(dtype)))
     return found
 
 
-def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None) -> Params:
-    """Float32 parameters from the rows of Hugging Face tensors; values are only cast.
+def params_from_hf(
+    pieces: Iterable[Piece], config: DecoderConfig, shardings: Any = None, dtype: str = "float32"
+) -> Params:
+    """Parameters from the rows of Hugging Face tensors; values are only cast.
 
     Memory is allocated once and filled piece by piece, so it holds the parameters and a few copies
     of one piece.
@@ -146,6 +170,7 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
         and shapes.
       config: the architecture.
       shardings: the tree from `parameter_shardings`; None keeps the parameters on the host.
+      dtype: of the parameters.
 
     Returns:
       NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
@@ -157,11 +182,11 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
         shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
     leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
     if shardings is None:
-        leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
+        leaves = {path: _HostLeaf(shape, dtype) for path, shape in shapes.items()}
     else:
         # One program for all: each compiled program costs about 1 MB and 20 ms.
         zeros = jax.jit(
-            lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes.values()],
+            lambda: [jnp.zeros(shape, dtype) for shape in shapes.values()],
             out_shardings=[functools.reduce(operator.getitem, p, shardings) for p in shapes],
         )()
         leaves = {path: _DeviceLeaf(array) for path, array in zip(shapes, zeros)}
@@ -179,8 +204,8 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
 class _HostLeaf:
     """One parameter in host memory."""
 
-    def __init__(self, shape: tuple[int, ...]):
-        self._array = np.empty(shape, np.float32)
+    def __init__(self, shape: tuple[int, ...], dtype: str):
+        self._array = np.empty(shape, jnp.dtype(dtype))
 
     def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
         target = self._array if layer is None else self._array[layer]

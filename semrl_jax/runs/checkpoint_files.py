@@ -103,7 +103,7 @@ def checkpoint_problem(folder: pathlib.Path) -> str:
 
 
 def read_meta(folder: pathlib.Path) -> dict[str, Any]:
-    """`format_version`, `step` and `position` of a valid checkpoint."""
+    """`format_version`, `step` and `position` of a valid checkpoint, and what a run adds."""
     return read_json_object(folder / META_FILE)
 
 
@@ -260,8 +260,11 @@ def open_checkpointer(barrier: Callable[..., None] | None = None) -> ocp.AsyncCh
     )
 
 
-def save_args(tree: Any, step: int, position: DataPosition) -> ocp.args.Composite:
+def save_args(
+    tree: Any, step: int, position: DataPosition, extra: Mapping[str, Any] = {}
+) -> ocp.args.Composite:
     meta = {
+        **extra,
         "format_version": FORMAT_VERSION,
         "step": step,
         "position": position._asdict(),

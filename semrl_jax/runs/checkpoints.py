@@ -21,6 +21,7 @@ from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import remove
+from semrl_jax.runs.adapters import AdapterRecord, check_resumed
 from semrl_jax.runs.checkpoint_files import (
     UnreadableError,
     check_structure,
@@ -60,6 +61,7 @@ class Checkpoints:
       warn: called with one line for each checkpoint that cannot be trusted or written, also from
         another thread.
       peers: the processes that hold the state. Each writes its part; only process 0 removes.
+      adapter: what the parameters are, if they are adapters.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Checkpoints:
         extra_steps: Iterable[int] = (),
         warn: Callable[[str], None] = warnings.warn,
         peers: Peers | None = None,
+        adapter: AdapterRecord | None = None,
     ):
         self._peers = peers or Peers()
         self._directory = pathlib.Path(directory).absolute()
@@ -80,6 +83,7 @@ class Checkpoints:
         self._keep_every = keep_every
         self._extra_steps = frozenset(extra_steps)
         self._warn = warn
+        self.adapter = adapter
         self._checkpointer = open_checkpointer(self._barrier)
         self._sound: set[int] = set()  # steps sealed or restored by this attempt
         self._unsound: set[int] = set()  # steps that do not match their manifest
@@ -119,7 +123,12 @@ class Checkpoints:
         try:
             self._checkpointer.save(
                 self._directory / str(step),
-                args=save_args(state._replace(position=None), step, state.position),
+                args=save_args(
+                    state._replace(position=None),
+                    step,
+                    state.position,
+                    self.adapter.meta() if self.adapter else {},
+                ),
             )
         except Exception as error:
             self._failed(step, error)
@@ -138,8 +147,8 @@ class Checkpoints:
           like: a state with the shapes, dtypes and shardings to restore into.
 
         Raises:
-          UserError: if a valid checkpoint has a newer format, or holds a state of other names,
-            shapes or dtypes than `like`.
+          UserError: if a valid checkpoint has a newer format, adapters of another base, or holds
+            a state of other names, shapes or dtypes than `like`.
         """
         self.wait()
         like = like._replace(position=None)
@@ -149,6 +158,7 @@ class Checkpoints:
             problem = on_first(self._peers, "restore", lambda: checkpoint_problem(folder))  # noqa: B023
             if not problem:
                 meta = read_meta(folder)
+                check_resumed(meta, self.adapter, folder)
                 try:
                     run_phase(self._peers, "restore", lambda: check_structure(folder, like))  # noqa: B023
                     with self._peers.phase("restore"):

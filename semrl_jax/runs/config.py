@@ -38,8 +38,8 @@ from semrl_jax.shaping import ShapingOptions
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "critic", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints", "logging",
-    "profile",
+    "critic", "lora", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints",
+    "logging", "profile",
 )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _check_importance(config)
     _check_ahead(config)
     _check_measured(config)
+    _check_lora(config)
     # Last: these import modules that load JAX.
     for name in config.metrics.names:
         if name not in METRICS:
@@ -266,6 +267,22 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
             f"metrics.stride={metrics.stride} leaves {found} prefixes in "
             f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, but the "
             f"shaping uses {name!r}, which takes {least}; {way_out}."
+        )
+
+
+def _check_lora(config: ml_collections.ConfigDict) -> None:
+    lora, model = config.lora, config.model
+    if not lora.rank:
+        return
+    if lora.path and not model.path:
+        raise UserError(
+            f"lora.path={lora.path!r} needs model.path, the base of the adapter; set it to the "
+            "base_model_name_or_path of its adapter_config.json."
+        )
+    if model.reference_dtype not in ("float32", lora.base_dtype):
+        raise UserError(
+            f"model.reference_dtype={model.reference_dtype!r} is not read with lora.rank="
+            f"{lora.rank}, since the frozen base is the reference; set lora.base_dtype."
         )
 
 

@@ -110,7 +110,8 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     resumed = check_workdir(workdir, given, inputs.hashes())
     _say_model(config, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
-    _check_run(config, workdir, resumed, num_parameters(inputs.policy.config), summary)
+    trained = _num_trained(inputs.policy.config, inputs.lora)
+    _check_run(config, workdir, resumed, trained, summary)
     return 0
 
 
@@ -155,6 +156,7 @@ def _say_model(config: ml_collections.ConfigDict, policy: models.Policy, summary
         config.model.path or "random",
         policy.config.model_type,
         f"{count / 1e6:.3g} M parameters",
+        f"adapters of rank {config.lora.rank}" if config.lora.rank else "",
         f"{policy.config.max_position_embeddings} tokens of context",
     )
 
@@ -228,9 +230,15 @@ def check_replicas(
 
 
 def _trained_parameters(inputs: Inputs) -> int:
-    """Of the policy and the critic."""
-    critic = num_parameters(inputs.critic.config) if inputs.critic is not None else 0
-    return num_parameters(inputs.policy.config) + critic
+    """Of the policy and the critic; with LoRA, of their adapters."""
+    decoders = [inputs.policy, *([inputs.critic.decoder] if inputs.critic is not None else [])]
+    return sum(_num_trained(decoder.config, inputs.lora) for decoder in decoders)
+
+
+def _num_trained(architecture: models.DecoderConfig, lora: models.Lora | None) -> int:
+    if lora is None:
+        return num_parameters(architecture)
+    return models.peft.num_parameters(architecture, lora)
 
 
 def _say_memory(
@@ -264,17 +272,23 @@ def memory_parts(
     update = update_bytes(
         architecture,
         config.model.remat,
-        params,
+        _num_trained(architecture, inputs.lora) / shards,
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
     )
     needs = all_needs(inputs.algorithm, config)
     parts = {"update": update}
-    if needs.reference or needs.early_reference:
+    if inputs.lora is not None:  # the base is the reference
+        parts["base"] = _width(config.lora.base_dtype) * params
+    elif needs.reference or needs.early_reference:
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
-        parts["critic"] = BYTES_PER_PARAMETER * num_parameters(inputs.critic.config) / shards
+        critic = inputs.critic.decoder.config
+        parts["critic"] = BYTES_PER_PARAMETER * _num_trained(critic, inputs.lora) / shards
+        if inputs.lora is not None and inputs.critic_directory is not None:
+            parts["base of the critic"] = _width(config.lora.base_dtype) * num_parameters(critic)
+            parts["base of the critic"] /= shards
     if inputs.reward_model is not None:
         count = num_parameters(inputs.reward_model.model.config) / shards
         parts["reward model"] = _width(config.rewards.model.dtype) * count

@@ -1,4 +1,4 @@
-"""Writes the model of a run as a Hugging Face directory."""
+"""Writes the model of a run as a Hugging Face directory, and its adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from semrl_jax import models
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.files import read_json_object
+from semrl_jax.runs.adapters import AdapterRecord
+
+ADAPTER = "adapter"  # in a run directory
 
 
 def save_model(
@@ -48,3 +51,23 @@ def save_model(
             )
 
     run_phase(peers, "save_model", save)
+
+
+def save_adapter(
+    directory: pathlib.Path,
+    params: models.Params,
+    record: AdapterRecord,
+    architecture: models.DecoderConfig,
+    base: pathlib.Path,
+    peers: Peers,
+) -> None:
+    """Writes adapters, perhaps on several hosts, for `peft` and `lora.path`; as `save_model`."""
+    if peers.count > 1:
+        params = models.to_host(params)
+
+    def save() -> None:
+        if peers.index == 0:
+            name = record.base
+            models.peft.save_adapter(directory, params, record.lora, architecture, base, name)
+
+    run_phase(peers, "save_adapter", save)

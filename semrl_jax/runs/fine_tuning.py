@@ -21,10 +21,11 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter, duration, short_path
 from semrl_jax.errors import Preempted, UserError
-from semrl_jax.model_setup import build_policy, end_token_ids, starting_params
+from semrl_jax.model_setup import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.models import from_host, replicated
+from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.export import save_model
+from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import check_micro_batches, record_inputs
@@ -63,6 +64,7 @@ class Inputs:
         self.policy, self.tokenizer = build_policy(config)
         architecture = self.policy.config
         models.check_mesh(architecture, mesh)
+        self.lora, self.adapter = find_lora(config, self.policy) or (None, None)
         if sft.max_tokens > architecture.max_position_embeddings:
             raise UserError(
                 f"sft.max_tokens={sft.max_tokens} must be at most the model's context of "
@@ -101,6 +103,7 @@ class Inputs:
             "data": self.conversations.hash,
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
+            **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),
         }
 
 
@@ -115,6 +118,7 @@ class OpenFineTuning:
     rate: dict[str, Any]  # options of the learning rate
     model: pathlib.Path  # the model that training starts from
     peers: Peers
+    record: AdapterRecord | None  # with LoRA
 
     @property
     def num_steps(self) -> int:
@@ -129,11 +133,16 @@ class OpenFineTuning:
         """The newest valid checkpoint, or the state before the first update."""
         tuner, mesh = self.tuner, self.tuner.plan.mesh
         shaping = init_shaping_state()  # of no use here, but part of every checkpoint
-        like = abstract_state(tuner.policy.shapes(), tuner.optimizer, shaping, mesh)
+        lora, shapes = self.inputs.lora, tuner.policy.shapes()
+        trained = shapes if lora is None else lora.shapes(shapes)
+        like = abstract_state(trained, tuner.optimizer, shaping, mesh)
         restored = self.run.checkpoints.restore(like)
         if restored is not None:
             return restored
-        params = starting_params(self.model, tuner.policy, mesh)
+        if lora is None:
+            params = starting_params(self.model, tuner.policy, mesh)
+        else:
+            params = self.inputs.adapter or lora.init(shapes, self.run.config.seed)
         return init_state(params, tuner.optimizer, shaping, mesh)
 
     def check_stop(self) -> None:
@@ -184,7 +193,11 @@ class OpenFineTuning:
         """
         directory = self.run.workdir.path / "model"
         architecture, tokenizer = self.tuner.policy.config, self.run.tokenizer
-        save_model(directory, params, architecture, tokenizer, self.model, self.peers)
+        whole = models.adapted(params, self.tuner.base)
+        save_model(directory, whole, architecture, tokenizer, self.model, self.peers)
+        if self.record is not None:
+            beside = directory.with_name(ADAPTER)
+            save_adapter(beside, params, self.record, architecture, self.model, self.peers)
         return directory
 
 
@@ -227,17 +240,24 @@ def open_fine_tuning(
     record_inputs(peers, workdir, inputs.hashes(), config.model.path)
     batches = batches_of(config, inputs)
     rate = {"num_steps": len(batches)} | {name: sft[name] for name in RATE}
+    policy, lora, base, record = inputs.policy, inputs.lora, None, None
+    if lora is not None:
+        frozen = starting_params(model, policy, mesh, config.lora.base_dtype)
+        base = lora.base(frozen)
+        record = AdapterRecord.of(lora, config.model.path, model, config.lora.base_dtype)
     tuner = FineTuner(
-        policy=dataclasses.replace(inputs.policy, mesh=mesh),
+        policy=dataclasses.replace(policy, mesh=mesh),
         optimizer=make_optimizer(**rate, **{name: sft[name] for name in ADAMW}),
         plan=row_plan(mesh, sft),
         max_tokens=sft.max_tokens,
         max_skipped_updates=config.training.max_skipped_updates,
         peers=peers,
+        base=base,
     )
     checkpoints = Checkpoints(
-        workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers
-    )
+        workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
+        adapter=record,
+    )  # fmt: skip
     with contextlib.closing(checkpoints):
         run = Run(
             config=config,
@@ -248,7 +268,7 @@ def open_fine_tuning(
             stop=stop,
             leads=peers.index == 0,
         )
-        yield OpenFineTuning(run, inputs, tuner, batches, rate, model, peers)
+        yield OpenFineTuning(run, inputs, tuner, batches, rate, model, peers, record)
 
 
 def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:

@@ -23,7 +23,7 @@ from semrl_jax.model_setup import build_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config import validate
 from semrl_jax.runs.consistency import check_same
-from semrl_jax.runs.export import save_model
+from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.profiling import profiled
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import OpenRun, open_run
@@ -253,7 +253,11 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     if dtype := config.training.export:
         policy, peers = opened.learner.policy, opened.learner.peers
         model = directory.path / MODEL
-        save_model(model, state.params, policy.config, run.tokenizer, opened.start, peers, dtype)
+        whole = opened.learner.whole(state.params)
+        save_model(model, whole, policy.config, run.tokenizer, opened.start, peers, dtype)
+        if record := run.checkpoints.adapter:
+            beside = directory.path / ADAPTER
+            save_adapter(beside, state.params, record, policy.config, opened.start, peers)
     end(run, f"done: {num_steps} steps")
     return 0
 
@@ -272,6 +276,8 @@ def end(run: Run, line: str) -> None:
         del places["responses"]
     if run.config.training.export:
         places["model"] = f"{short_path(path / MODEL)}/, for transformers, vLLM and model.path"
+        if run.checkpoints.adapter:
+            places["adapter"] = f"{short_path(path / ADAPTER)}/, for PEFT and lora.path"
     policy = f"--policy={short_path(path)}"
     commands = [
         ["launch.chat", policy],

@@ -6,13 +6,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.model_setup import starting_params
-from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps, restore_params
+from semrl_jax.runs.adapters import restore_policy
+from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 from semrl_jax.runs.run_directory import START, record_of, run_of
 
 
@@ -24,33 +24,37 @@ class PolicySource(NamedTuple):
       model: directory with the architecture and the tokenizer.
       checkpoint: of the weights; None: they are in `model`.
       step: of the run; 0 for a model directory.
+      adapter: directory in PEFT's format, upon `model`; None: there is none.
     """
 
     name: str
     model: pathlib.Path
     checkpoint: pathlib.Path | None = None
     step: int = 0
+    adapter: pathlib.Path | None = None
 
     def check(self, policy: models.Policy) -> None:
         """Raises UserError if the files are damaged or do not fit."""
         if self.checkpoint is None:
             models.check_params(self.model, policy.config)
+            if self.adapter is not None:
+                self._load_adapter(policy)
         elif problem := checkpoint_problem(self.checkpoint):
             raise UserError(f"checkpoint {self.checkpoint} cannot be used: {problem}.")
 
     def params(self, policy: models.Policy, mesh: Mesh) -> models.Params:
         """The weights on the mesh; raises as `check`."""
         if self.checkpoint is None:
-            return starting_params(self.model, policy, mesh)
+            if self.adapter is None:
+                return starting_params(self.model, policy, mesh)
+            adapter, lora = self._load_adapter(policy)
+            return models.adapted(adapter, lora.base(starting_params(self.model, policy, mesh)))
         self.check(policy)
-        shapes = policy.shapes()
-        shardings = models.parameter_shardings(shapes, mesh)
-        like = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        )
-        return restore_params(self.checkpoint, like)
+        return restore_policy(self.checkpoint, policy, self.model, mesh)
+
+    def _load_adapter(self, policy: models.Policy) -> tuple[models.Params, models.Lora]:
+        files = models.peft.find_adapter(self.adapter)
+        return models.peft.load_adapter(files, policy.config, self.model, files.base_name)
 
 
 def find_policies(
@@ -60,7 +64,7 @@ def find_policies(
 
     Args:
       path: a run directory; one of its checkpoints; a directory that `launch.convert` made of
-        parameters; a Hugging Face directory; or a hub id.
+        parameters; a Hugging Face directory; an adapter in PEFT's format; or a hub id.
       steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: 0 and all
         checkpoints. None: the newest valid checkpoint.
       field: the flag or setting that names the path, for error messages.
@@ -88,6 +92,9 @@ def find_policies(
             f"--steps chooses among the checkpoints of a run, but {field}={path} is none; leave "
             "--steps out."
         )
+    if models.peft.is_adapter(path):
+        base = models.peft.find_adapter(path).base()
+        return [PolicySource(directory.absolute().name, base, adapter=directory)]
     try:
         model = models.find_directory(path)
     except UserError as error:

@@ -18,13 +18,16 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def names_run(path: str) -> bool:
-    """Whether a path is a run, one of its checkpoints, or a checkpoint that launch.convert made."""
+    """Whether a path is a run, one of its checkpoints, or a checkpoint that launch.convert made.
+
+    An adapter in PEFT's format counts too: a model must be made of it.
+    """
     if not path:
         return False
     directory = pathlib.Path(path)
     if directory.parent.name == "checkpoints" and directory.name.isdigit():
         return True
-    if run_of(directory) is not None:
+    if run_of(directory) is not None or (directory / "adapter_config.json").is_file():
         return True
     has_weights = any(directory.glob("*.safetensors"))
     return (directory / "checkpoints").is_dir() and not has_weights

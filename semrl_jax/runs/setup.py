@@ -33,6 +33,7 @@ from semrl_jax.model_setup import (
     ModelFiles,
     build_policy,
     end_token_ids,
+    find_lora,
     find_value_model,
     starting_params,
     value_params,
@@ -42,6 +43,7 @@ from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
@@ -75,6 +77,8 @@ class Inputs(NamedTuple):
     problems: Sequence[data.PromptExample]
     scores: Sequence[ModuleType]
     reward_model: ModelFiles | None
+    lora: models.Lora | None
+    adapter: models.Params | None  # that training starts from; None: a new one
 
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
@@ -86,6 +90,7 @@ class Inputs(NamedTuple):
             # A sample is enough to tell two models apart, and reading all would take long.
             **({"reward model": models.weights_sample(files.directory)} if files else {}),
             **({"critic": models.weights_sample(critic)} if critic else {}),
+            **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
@@ -103,6 +108,8 @@ class OpenRun:
     learner: Learner
     start: pathlib.Path  # model directory that training starts from
     critic_start: pathlib.Path | None = None  # of the critic; None: the policy's parameters
+    adapter: models.Params | None = None  # to start from; None: a new one, or no LoRA
+    critic_head: models.Params | None = None  # to start from, with LoRA
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
@@ -110,6 +117,8 @@ class OpenRun:
         restored = self.run.checkpoints.restore(learner.abstract_state())
         if restored is not None:
             return restored
+        if learner.lora is not None:
+            return learner.first_state(*self._first_adapters())
         critic = None
         if self.critic_start is not None:
             critic = value_params(self.critic_start, learner.critic.model, learner.mesh)
@@ -117,6 +126,16 @@ class OpenRun:
             return learner.first_state(None, critic)
         params = starting_params(self.start, learner.policy, learner.mesh)
         return learner.first_state(params, critic)
+
+    def _first_adapters(self) -> tuple[models.Params, models.Params | None]:
+        """Those of the policy, and those of the critic with its head."""
+        learner, seed = self.learner, self.run.config.seed
+        policy = self.adapter or learner.lora.init(learner.base.params, seed)
+        if learner.critic is None:
+            return policy, None
+        # Another seed than the policy's, which is below 2^32.
+        critic = learner.lora.init(learner.critic.base.params, seed + 2**32)
+        return policy, critic | {models.VALUE_HEAD: self.critic_head}
 
 
 def check_inputs(
@@ -150,6 +169,7 @@ def check_inputs(
     if config.evaluation.metrics:
         check_metrics_of(config.evaluation.metric_options, policy)
     models.check_mesh(policy.config, mesh)
+    lora, adapter = find_lora(config, policy) or (None, None)
     check_memory(config, policy.config)
     if is_embedded(config):
         check_fit(policy.config, configured_mesh(config, policy.config), mesh)
@@ -179,6 +199,8 @@ def check_inputs(
         reward_model=find_reward_model(
             "rewards.model.path", config.rewards.model.path, config, policy, tokenizer, mesh
         ),
+        lora=lora,
+        adapter=adapter,
     )
 
 
@@ -241,6 +263,8 @@ def open_run(
         def load() -> tuple[pathlib.Path, models.Params | None]:
             start = find_start()
             needs = all_needs(inputs.algorithm, config)
+            if inputs.lora is not None:  # the base, which is the reference too
+                return start, starting_params(start, policy, mesh, config.lora.base_dtype)
             if not (needs.reference or needs.early_reference):
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, None
@@ -257,6 +281,10 @@ def open_run(
         client = agreed("connect", connect)
         agreed("warm_start", lambda: find_start() if peers.index == 0 else None)
         start, reference = agreed("load", load)
+        lora, base, record = inputs.lora, None, None
+        if lora is not None:
+            base = lora.base(reference)
+            record = AdapterRecord.of(lora, config.model.path, start, config.lora.base_dtype)
 
         def load_reward_model() -> RewardModel | None:
             if inputs.reward_model is None:
@@ -271,12 +299,18 @@ def open_run(
             options = config.evaluation.metric_options
             evaluation_measurer = stack.enter_context(open_measurer(config, options))
         checkpoints = Checkpoints(
-            workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers
-        )
+            workdir.path / "checkpoints", **config.checkpoints, warn=reporter.notice, peers=peers,
+            adapter=record,
+        )  # fmt: skip
         stack.enter_context(contextlib.closing(checkpoints))
-        critic = None
+        critic = critic_head = None
         if inputs.critic is not None:
             critic = Critic(inputs.critic, optimizer_of(config.critic))
+            if lora is not None:
+                frozen, critic_head = agreed(
+                    "load", lambda: critic_base(config, inputs, base, mesh)
+                )
+                critic = critic._replace(base=lora.base(frozen))
         learner = Learner(
             config=config,
             algorithm=inputs.algorithm,
@@ -289,6 +323,8 @@ def open_run(
             peers=peers,
             device_lock=device_lock,
             reward_model=reward_model,
+            lora=lora,
+            base=base,
         )
         parts = {
             "config": config,
@@ -325,7 +361,33 @@ def open_run(
             graders=graders,
             measurer=evaluation_measurer,
         )
-        yield OpenRun(run, sampler, evaluator, learner, start, inputs.critic_directory)
+        yield OpenRun(
+            run,
+            sampler,
+            evaluator,
+            learner,
+            start,
+            inputs.critic_directory,
+            inputs.adapter,
+            critic_head,
+        )
+
+
+def critic_base(
+    config: ml_collections.ConfigDict, inputs: Inputs, policy: models.Base, mesh: Mesh
+) -> tuple[models.Params, models.Params]:
+    """The frozen part of a critic with adapters, and the head that it starts with.
+
+    Without `critic.path` the frozen part is the policy's, not a copy of it.
+    """
+    if inputs.critic_directory is None:
+        params = models.with_head(policy.params)
+    else:
+        params = value_params(inputs.critic_directory, inputs.critic, mesh)
+    head = params.pop(models.VALUE_HEAD)
+    if inputs.critic_directory is not None:
+        params = jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), params)
+    return params, head
 
 
 def check_metrics_of(metrics: ml_collections.ConfigDict, policy: models.Policy) -> None:

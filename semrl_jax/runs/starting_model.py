@@ -40,8 +40,9 @@ def with_own_model(
     if not (start / "config.json").is_file():
         if peers.count > 1:
             raise UserError(
-                f"model.path={path} is a run, which one process alone can start from; make a "
-                f"model directory of it with python -m launch.convert --source={path} --target=DIR."
+                f"model.path={path} is a run or an adapter, which one process alone can start "
+                "from; make a model directory of it with python -m launch.convert "
+                f"--source={path} --target=DIR."
             )
         source = source_of(path)
         reporter.line(f"start: {source.name}, written to {start}")

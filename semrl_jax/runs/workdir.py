@@ -67,7 +67,7 @@ MAY_DIFFER = (
     "model.remat",
 )
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.
-IN_CHECKPOINTS = ("rollout.max_staleness",)
+IN_CHECKPOINTS = ("rollout.max_staleness", "lora.rank")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "grpcio")
 
 

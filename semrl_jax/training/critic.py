@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.models import Params, ValueModel, replicated
+from semrl_jax.models import Base, Params, ValueModel, adapted, replicated
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
 from semrl_jax.training.state import Trained
 from semrl_jax.training.update import (
@@ -55,6 +55,7 @@ def update_critic(
     *,
     model: ValueModel,
     optimizer: optax.GradientTransformation,
+    base: Base | None = None,
     plan: RowPlan,
     algorithm: Algorithm,
 ) -> tuple[Trained, Mapping[str, Float[Array, ""]]]:
@@ -79,6 +80,7 @@ def update_critic(
         plan.put(layout.rows),
         targets,
         np.int32(layout.num_micro),
+        base,
         model=model,
         optimizer=optimizer,
         algorithm=algorithm,
@@ -109,6 +111,7 @@ def update_value_rows(
     rows: TokenRows,
     targets: ValueTargets,
     num_micro: Int[np.ndarray | Array, ""],
+    base: Base | None = None,
     *,
     model: ValueModel,
     optimizer: optax.GradientTransformation,
@@ -118,7 +121,8 @@ def update_value_rows(
 
     def loss_of(params, micro):
         micro_rows, micro_targets = micro
-        values = model.values(params, response_states(params, micro_rows, model))
+        whole = adapted(params, base)
+        values = model.values(whole, response_states(whole, micro_rows, model))
         loss, scalars = algorithm.value_loss(values, **micro_targets._asdict())
         return loss, (scalars, ())
 

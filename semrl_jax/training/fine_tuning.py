@@ -22,7 +22,7 @@ from jaxtyping import Int
 from semrl_jax import data
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.models import Params, Policy, from_host, replicated
+from semrl_jax.models import Base, Params, Policy, adapted, from_host, replicated
 from semrl_jax.training import likelihood
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.packing import RowPlan
@@ -154,6 +154,7 @@ class FineTuner:
       max_tokens: of a conversation.
       max_skipped_updates: non-finite updates in a row that end the training.
       peers: the processes that hold the policy; all call a method together.
+      base: with LoRA, what the parameters of a train state are adapters of.
     """
 
     policy: Policy
@@ -162,6 +163,7 @@ class FineTuner:
     max_tokens: int
     max_skipped_updates: int
     peers: Peers
+    base: Base | None = None
 
     def update(
         self, state: TrainState, conversations: Sequence[data.Conversation]
@@ -187,6 +189,7 @@ class FineTuner:
                 None,
                 None,
                 np.ones(batch.response_mask.shape, np.float32),
+                base=self.base,
                 policy=self.policy,
                 optimizer=self.optimizer,
                 temperature=1.0,
@@ -215,11 +218,12 @@ class FineTuner:
         """Mean negative log-probability over all tokens to learn, in nats; changes nothing.
 
         Args:
-          params: of the policy.
+          params: of a train state.
           conversations: in batches of `batch_size`.
           batch_size: as above; it changes the result only by rounding.
           check: called before every batch; may raise, then in all processes.
         """
+        params = adapted(params, self.base)
         total, num_tokens = 0.0, 0
         for start in range(0, len(conversations), batch_size):
             check()

@@ -76,10 +76,11 @@ class ForwardPasses(NamedTuple):
 
 
 class Critic(NamedTuple):
-    """What trains the critic; its parameters are in the train state."""
+    """What trains the critic; its parameters, or its adapters and head, are in the train state."""
 
     model: models.ValueModel
     optimizer: optax.GradientTransformation
+    base: models.Base | None = None  # what its parameters are adapters of
 
 
 @dataclasses.dataclass
@@ -97,16 +98,28 @@ class Learner:
     device_lock: threading.Lock  # shared with an embedded replica
     reward_model: RewardModel | None = None  # None: verifiers alone
     critic: Critic | None = None  # None if the algorithm has none
+    lora: models.Lora | None = None  # None: all parameters are trained
+    base: models.Base | None = None  # of the adapters, which are then `state.params`
 
     def sampling_weights(self, state: TrainState) -> tuple[models.Params, ...]:
         """The weights that batches in work are sampled with: of this step, the last, and earlier.
 
         With `rollout.max_staleness=0` they are the parameters, which the update donates; else
-        copies in the dtype of weight sync, of that many steps before.
+        copies in `_kept_dtype`, of that many steps before. Adapters are without their base; see
+        `whole`.
         """
         if not self.config.rollout.max_staleness:
             return (state.params,)
-        return (*state.earlier, copied(state.params, weight_dtype(self.config)))
+        return (*state.earlier, copied(state.params, self._kept_dtype))
+
+    def whole(self, params: models.Params) -> models.Params:
+        """All parameters of the policy, from those in a train state; no copy of the base."""
+        return models.adapted(params, self.base)
+
+    @property
+    def _kept_dtype(self) -> str:
+        """Of `TrainState.earlier`: that of weight sync; adapters are merged before the cast."""
+        return weight_dtype(self.config) if self.base is None else "float32"
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
         """The batch on the host, from where every pass lays its rows over the mesh."""
@@ -144,7 +157,10 @@ class Learner:
         if needs_old:
             with clock("old_logprobs"):
                 old = self.logprobs(
-                    state.params, batch, with_states=with_states, with_entropies=with_entropies
+                    self.whole(state.params),
+                    batch,
+                    with_states=with_states,
+                    with_entropies=with_entropies,
                 )
         if needs.early_reference:
             with clock("ref_logprobs"):
@@ -154,7 +170,7 @@ class Learner:
                 values = self.values(state.critic.params, batch)
         if self.config.algorithms.batch_rules.arm_alpha:
             with clock("prompt_logprobs"):
-                confidence = self.prompt_confidence(state.params, batch)
+                confidence = self.prompt_confidence(self.whole(state.params), batch)
         return ForwardPasses(old, reference, values, confidence)
 
     def _needs_old(self, needs: Needs) -> bool:
@@ -193,8 +209,9 @@ class Learner:
         """The critic's values before the tokens of the responses."""
         plan = row_plan(self.mesh, self.config.training)
         with self.peers.phase("values"), self.device_lock:
+            whole = models.adapted(params, self.critic.base)
             return jax.block_until_ready(
-                batch_values(params, batch, model=self.critic.model, plan=plan)
+                batch_values(whole, batch, model=self.critic.model, plan=plan)
             )
 
     def update(
@@ -237,6 +254,8 @@ class Learner:
         if not needs.reference:  # a batch rule may have needed it
             given = given._replace(ref_logprobs=None)
         reference = self.reference if needs.reference and given.ref_logprobs is None else None
+        if self.base is not None:  # it is the reference: one argument of the program, not two
+            reference = None
         importance = importance_options(config)
         corrects = passes.old is None and importance["level"] != "none"
         logprobs = None
@@ -254,6 +273,7 @@ class Learner:
                         ref_logprobs,
                         own_advantages,
                         reference,
+                        self.base,
                         policy=self.policy,
                         optimizer=self.optimizer,
                         temperature=config.rollout.temperature,
@@ -294,13 +314,13 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
-        state = abstract_state(
-            self.policy.shapes(), self.optimizer, self._first_baselines(), self.mesh
-        )
+        shapes = self._trained_shapes(self.policy)
+        state = abstract_state(shapes, self.optimizer, self._first_baselines(), self.mesh)
         if self.critic is not None:
-            model, optimizer = self.critic
-            state = state._replace(critic=abstract_trained(model.shapes(), optimizer, self.mesh))
-        weights = abstract_copied(self.policy.shapes(), weight_dtype(self.config), self.mesh)
+            own = self._trained_shapes(self.critic.model)
+            critic = abstract_trained(own, self.critic.optimizer, self.mesh)
+            state = state._replace(critic=critic)
+        weights = abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
             algorithm=abstract_everywhere(self.algorithm.first_state(), self.mesh),
             earlier=(weights,) * self.config.rollout.max_staleness,
@@ -312,9 +332,9 @@ class Learner:
         """The state before the first update.
 
         Args:
-          params: float32, taken over; None: the reference's.
+          params: float32, taken over; None: the reference's. With LoRA, adapters.
           critic_params: float32, taken over; None: the policy's with a head of zeros, if the
-            algorithm has a critic.
+            algorithm has a critic. With LoRA, adapters and a head.
         """
         if params is None:
             params = jax.tree.map(jnp.copy, self.reference)  # an update donates its parameters
@@ -326,10 +346,14 @@ class Learner:
             state = state._replace(critic=critic)
         lag, earlier = self.config.rollout.max_staleness, ()
         if lag:
-            earlier = (copied(state.params, weight_dtype(self.config)),) * lag
+            earlier = (copied(state.params, self._kept_dtype),) * lag
         return state._replace(
             algorithm=everywhere(self.algorithm.first_state(), self.mesh), earlier=earlier
         )
+
+    def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:
+        """Of the parameters of a model that are in the train state."""
+        return model.shapes() if self.lora is None else self.lora.trained_shapes(model.shapes())
 
     def _first_baselines(self) -> ShapingState:
         options = self.config.shaping

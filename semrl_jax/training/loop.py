@@ -72,7 +72,7 @@ def run_steps(
         clock = Clock(say)
         with clock("sync_weights"):
             offered = learner.sampling_weights(state)
-            sampler.offer(offered, step)
+            sampler.offer(tuple(map(learner.whole, offered)), step)
         evaluation = evaluator.evaluate(step, clock)
         scored, position, scalars = sampler.next(
             step, state.position, clock, functools.partial(unshuffled_rewards, config=config)
@@ -147,7 +147,7 @@ def run_steps(
     if evaluator.is_due(step):
         say("last evaluation")
         clock = Clock(say)
-        sampler.offer(learner.sampling_weights(state), step)
+        sampler.offer(tuple(map(learner.whole, learner.sampling_weights(state))), step)
         evaluation = evaluator.evaluate(step, clock)
         yield StepResult(step, state, evaluation, [], {}, clock)
 

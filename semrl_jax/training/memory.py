@@ -24,7 +24,8 @@ def update_bytes(
     Args:
       architecture: of the policy: D, N H, K H, F, L, V.
       remat: as config.model.remat; decides k and w.
-      num_params: P, parameters on the device.
+      num_params: P, trained parameters on the device: with LoRA, those of the adapters. The
+        frozen base comes on top.
       num_rows, num_columns: of a micro-batch on the device; n is their product.
       num_slots: l, response tokens of the micro-batch.
     """

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.models import Params, Policy, ValueModel, replicated
+from semrl_jax.models import Base, Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
 from semrl_jax.programs import compiled_once, num_side_by_side, side_by_side
 from semrl_jax.training.packing import Layout, RowPlan, TokenRows, lay_out, take_values
@@ -130,6 +130,7 @@ def update_policy(
     ref_logprobs: Float[Array | np.ndarray, "B T"] | None,
     advantages: Float[Array | np.ndarray, "B T"],
     reference: Params | None = None,
+    base: Base | None = None,
     *,
     policy: Policy,
     optimizer: optax.GradientTransformation,
@@ -149,6 +150,8 @@ def update_policy(
       old_logprobs: None where the algorithm needs them: those of this step's own forward pass. They
         are the same in the first optimiser step on a batch, and save a pass.
       ref_logprobs: None where the algorithm needs them: computed here, from `reference`.
+      base: what `params` are adapters of, and the reference then; None: `params` are those of the
+        policy.
       importance: options of `importance_weights`, of a level by token, to multiply the advantages
         by these weights here, from this step's own forward pass. Empty: they are what they are.
 
@@ -172,7 +175,7 @@ def update_policy(
             sharding=plan.sharding,
         )
     )
-    inputs = plan.put(layout.rows), values, np.int32(layout.num_micro), reference
+    inputs = plan.put(layout.rows), values, np.int32(layout.num_micro), reference, base
     options = {
         "policy": policy,
         "temperature": temperature,
@@ -266,6 +269,7 @@ def update_rows(
     values: SlotValues,
     num_micro: Int[np.ndarray | Array, ""],
     reference: Params | None = None,
+    base: Base | None = None,
     *,
     optimizer: optax.GradientTransformation,
     **options: Any,
@@ -274,7 +278,7 @@ def update_rows(
 
     `options` are those of `_loss_of`.
     """
-    loss_of = _loss_of(reference, **options)
+    loss_of = _loss_of(reference, base, **options)
     return optimizer_step(
         params, opt_state, loss_of, (rows, values), num_micro, optimizer, prefix="policy"
     )
@@ -288,11 +292,12 @@ def row_gradients(
     values: SlotValues,
     num_micro: Int[np.ndarray | Array, ""],
     reference: Params | None,
+    base: Base | None,
     part: Part,
     **options: Any,
 ) -> tuple[Sums, Float[Array, "M R U"]]:
     """The sums of `update_rows` over a part, and log-probabilities, 0 in other micro-batches."""
-    loss_of = _loss_of(reference, **options)
+    loss_of = _loss_of(reference, base, **options)
     return summed_gradients(params, loss_of, (rows, values), num_micro, part)
 
 
@@ -311,6 +316,7 @@ def apply_gradients(
 
 def _loss_of(
     reference: Params | None,
+    base: Base | None,
     *,
     policy: Policy,
     temperature: float,
@@ -319,6 +325,8 @@ def _loss_of(
 ) -> Callable:
     """The loss of a micro-batch, as `summed_gradients` takes it."""
     needs = algorithm.needs
+    if base is not None:
+        reference = base.params
 
     def of_policy(params, rows):
         states = response_states(params, rows, policy)
@@ -326,7 +334,7 @@ def _loss_of(
 
     def loss_of(params, micro):
         rows, values = micro
-        logprobs, entropy = of_policy(params, rows)
+        logprobs, entropy = of_policy(adapted(params, base), rows)
         before = jax.lax.stop_gradient(logprobs)
         if needs.old_logprobs and values.old_logprobs is None:
             values = values._replace(old_logprobs=before)

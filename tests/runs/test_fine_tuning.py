@@ -3,12 +3,15 @@
 import json
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from configs import default
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.runs import fine_tune
+from tests.fixtures import read_rows
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +71,28 @@ def test_a_mistake_is_named_and_leaves_no_files(config, tmp_path, fields, messag
         fine_tune(config, str(tmp_path / "run"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_adapters_are_fine_tuned(config, tmp_path):
+    """The base stays as it is; the model is merged, and a finished run is resumed without loss."""
+    config.update_from_flattened_dict(
+        {
+            "lora.rank": 2, "lora.alpha": 4.0, "sft.num_steps": 2, "sft.learning_rate": 1e-2,
+            "sft.batch_size": 8, "sft.micro_batch_size": 8, "checkpoints.every_steps": 1,
+        }
+    )  # fmt: skip
+    workdir = tmp_path / "run"
+    for _ in range(2):
+        assert fine_tune(config, str(workdir)) == 0
+    before = load_file(f"{config.model.path}/model.safetensors")
+    after = load_file(workdir / "model" / "model.safetensors")
+    adapter = load_file(workdir / "adapter" / "adapter_model.safetensors")
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj.weight" in name}
+    prefix, name = "base_model.model.", "model.layers.0.mlp.up_proj"
+    pair = (adapter[f"{prefix}{name}.lora_{part}.weight"] for part in "BA")
+    difference = after[f"{name}.weight"] - before[f"{name}.weight"]
+    np.testing.assert_allclose(difference, 2.0 * np.matmul(*pair), atol=1e-6)
+    losses = [row["sft/loss"] for row in read_rows(workdir) if "sft/loss" in row]
+    assert len(losses) == 2 and losses[1] < losses[0]

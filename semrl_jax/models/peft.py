@@ -1,0 +1,300 @@
+"""Adapters by their Hugging Face names, and directories in PEFT's format."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from semrl_jax.errors import UserError
+from semrl_jax.files import read_json_object, remove
+from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_sample
+from semrl_jax.models.lora import A, B, Lora
+from semrl_jax.models.policy import Params
+from semrl_jax.models.weights import layer_kernels
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"  # as in PEFT: all linear modules but the output matrix
+BASE_SAMPLE = "base_weights_sample"  # in the metadata of our files
+# What these fields of PEFT ask for is not supported, unless they are absent, false or empty.
+REFUSED = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
+    "alpha_pattern", "layers_to_transform", "layer_replication", "modules_to_save",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "kasa_config",
+    "arrow_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+LEAVES = {A: "lora_A.weight", B: "lora_B.weight"}
+
+
+def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ...]:
+    """The modules of a layer that `lora.targets` names, in the order of the decoder.
+
+    Args:
+      config: of the base.
+      targets: names of Hugging Face such as "q_proj" or "self_attn.q_proj", patterns of them with
+        * and ?, or "all-linear".
+
+    Raises:
+      UserError: for a target that matches no module.
+    """
+    names = {module: kernel.name for module, kernel in layer_kernels(config).items()}
+    found = set()
+    for target in targets:
+        matching = {
+            module
+            for module, name in names.items()
+            if target == ALL_LINEAR
+            or fnmatch.fnmatchcase(name, target)
+            or fnmatch.fnmatchcase(name.rpartition(".")[2], target)
+        }
+        if not matching:
+            raise UserError(
+                f"lora.targets has {target!r}, which matches no linear module of a layer; choose "
+                f"from {', '.join(name.rpartition('.')[2] for name in names.values())}, patterns "
+                f"of them, and {ALL_LINEAR!r}."
+            )
+        found |= matching
+    return tuple(module for module in names if module in found)
+
+
+def check_rank(config: DecoderConfig, lora: Lora, field: str = "lora.rank") -> None:
+    """Raises UserError if the rank is larger than a dimension of a module."""
+    for module, kernel in layer_kernels(config).items():
+        if module in lora.modules and lora.rank > min(kernel.shape):
+            raise UserError(
+                f"{field}={lora.rank} must be at most {min(kernel.shape)}, the smaller dimension "
+                f"of {kernel.name} {kernel.shape}."
+            )
+
+
+def base_sample(directory: str | os.PathLike[str]) -> str:
+    """What identifies the weights of a base: `weights_sample`."""
+    return weights_sample(directory)
+
+
+def save_adapter(
+    path: str | os.PathLike[str],
+    adapter: Params,
+    lora: Lora,
+    config: DecoderConfig,
+    base: pathlib.Path,
+    base_name: str,
+) -> None:
+    """Writes a directory for `peft.PeftModel.from_pretrained` and `load_adapter`, or nothing.
+
+    Args:
+      path: replaced if it exists.
+      adapter: float32, of `lora`, on the host or on devices of this process.
+      lora: its modules, rank and scale.
+      config: of the base.
+      base: its directory.
+      base_name: for `base_model_name_or_path`: the hub id, or the directory.
+    """
+    kernels = layer_kernels(config)
+    tensors = {
+        _tensor(layer, kernels[module].name, leaf): np.ascontiguousarray(matrix.T)
+        for module in lora.modules
+        for leaf in LEAVES
+        for layer, matrix in enumerate(np.asarray(adapter["layers"][module][leaf], np.float32))
+    }
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.rank_stabilized,
+        "target_modules": [kernels[module].name.rpartition(".")[2] for module in lora.modules],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    path = pathlib.Path(path)
+    staging, old = (path.with_name(path.name + end) for end in (".writing", ".replaced"))
+    for leftover in (staging, old):
+        remove(leftover)
+    staging.mkdir(parents=True)
+    metadata = {"format": "pt", BASE_SAMPLE: base_sample(base)}
+    save_file(tensors, staging / WEIGHTS_FILE, metadata=metadata)
+    (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    if os.path.lexists(path):
+        path.rename(old)
+    staging.rename(path)
+    with contextlib.suppress(OSError):  # the next save removes it
+        remove(old)
+
+
+def adapter_hash(adapter: Params) -> str:
+    """Hex SHA-256 of the values of an adapter in NumPy."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(adapter):
+        digest.update(jax.tree_util.keystr(path).encode() + leaf.tobytes())
+    return digest.hexdigest()
+
+
+def num_parameters(config: DecoderConfig, lora: Lora) -> int:
+    """Of an adapter."""
+    kernels = layer_kernels(config)
+    return lora.rank * config.num_layers * sum(sum(kernels[m].shape) for m in lora.modules)
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a directory in PEFT's format."""
+    return bool(path) and (pathlib.Path(path) / CONFIG_FILE).is_file()
+
+
+class AdapterFiles(NamedTuple):
+    """A directory in PEFT's format whose settings are supported.
+
+    Attributes:
+      path: the directory.
+      base_name: its `base_model_name_or_path`; "" if it has none.
+      rank, alpha, rank_stabilized: as in `Lora`.
+    """
+
+    path: pathlib.Path
+    base_name: str
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+
+    def base(self) -> pathlib.Path:
+        """The directory of the base that it names; raises UserError if there is none."""
+        try:
+            return find_directory(self.base_name)
+        except UserError as error:
+            raise UserError(
+                f"{self.path / CONFIG_FILE}: base_model_name_or_path: {error}"
+            ) from None
+
+
+def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
+    """Reads `adapter_config.json`.
+
+    Raises:
+      UserError: if it is missing, or asks for what is not supported.
+    """
+    file = pathlib.Path(path) / CONFIG_FILE
+    try:
+        content = read_json_object(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{str(path)!r} is no adapter: {CONFIG_FILE} is missing; name a directory that PEFT or "
+            "python -m launch.convert --adapter has written."
+        ) from None
+    if content.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type={content.get('peft_type')!r:.100} must be 'LORA'.")
+    for name in REFUSED:
+        if content.get(name):
+            raise UserError(f"{file}: {name}={content[name]!r:.100} is not supported.")
+    if content.get("bias", "none") != "none":
+        raise UserError(f"{file}: bias={content['bias']!r:.100} is not supported; only 'none' is.")
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+        raise UserError(
+            f"{file}: r={rank!r:.50} must be a whole number above 0, and "
+            f"lora_alpha={alpha!r:.50} a number above 0."
+        )
+    name = content.get("base_model_name_or_path")
+    name = name if isinstance(name, str) else ""
+    return AdapterFiles(file.parent, name, rank, float(alpha), bool(content.get("use_rslora")))
+
+
+def load_adapter(
+    files: AdapterFiles, config: DecoderConfig, base: pathlib.Path, base_name: str
+) -> tuple[Params, Lora]:
+    """The adapter of a directory, float32 in NumPy, and what it is.
+
+    Args:
+      files: from `find_adapter`.
+      config: of the base.
+      base: its directory.
+      base_name: how the user named it.
+
+    Raises:
+      UserError: if the file is unreadable, or the adapter is of another base or lacks layers.
+    """
+    file = files.path / WEIGHTS_FILE
+    if not file.is_file():
+        raise UserError(f"{file} is missing.")
+    try:
+        with safe_open(str(file), framework="numpy") as weights:
+            _check_base(files, weights.metadata() or {}, base, base_name)
+            dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+            for name, dtype in dtypes.items():
+                if dtype not in FILE_DTYPES:
+                    raise UserError(
+                        f"{file}: {name:.100} is of dtype {dtype}, not of {tuple(FILE_DTYPES)}."
+                    )
+            tensors = {name: weights.get_tensor(name).astype(np.float32) for name in dtypes}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {error}.") from None
+    kernels = layer_kernels(config)
+    modules = tuple(
+        module
+        for module, kernel in kernels.items()
+        if any(_tensor(layer, kernel.name, A) in tensors for layer in range(config.num_layers))
+    )
+    lora = Lora(modules, files.rank, files.alpha, files.rank_stabilized)
+    layers: dict[str, dict[str, np.ndarray]] = {}
+    for module in modules:
+        num_out, num_in = kernels[module].shape
+        shapes = {A: (lora.rank, num_in), B: (num_out, lora.rank)}
+        for leaf, shape in shapes.items():
+            found = []
+            for layer in range(config.num_layers):
+                name = _tensor(layer, kernels[module].name, leaf)
+                tensor = tensors.pop(name, None)
+                if tensor is None or tensor.shape != shape:
+                    there = "is missing" if tensor is None else f"has shape {tensor.shape}"
+                    raise UserError(
+                        f"{file}: {name} {there}, but rank {lora.rank} upon {base_name} needs "
+                        f"{shape}; name the base that the adapter was trained on."
+                    )
+                found.append(tensor.T)
+            layers.setdefault(module, {})[leaf] = np.stack(found)
+    if tensors or not modules:
+        name = min(tensors, default="no tensor")
+        raise UserError(
+            f"{file}: {name:.150} is no adapter of a linear module of {base_name}; name the base "
+            "that the adapter was trained on."
+        )
+    return {"layers": layers}, lora
+
+
+def _check_base(
+    files: AdapterFiles, metadata: Mapping[str, Any], base: pathlib.Path, base_name: str
+) -> None:
+    """Raises UserError if an adapter was trained on other weights.
+
+    Our files have a sample of the weights. For others, the last part of the name must be the same.
+    """
+    if BASE_SAMPLE in metadata:
+        if metadata[BASE_SAMPLE] != base_sample(base):
+            raise UserError(
+                f"{files.path} is an adapter of other weights than those of {base_name}; it names "
+                f"its base as {files.base_name!r:.150}."
+            )
+        return
+    own, other = (name.rstrip("/").rpartition("/")[2] for name in (base_name, files.base_name))
+    if other and own != other:
+        raise UserError(
+            f"{files.path} is an adapter of {files.base_name!r:.150}, not of {base_name}; name "
+            f"that base, or change base_model_name_or_path in its {CONFIG_FILE} if they are the "
+            "same."
+        )
+
+
+def _tensor(layer: int, module: str, leaf: str) -> str:
+    return f"base_model.model.model.layers.{layer}.{module}.{LEAVES[leaf]}"

@@ -1,0 +1,141 @@
+"""Checkpoints of adapters: what they say about their base, and the policy that both make."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.model_setup import starting_params
+from semrl_jax.models import peft
+from semrl_jax.runs.checkpoint_files import read_meta, restore_params
+
+META = "lora"  # in the meta data of a checkpoint
+
+
+class AdapterRecord(NamedTuple):
+    """What a checkpoint of adapters says about them and their base.
+
+    Attributes:
+      base: how the base is named: a hub id or a directory.
+      base_sample: identifies its weights, see `peft.base_sample`.
+      base_dtype: that it was trained with.
+      modules, rank, alpha, rank_stabilized: as in `models.Lora`.
+    """
+
+    base: str
+    base_sample: str
+    base_dtype: str
+    modules: tuple[str, ...]
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+
+    @classmethod
+    def of(
+        cls, lora: models.Lora, path: str, directory: pathlib.Path, base_dtype: str
+    ) -> AdapterRecord:
+        """The record of adapters upon the model in `directory`, which the user named `path`."""
+        name = base_name(path, directory)
+        sample = peft.base_sample(directory)
+        return cls(name, sample, base_dtype, lora.modules, *_options(lora))
+
+    @property
+    def lora(self) -> models.Lora:
+        return models.Lora(tuple(self.modules), self.rank, self.alpha, self.rank_stabilized)
+
+    def meta(self) -> dict[str, Any]:
+        """For the meta data of a checkpoint."""
+        return {META: self._asdict() | {"modules": list(self.modules)}}
+
+
+def base_name(path: str, directory: pathlib.Path) -> str:
+    """How an adapter names its base: a hub id as it is, else the absolute directory."""
+    is_hub_id = path and not pathlib.Path(path).is_dir()
+    return path if is_hub_id else str(directory.absolute())
+
+
+def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
+    """Of a valid checkpoint; None if it holds all parameters.
+
+    Raises:
+      UserError: if this version cannot read it.
+    """
+    found = read_meta(folder).get(META)
+    if found is None:
+        return None
+    try:
+        return AdapterRecord(**found | {"modules": tuple(found["modules"])})
+    except (TypeError, KeyError):
+        raise UserError(
+            f"checkpoint {folder} describes its adapters in a way that this version of semrl_jax "
+            "does not know; update semrl_jax."
+        ) from None
+
+
+def check_base(folder: pathlib.Path, record: AdapterRecord, directory: pathlib.Path) -> None:
+    """Raises UserError if the adapters of a checkpoint belong to other weights."""
+    if record.base_sample != peft.base_sample(directory):
+        raise UserError(
+            f"checkpoint {folder} has adapters of {record.base}, but the weights in {directory} "
+            "are others; restore the weights that the run began with."
+        )
+
+
+def restore_adapter(
+    folder: pathlib.Path, record: AdapterRecord, policy: models.Policy
+) -> models.Params:
+    """The adapters of a valid checkpoint; raises as `restore_params`."""
+    return restore_params(folder, record.lora.shapes(policy.shapes()))
+
+
+def restore_policy(
+    folder: pathlib.Path, policy: models.Policy, model: pathlib.Path, mesh: Mesh | None = None
+) -> models.Params:
+    """The policy of a valid checkpoint; adapters are joined with their base.
+
+    Args:
+      folder: of all parameters or of adapters.
+      policy: its architecture.
+      model: the directory of the base, if it has adapters.
+      mesh: for the parameters; None: on the host or the default device.
+
+    Raises:
+      UserError: if the checkpoint or the base does not fit.
+    """
+    record, shapes = adapter_record(folder), policy.shapes()
+    like = shapes if record is None else record.lora.shapes(shapes)
+    if mesh is not None:
+        like = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            like,
+            models.parameter_shardings(like, mesh),
+        )
+    if record is None:
+        return restore_params(folder, like)
+    check_base(folder, record, model)
+    adapters = restore_params(folder, like)
+    if mesh is None:
+        base = models.load_params(model, policy.config, dtype=record.base_dtype)
+    else:
+        base = starting_params(model, policy, mesh, record.base_dtype)
+    return models.adapted(adapters, record.lora.base(base))
+
+
+def check_resumed(meta: Mapping[str, Any], own: AdapterRecord | None, folder: pathlib.Path) -> None:
+    """Raises UserError if a checkpoint cannot be resumed because its base is another one."""
+    there = meta.get(META)
+    if there and own and there["base_sample"] != own.base_sample:
+        raise UserError(
+            f"checkpoint {folder} has adapters of {there['base']}, whose weights are not those of "
+            f"{own.base}; restore the weights that the run began with."
+        )
+
+
+def _options(lora: models.Lora) -> tuple[int, float, bool]:
+    return lora.rank, lora.alpha, lora.rank_stabilized

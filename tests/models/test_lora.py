@@ -1,0 +1,276 @@
+"""Adapters: the forward pass against merged weights, targets, layouts, PEFT's format."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.models import peft
+from semrl_jax.models.lora import A, B
+from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
+from tests.models.conftest import make_pair
+
+CONFIG = models.DecoderConfig(
+    vocab_size=23, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8,
+)  # fmt: skip
+POLICY = models.Policy(CONFIG)
+LORA = models.Lora(peft.find_modules(CONFIG, ["all-linear"]), rank=4, alpha=6.0)
+IDS = np.arange(12, dtype=np.int32).reshape(2, 6)
+INPUTS = tuple(map(jnp.asarray, (IDS, np.tile(IDS[:1], (2, 1)), np.ones_like(IDS))))
+
+
+def trained(lora=LORA, seed=1):
+    """An adapter whose second matrices are not zero."""
+    random = np.random.default_rng(seed)
+    shapes = lora.shapes(POLICY.shapes())
+    return jax.tree.map(lambda x: 0.3 * random.standard_normal(x.shape, np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return POLICY.init(jax.random.key(0))
+
+
+def merged_by_hand(params, adapter, scale):
+    """W + scale A B of each layer, in float64, as plain parameters."""
+    layers = dict(params["layers"])
+    for name, pair in adapter["layers"].items():
+        product = np.einsum("lir,lro->lio", np.float64(pair[A]), np.float64(pair[B]))
+        kernel = np.asarray(params["layers"][name]["kernel"]) + scale * product
+        layers[name] = layers[name] | {"kernel": jnp.float32(kernel)}
+    return params | {"layers": layers}
+
+
+def test_an_adapter_is_the_merged_model(params):
+    """Forward and in the gradient, which the chain rule takes through W + scale A B."""
+    adapter, base = trained(), LORA.base(params)
+    by_hand = merged_by_hand(params, adapter, 6.0 / 4)
+    expected = jax.jit(POLICY.final_states)(by_hand, *INPUTS)
+    actual = jax.jit(POLICY.final_states)(models.adapted(adapter, base), *INPUTS)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    assert np.abs(actual - POLICY.final_states(params, *INPUTS)).max() > 0.1
+    weight = np.random.default_rng(0).normal(size=expected.shape).astype(np.float32)
+
+    def loss(params):
+        return jnp.sum(POLICY.final_states(params, *INPUTS) * weight)
+
+    of_kernels = jax.jit(jax.grad(loss))(by_hand)["layers"]
+    gradient = jax.jit(jax.grad(lambda own: loss(models.adapted(own, base))))(adapter)["layers"]
+    for name, pair in adapter["layers"].items():
+        kernel = np.asarray(of_kernels[name]["kernel"])
+        for leaf, by_chain in (
+            (A, np.einsum("lio,lro->lir", kernel, pair[B])),
+            (B, np.einsum("lir,lio->lro", pair[A], kernel)),
+        ):
+            np.testing.assert_allclose(gradient[name][leaf], 1.5 * by_chain, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_are_sent_and_saved_merged(params):
+    adapter = trained()
+    whole = models.adapted(adapter, LORA.base(params))
+    by_hand = merged_by_hand(params, adapter, 1.5)
+    tensors = models.iterate_hf_tensors(by_hand, CONFIG, "float32")
+    expected = {spec.name: array for spec, array in tensors}
+    for spec, array in models.iterate_hf_tensors(whole, CONFIG, "float32"):
+        np.testing.assert_allclose(array, expected[spec.name], atol=1e-6, err_msg=spec.name)
+
+
+def test_a_new_adapter_changes_nothing(params):
+    adapter = LORA.init(params, seed=3)
+    for pair, name in ((adapter["layers"][name], name) for name in LORA.modules):
+        num_in = params["layers"][name]["kernel"].shape[1]
+        largest = np.abs(pair[A]).max() * np.sqrt(num_in)
+        assert 0.9 < largest <= 1 and not pair[B].any()
+        np.testing.assert_allclose(pair[A].std() * np.sqrt(3 * num_in), 1, atol=0.15)  # uniform
+    actual = POLICY.final_states(models.adapted(adapter, LORA.base(params)), *INPUTS)
+    np.testing.assert_array_equal(actual, POLICY.final_states(params, *INPUTS))
+    other = LORA.init(params, seed=4)["layers"]["up"][A]
+    assert not np.array_equal(other, adapter["layers"]["up"][A])
+
+
+def test_the_scale_of_a_rank_stabilized_adapter():
+    assert LORA.scale == 1.5
+    assert dataclasses.replace(LORA, rank_stabilized=True).scale == 3.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "modules"),
+    [
+        (["q_proj"], ("query",)),
+        (["v_proj", "q_proj"], ("query", "value")),
+        (["mlp.*"], ("gate", "up", "down")),
+        (["?_proj", "self_attn.o_proj"], ("query", "key", "value", "output")),
+        (["all-linear"], ("query", "key", "value", "output", "gate", "up", "down")),
+    ],
+)
+def test_targets(targets, modules):
+    assert peft.find_modules(CONFIG, targets) == modules
+
+
+def test_mistakes_of_settings():
+    names = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    for target in ("lm_head", "query", "*.bias"):
+        expected = f"has {target!r}, which matches no linear module of a layer; choose from {names}"
+        with pytest.raises(UserError, match=re.escape(expected)):
+            peft.find_modules(CONFIG, [target])
+    with pytest.raises(UserError, match=r"lora.rank=17 must be at most 16, .* self_attn.k_proj"):
+        peft.check_rank(CONFIG, dataclasses.replace(LORA, rank=17))
+
+
+def test_adapters_are_split_as_their_kernels():
+    assert partition_spec("layers/query/lora_a") == PartitionSpec(None, "fsdp", None)
+    assert partition_spec("layers/query/lora_b") == PartitionSpec(None, None, "tensor")
+    assert partition_spec("layers/down/lora_a") == PartitionSpec(None, "tensor", None)
+    assert partition_spec("layers/down/lora_b") == PartitionSpec(None, None, "fsdp")
+    assert all(partition_spec(name) == spec for name, spec in PARTITION_SPECS.items())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, params):
+    """A base, and an adapter of it in PEFT's format."""
+    root = tmp_path_factory.mktemp("peft")
+    models.save_directory(root / "base", params, CONFIG, None)
+    peft.save_adapter(root / "adapter", trained(), LORA, CONFIG, root / "base", "owner/base")
+    return root
+
+
+def test_an_adapter_comes_back_to_the_bit(saved):
+    files = peft.find_adapter(saved / "adapter")
+    adapter, lora = peft.load_adapter(files, CONFIG, saved / "base", "any/name")
+    assert lora == LORA
+    jax.tree.map(np.testing.assert_array_equal, adapter, trained())
+    assert peft.num_parameters(CONFIG, LORA) == sum(x.size for x in jax.tree.leaves(adapter))
+
+
+def change_config(folder, **fields):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def change_tensors(folder, change, metadata=None):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata=metadata)
+
+
+PREFIX = "base_model.model.model.layers.1."
+UP = f"{PREFIX}mlp.up_proj.lora_B.weight"
+MISTAKES = {
+    "another peft": (lambda f: change_config(f, peft_type="IA3"), "peft_type='IA3' must be"),
+    "dora": (lambda f: change_config(f, use_dora=True), "use_dora=True is not supported"),
+    "bias": (lambda f: change_config(f, bias="all"), "bias='all' is not supported"),
+    "rank": (lambda f: change_config(f, r=0), "r=0 must be a whole number above 0"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is missing"),
+    "broken": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
+    "another name": (
+        lambda f: change_tensors(f, lambda t: None),  # without our sample of the weights
+        "is an adapter of 'owner/base', not of models/mine",
+    ),
+    "another shape": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="hub/mine"),
+            change_tensors(f, lambda t: t.update({UP: np.ones((64, 4), np.float32)})),
+        ),
+        r"up_proj\.lora_B\.weight has shape \(64, 4\), but rank 4 .* needs \(48, 4\)",
+    ),
+    "another dtype": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="hub/mine"),
+            change_tensors(f, lambda t: t.update({UP: np.ones((48, 4))})),
+        ),
+        "up_proj.lora_B.weight is of dtype F64",
+    ),
+    "a layer less": (
+        lambda f: (
+            change_config(f, base_model_name_or_path=""),
+            change_tensors(f, lambda t: t.pop(f"{PREFIX}mlp.up_proj.lora_A.weight")),
+        ),
+        r"layers\.1\.mlp\.up_proj\.lora_A\.weight is missing, but rank 4 .* needs \(4, 32\)",
+    ),
+    "a head": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="mine"),
+            change_tensors(f, lambda t: t.update({"lm_head.lora_A": np.ones(4, np.float32)})),
+        ),
+        "lm_head.lora_A is no adapter of a linear module",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_adapter_that_cannot_be_read(name, saved, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for file in (saved / "adapter").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    change, message = MISTAKES[name]
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        peft.load_adapter(peft.find_adapter(folder), CONFIG, saved / "base", "models/mine")
+
+
+def test_an_adapter_of_other_weights(saved, tmp_path):
+    models.save_directory(tmp_path / "base", POLICY.init(jax.random.key(7)), CONFIG, None)
+    files = peft.find_adapter(saved / "adapter")
+    with pytest.raises(UserError, match="is an adapter of other weights than those of owner/base"):
+        peft.load_adapter(files, CONFIG, tmp_path / "base", "owner/base")
+    with pytest.raises(UserError, match=r"is no adapter: adapter_config\.json is missing"):
+        peft.find_adapter(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "stabilized"), [(["all-linear"], False), (["q_proj", "down_proj"], True)]
+)
+def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
+    """Logits within 1e-4, as those of the models without adapters; both are float32."""
+    library = pytest.importorskip("peft")
+    import torch
+
+    pair = make_pair(tmp_path / "base", "qwen2")
+    config = pair.policy.config
+    lora = models.Lora(peft.find_modules(config, targets), 8, 12.0, stabilized)
+    random = np.random.default_rng(0)
+    adapter = jax.tree.map(
+        lambda leaf: 0.1 * random.standard_normal(leaf.shape, np.float32),
+        lora.shapes(pair.policy.shapes()),
+    )
+    tokens = jnp.asarray(random.integers(2, 97, (2, 10)), jnp.int32)
+    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
+
+    def ours(adapter, lora):
+        params = models.adapted(adapter, lora.base(pair.params))
+        states = pair.policy.final_states(params, tokens, columns, jnp.ones_like(tokens))
+        return np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
+
+    def theirs(model):
+        with torch.no_grad():
+            return model.eval()(torch.tensor(np.asarray(tokens))).logits.numpy()
+
+    plain = theirs(pair.torch_model)
+    base = str(pair.directory)
+    peft.save_adapter(tmp_path / "ours", adapter, lora, config, pair.directory, base)
+    loaded = library.PeftModel.from_pretrained(pair.torch_model, tmp_path / "ours")
+    np.testing.assert_allclose(ours(adapter, lora), theirs(loaded), atol=1e-4)
+    assert np.abs(theirs(loaded) - plain).max() > 1
+
+    with torch.no_grad():
+        for name, parameter in loaded.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    loaded.save_pretrained(tmp_path / "theirs")
+    files = peft.find_adapter(tmp_path / "theirs")
+    assert files.base_name == base
+    found, their_lora = peft.load_adapter(files, config, pair.directory, base)
+    assert their_lora == lora
+    np.testing.assert_allclose(ours(found, their_lora), theirs(loaded), atol=1e-4)
