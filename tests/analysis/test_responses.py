@@ -62,7 +62,14 @@ def test_metrics_are_those_of_the_oracle(batch, measured):
             np.testing.assert_allclose(found[name][i], value, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("window", ["exact", "release", "later"])
+@pytest.mark.parametrize(
+    "window",
+    [
+        "exact",
+        pytest.param("release", marks=pytest.mark.soak),
+        pytest.param("later", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [pytest.param(700, marks=pytest.mark.slow), 90])
 def test_the_orders_follow_from_the_curve(window, num_tokens):
     rows = np.random.default_rng(1).normal(size=(1, 700, 6)).astype(np.float32)

@@ -65,9 +65,9 @@ def test_gram_metrics_match_float64(batch):
     check(measured, *batch, "exact", rtol=1e-3, atol=5e-3, names=names)  # as documented
 
 
-@pytest.mark.parametrize("window", ["exact", "later"])
-def test_the_series_of_a_metric_is_that_of_its_prefixes(batch, window):
-    options = {"stride": STRIDE, "window": window, "method": "svd"}
+def test_the_series_of_a_metric_is_that_of_its_prefixes(batch):
+    # This window appends the whole response.
+    options = {"stride": STRIDE, "window": "later", "method": "svd"}
     names = {"names": ("effective_rank", "curvature"), "series": ("effective_rank",)}
     found = metrics.hidden_state_metrics(*batch, **options, **names)
     value, valid = found.pop(metrics.MetricKey("effective_rank", "series"))

@@ -33,7 +33,9 @@ ORDER_TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("file", ["metrics_small", "metrics_long"])
+@pytest.mark.parametrize(
+    "file", ["metrics_small", pytest.param("metrics_long", marks=pytest.mark.slow)]
+)
 def test_metrics_match_the_recorded_ones(golden, file):
     data = np.load(golden / f"{file}.npz")
     states = data["hidden_states_bf16_bits"].view(ml_dtypes.bfloat16).astype(np.float32)

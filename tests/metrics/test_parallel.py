@@ -29,7 +29,9 @@ def check(found, expected):
         np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "jax", "bfloat16", "jit"])
+@pytest.mark.parametrize(
+    "kind", ["numpy", "jax", pytest.param("bfloat16", marks=pytest.mark.slow), "jit"]
+)
 def test_a_batch_has_the_numbers_of_its_responses(batch, kind):
     states, mask = batch
     if kind == "bfloat16":

@@ -184,7 +184,7 @@ def expected(window, context):
 
 MARKS = {
     (4, "three rows"): pytest.mark.slow,
-    (4, "packed"): (),
+    (4, "packed"): pytest.mark.slow,
     (None, "packed"): pytest.mark.slow,
     (None, "one row"): pytest.mark.slow,
     (4, "two rows"): pytest.mark.slow,
@@ -224,7 +224,8 @@ def test_no_layout_changes_the_gradient(window, name, context):
         np.testing.assert_allclose(scalars["policy/grad_norm"], norm, rtol=1e-4)
 
 
-@pytest.mark.parametrize("surrogate", ["gspo", pytest.param("opmd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("surrogate", ["gspo", pytest.param("opmd", marks=pytest.mark.soak)])
 def test_packing_changes_no_loss_of_whole_responses(surrogate):
     policy, params, batch, values, _, _ = expected(4, True)
     options = {"surrogate": surrogate, "clip_epsilon": 1e-3, "aggregation": "response_mean"}
@@ -293,7 +294,8 @@ def test_rows_stay_on_their_shards():
         assert collective not in compiled.as_text()
 
 
-@pytest.mark.parametrize("name", ["two rows", "packed"])  # 3 and 2 micro-batches for 2 cores
+# 3 and 2 micro-batches for 2 cores.
+@pytest.mark.parametrize("name", [pytest.param("two rows", marks=pytest.mark.slow), "packed"])
 def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
     policy, params = setup()
     batch, plan = make_batch(), plan_of(PLANS[name])

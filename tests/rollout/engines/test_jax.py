@@ -156,7 +156,9 @@ def test_metrics_of_each_layer_are_those_of_its_states(policy, params, of_layers
                     np.testing.assert_allclose(actual.value, expected or 0.0, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("max_bytes", [decoding.MAX_PROMPT_STATE_BYTES, 1])
+@pytest.mark.parametrize(
+    "max_bytes", [pytest.param(decoding.MAX_PROMPT_STATE_BYTES, marks=pytest.mark.slow), 1]
+)
 def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes, monkeypatch):
     """Row p equals the first state of a response to the first p + 1 tokens, in every layer."""
     monkeypatch.setattr(decoding, "MAX_PROMPT_STATE_BYTES", max_bytes)  # 1: a prompt at a time

@@ -137,9 +137,9 @@ def test_a_call_repeats_bit_for_bit_and_alone_gives_the_same_tokens(params, shap
 @pytest.mark.parametrize(
     ("shape", "kv_heads", "max_tokens"),
     [
-        ((2, 2), 1, 40),
+        pytest.param((2, 2), 1, 40, marks=pytest.mark.slow),
         pytest.param((4, 2), 1, 150, marks=pytest.mark.soak),
-        pytest.param((1, 4), 2, 150, marks=pytest.mark.slow),
+        pytest.param((1, 4), 2, 150, marks=pytest.mark.soak),
     ],
 )
 def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
