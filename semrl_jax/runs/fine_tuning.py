@@ -63,6 +63,7 @@ class Inputs:
         self.policy, self.tokenizer = build_policy(config)
         architecture = self.policy.config
         models.check_mesh(architecture, mesh)
+        self.policy.check_attention(mesh)
         if sft.max_tokens > architecture.max_position_embeddings:
             raise UserError(
                 f"sft.max_tokens={sft.max_tokens} must be at most the model's context of "

@@ -150,6 +150,7 @@ def check_inputs(
     if config.evaluation.metrics:
         check_metrics_of(config.evaluation.metric_options, policy)
     models.check_mesh(policy.config, mesh)
+    policy.check_attention(mesh)
     check_memory(config, policy.config)
     if is_embedded(config):
         check_fit(policy.config, configured_mesh(config, policy.config), mesh)
