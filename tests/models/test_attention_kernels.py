@@ -66,8 +66,7 @@ def test_kernels_give_the_plain_attention_and_its_gradient(
         ASSERT_CLOSE(got, want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["splash", "triton"])
+@pytest.mark.parametrize("kernel", [slow("splash"), soak("triton")])
 def test_bfloat16_kernels_keep_float32_sums(places, arrays, kernel):
     exact = outcome(places, arrays, None)
     rounded = [x.astype(jnp.bfloat16) for x in arrays]

@@ -56,45 +56,34 @@ def test_what_cannot_have_8_bit_weights_is_refused(fields, message):
 
 @pytest.mark.soak
 def test_weights_are_rounded_again_at_every_update(tmp_path):
-    """States are near those of the newest weights; earlier weights repeat their responses."""
+    """States are those of the newest weights in 8 bits; the first ones come a second time."""
     first, second = (Model(tmp_path, tied=True, seed=seed, scale=1.0) for seed in (0, 1))
     requests = requests_of(random_prompts(first, [1, 17, 60]), 2)
     sampling = dataclasses.replace(SAMPLING, max_tokens=32)
-    found = []
+
+    def error(rollout, model):
+        states = rollout.hidden_states[:, 0].astype(np.float32)
+        return distances(states, model.states_and_logits(rollout)[0]).mean()
+
     with serving(first.path, *FLAGS, FORMAT) as client:
-        for step, model in enumerate((first, second, first)):
-            version = model.sync(client, step, "bfloat16")
-            found.append(sampled(client, version, requests, sampling, STATES))
-            for other in (first, second):
-                errors = np.concatenate(
-                    [
-                        distances(
-                            rollout.hidden_states[:, 0].astype(np.float32),
-                            other.states_and_logits(rollout)[0],
-                        )
-                        for rollout in found[-1].values()
-                    ]
-                )
-                # 3 bits of a value's mantissa are kept. bfloat16 alone gives 2e-2 at most.
-                print(f"update {step}: mean {errors.mean():.4f}, max {errors.max():.4f}")
-                assert (2e-2 < errors.max() < 0.5) if other is model else errors.mean() > 1
-    for name, rollout in found[0].items():
-        again = found[2][name]
-        np.testing.assert_array_equal(rollout.response_ids, again.response_ids)
-        np.testing.assert_array_equal(rollout.rollout_logprobs, again.rollout_logprobs)
+        for step, (newest, other) in enumerate(((first, second), (second, first), (first, second))):
+            version = newest.sync(client, step, "bfloat16")
+            rollouts = sampled(client, version, requests, sampling, STATES).values()
+            # A value keeps 3 bits of its mantissa: 0.12. bfloat16 alone gives less than 0.02.
+            assert all(0.03 < error(rollout, newest) < 0.4 for rollout in rollouts)
+            assert all(error(rollout, other) > 1 for rollout in rollouts)
 
 
 @pytest.mark.slow
 def test_a_run_logs_and_corrects_the_mismatch_of_8_bit_weights(tmp_path):
     result = run(
         "launch.train", *TRAINING_FLAGS, FORMAT, "--config.rollout.weight_dtype=bfloat16",
-        "--config.training.num_steps=3", f"--workdir={tmp_path / 'run'}",
+        "--config.training.num_steps=2", f"--workdir={tmp_path / 'run'}",
         env=environment(), timeout=400,
     )  # fmt: skip
     assert result.returncode == 0, (result.stdout, result.stderr)
     *rows, _ = read_rows(tmp_path / "run")
     for row in rows:
-        print({k: v for k, v in row.items() if "mismatch" in k or "importance_weight" in k})
         # Weights of an earlier update would be nats away: the learning rate is 1e-2.
         assert 1e-3 < row["rollout/logprob_mismatch/mean"] < 0.1
         assert (
@@ -109,5 +98,4 @@ def test_a_format_that_this_machine_lacks_is_one_line(tmp_path, name):
     model = Model(tmp_path, tied=True)
     with running(model.path, *FLAGS, f"--config.rollout.vllm_quantization={name}") as replica:
         assert replica.wait(300) == 2, replica.lines
-        print(replica.lines[-1])
         assert f"with {name} weights here" in replica.lines[-1]
