@@ -34,6 +34,9 @@ def get_config() -> ml_collections.ConfigDict:
     # What the backward pass recomputes: none, dots (all but the products, which saves memory and
     # its traffic) or full.
     config.model.remat = "dots"
+    # Attention of whole sequences: xla; splash, a fused kernel for TPUs; triton, one for GPUs; or
+    # auto: splash on TPUs if it supports the model and the mesh, and xla elsewhere.
+    config.model.attention = "auto"
     # Width of a random model; like the other sizes not read with model.path
     config.model.hidden_size = 128
     config.model.intermediate_size = 256  # width of the feed-forward layers of a random model
@@ -143,6 +146,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.vllm_kv_cache_gib = 0.0
     # vLLM engine: True: no compilation, starts in half the time
     config.rollout.vllm_enforce_eager = False
+    # vLLM engine: rounds the weights that arrive to 8 bits: fp8_per_channel, fp8_per_tensor or
+    # fp8_per_block; empty: it does not. docs/vllm.md
+    config.rollout.vllm_quantization = ""
 
     config.hidden_states = ml_collections.ConfigDict()
     # Who computes the states that are measured: rollout, policy or none
@@ -252,7 +258,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.importance = ml_collections.ConfigDict()
     # Of the weights: none, token, sequence, geometric or total_variation
     config.algorithms.importance.level = "none"
-    # The level with rollout.max_staleness above 0 where level is none. none: no correction either.
+    # The level where level is none, but responses come from another policy: with
+    # rollout.max_staleness above 0 or rollout.vllm_quantization. none: no correction either.
     config.algorithms.importance.level_ahead = "token"
     # Truncate weights to the bounds, or mask: drop what lies outside
     config.algorithms.importance.outside = "truncate"

@@ -36,7 +36,7 @@ from semrl_jax import compilation, cores
 from semrl_jax.errors import UserError
 from semrl_jax.runs.config import check_sections
 from semrl_jax.runs.run_directory import names_run
-from semrl_jax.settings.rollout import ENGINES, replica_in_flight
+from semrl_jax.settings.rollout import ENGINES, check_quantization, replica_in_flight
 
 PROGRESS_EVERY_S = 10.0
 MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM adds 57
@@ -171,6 +171,7 @@ def main() -> int:
 
 def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int:
     """Serves until a signal comes; returns the exit code."""
+    check_quantization(config, ENGINE.value)
     if ENGINE.value == "vllm":
         from semrl_jax.rollout.engines.vllm import checked_version
 

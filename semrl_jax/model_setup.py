@@ -45,7 +45,13 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
             max_position_embeddings=2048,
             **{name: model[name] for name in RANDOM_MODEL_FIELDS},
         )
-    return models.Policy(architecture, config.model.compute_dtype, config.model.remat), tokenizer
+    policy = models.Policy(
+        architecture,
+        config.model.compute_dtype,
+        config.model.remat,
+        attention=config.model.attention,
+    )
+    return policy, tokenizer
 
 
 def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Attention of whole sequences: at once, in blocks, or in blocks around a ring of devices.
+"""Attention of whole sequences: at once, in blocks, around a ring of devices, or by a kernel.
 
 The plain product holds [B, N, S, S] scores. In blocks, a device holds the scores of one block of
 queries and one block of keys at a time, forward and backward, so its memory is linear in S. Blocks
 in which no query attends to a key are skipped. If a mesh splits the sequence, queries stay on their
-device, and keys and values travel once around the axis.
+device, and keys and values travel once around the axis. The kernels are in attention_kernels.py.
 
 Source: arXiv:2112.05682 and arXiv:2205.14135 for the blocks and their gradient, arXiv:2310.01889
 for the ring.
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from semrl_jax.models.attention_kernels import kernel_attention
 from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
 
 LONGEST_AT_ONCE = 1024  # columns; longer sequences are computed in blocks
@@ -62,8 +63,11 @@ def self_attention(
     segment_ids: Int[Array, "B S"],
     *,
     mesh: Mesh | None = None,
+    kernel: str = "xla",
+    windows: tuple[int | None, ...] = (None,),
     longest_at_once: int = LONGEST_AT_ONCE,
     block: int = BLOCK,
+    interpret: bool = False,
 ) -> Attention:
     """Returns the attention of the layers.
 
@@ -76,9 +80,16 @@ def self_attention(
       segment_ids: int32; 0 is padding: no token attends to it, and its own attended values are
         finite and meaningless.
       mesh: None for one device.
-      longest_at_once: columns.
-      block: columns of a block, the same for queries and keys.
+      kernel: "xla", or a fused kernel, as `choose_kernel` returns it.
+      windows: only for a kernel; see `kernel_attention`.
+      longest_at_once: columns; only without a kernel.
+      block: columns of a block, the same for queries and keys; only without a kernel.
+      interpret: see `kernel_attention`.
     """
+    if kernel != "xla":
+        return kernel_attention(
+            kernel, segment_ids, mesh=mesh, windows=windows, interpret=interpret
+        )
     num_columns = segment_ids.shape[1]
     split = mesh is not None and activation_spec("tokens", segment_ids.shape, mesh)[1] is not None
     if split or num_columns > longest_at_once:

@@ -18,7 +18,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
+from semrl_jax.models.attention import (
+    Attention,
+    attend_to_cache,
+    self_attention,
+    within_window,
+)
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.lora import AdaptedLinear
 from semrl_jax.models.sharding import constrain, gather_layer
@@ -174,9 +179,11 @@ class Decoder(nnx.Module):
         remat: str,
         mesh: Mesh | None,
         rngs: nnx.Rngs,
+        kernel: str = "xla",
     ):
         self.config = config
         self.remat = remat
+        self.kernel = kernel
         self.mesh = mesh
         self.dtype = dtype
         self.embed = nnx.Embed(
@@ -221,7 +228,7 @@ class Decoder(nnx.Module):
                 constrain(jnp.pad(x, padding), "tokens", self.mesh)
                 for x in (token_ids, positions, segment_ids)
             )
-        attend = self_attention(positions, segment_ids, mesh=self.mesh)
+        attend = self._attention(positions, segment_ids)
 
         def step(x, layer, window, index):
             query, key, value = layer.heads(x, positions)
@@ -245,7 +252,7 @@ class Decoder(nnx.Module):
         Returns:
           `Decoded` of the last column, and the states of the K layers.
         """
-        attend = self_attention(positions, segment_ids, mesh=self.mesh)
+        attend = self._attention(positions, segment_ids)
         x = self._embedded(token_ids)
         inputs, keys, values = [], [], []
         for layer, window in self._unrolled():
@@ -321,6 +328,18 @@ class Decoder(nnx.Module):
             return None
         full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
         return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(config.sliding_window))
+
+    def _attention(self, positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"]) -> Attention:
+        """The attention of every layer; a layer passes its own of `_windows`."""
+        window = self.config.sliding_window
+        mixed = window is not None and self.config.full_attention_layers
+        return self_attention(
+            positions,
+            segment_ids,
+            mesh=self.mesh,
+            kernel=self.kernel,
+            windows=(None, window) if mixed else (window,),
+        )
 
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The input of the first layer."""

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoded, Decoder
 from semrl_jax.models.lora import Params, add_adapters, modules_with_adapters
@@ -32,6 +33,7 @@ class Policy:
     # Splits parameters and activations by the tables of sharding.py. None or a mesh of one device:
     # the program has no layout.
     mesh: Mesh | None = None
+    attention: str = "auto"  # of whole sequences; see `choose_kernel`
 
     def init(self, key: Array) -> Params:
         """Random float32 parameters: a nested dict, with one stacked array per layer parameter."""
@@ -166,7 +168,19 @@ class Policy:
 
     def _module(self, rngs: nnx.Rngs) -> Decoder:
         dtype = jnp.dtype(self.compute_dtype)
-        return Decoder(self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs)
+        return Decoder(
+            self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs,
+            kernel=self.kernel,
+        )  # fmt: skip
+
+    @property
+    def kernel(self) -> str:
+        """The kernel of attention to whole sequences; raises as `choose_kernel`."""
+        return choose_kernel(self.attention, self.config, self._split, self._platform)
+
+    def check_attention(self, mesh: Mesh) -> None:
+        """UserError if the kernel that `attention` names does not fit the model or this mesh."""
+        _ = dataclasses.replace(self, mesh=mesh).kernel
 
     @property
     def _split(self) -> Mesh | None:

@@ -159,6 +159,7 @@ def vllm_engine(
             gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
             kv_cache_gib=rollout.vllm_kv_cache_gib,
             enforce_eager=rollout.vllm_enforce_eager,
+            quantization=rollout.vllm_quantization,
             in_flight=replica_in_flight(rollout),
             max_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         ),

@@ -31,7 +31,7 @@ from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.profile import profiled_steps
-from semrl_jax.settings.rollout import num_parts
+from semrl_jax.settings.rollout import check_quantization, num_parts
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions
 
@@ -65,6 +65,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     check_sections(config)
     _check_data(config)
     _check_sizes(config)
+    check_quantization(config, config.rollout.engine)
     _check_importance(config)
     _check_ahead(config)
     _check_measured(config)

@@ -64,6 +64,7 @@ class Inputs:
         self.policy, self.tokenizer = build_policy(config)
         architecture = self.policy.config
         models.check_mesh(architecture, mesh)
+        self.policy.check_attention(mesh)
         self.lora, self.adapter = find_lora(config, self.policy) or (None, None)
         if sft.max_tokens > architecture.max_position_embeddings:
             raise UserError(

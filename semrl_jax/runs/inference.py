@@ -56,6 +56,7 @@ def check_inference(
     take_addresses(config)
     check_model_limits(config, policy.config, tokenizer)
     models.check_mesh(policy.config, mesh)
+    policy.check_attention(mesh)
     if is_embedded(config):
         configured_mesh(config, policy.config)
     return mesh

@@ -169,6 +169,7 @@ def check_inputs(
     if config.evaluation.metrics:
         check_metrics_of(config.evaluation.metric_options, policy)
     models.check_mesh(policy.config, mesh)
+    policy.check_attention(mesh)
     lora, adapter = find_lora(config, policy) or (None, None)
     check_memory(config, policy.config)
     if is_embedded(config):

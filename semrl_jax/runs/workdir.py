@@ -64,6 +64,7 @@ MAY_DIFFER = (
     "sft.micro_batch_tokens",
     "sft.pack_sequences",
     "sft.balance_lengths",
+    "model.attention",
     "model.remat",
 )
 # These decide which arrays a checkpoint holds. A run from before they existed keeps their default.

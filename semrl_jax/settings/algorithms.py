@@ -32,11 +32,12 @@ def check(algorithms: Section) -> None:
 def importance_options(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Options of `importance_weights`; their level may be 'none'.
 
-    Batches that are sampled ahead come from an earlier policy: for them, 'none' gives way to
-    `level_ahead`.
+    Batches that are sampled ahead come from an earlier policy, and those of a quantised engine
+    from a rounded one. For them, 'none' gives way to `level_ahead`.
     """
     options = config.algorithms.importance.to_dict()
     ahead = options.pop("level_ahead")
-    if config.rollout.max_staleness and options["level"] == "none":
+    from_another = config.rollout.max_staleness or config.rollout.vllm_quantization
+    if from_another and options["level"] == "none":
         options["level"] = ahead
     return options

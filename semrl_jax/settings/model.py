@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import DTYPES, REMAT_POLICIES
+from semrl_jax.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
 from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, one_of
 
@@ -10,6 +10,7 @@ from semrl_jax.settings.rules import Section, one_of
 def check(model: Section) -> None:
     one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
     one_of("model.reference_dtype", model["reference_dtype"], DTYPES)
+    one_of("model.attention", model["attention"], ATTENTION_KERNELS)
     one_of("model.remat", model["remat"], REMAT_POLICIES)
     if model["path"]:
         return

@@ -12,6 +12,7 @@ from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most
 from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")
+QUANTIZATIONS = ("", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")  # as vLLM names them
 MIN_TEMPERATURE = 0.01  # below, the logits divided by it exceed float32
 
 
@@ -29,6 +30,7 @@ def check(rollout: Section) -> None:
         "vllm_max_num_batched_tokens", "vllm_kv_cache_gib",
     )  # fmt: skip
     one_of("rollout.engine", rollout["engine"], ENGINES)
+    one_of("rollout.vllm_quantization", rollout["vllm_quantization"], QUANTIZATIONS)
     one_of("rollout.in_flight", rollout["in_flight"], ("wait", "abort", "keep"))
     one_of("rollout.weight_dtype", rollout["weight_dtype"], ("", "float32", "bfloat16"))
     items_are(str, "rollout", rollout, "addresses", "stop_words")
@@ -141,6 +143,23 @@ def check_address(where: str, address: str) -> None:
 def weight_dtype(config: ml_collections.ConfigDict) -> str:
     """Of the weights that replicas get."""
     return config.rollout.weight_dtype or config.model.compute_dtype
+
+
+def check_quantization(config: ml_collections.ConfigDict, engine: str) -> None:
+    """Refuses 8-bit weights with an engine or with weights that cannot have them."""
+    wanted, dtype = config.rollout.vllm_quantization, weight_dtype(config)
+    if not wanted:
+        return
+    if engine != "vllm":
+        raise UserError(
+            f"rollout.vllm_quantization={wanted!r} is of vLLM, and the engine is {engine!r}, which "
+            "has no 8-bit weights; set rollout.engine='vllm', or vllm_quantization=''."
+        )
+    if dtype != "bfloat16":
+        raise UserError(
+            f"rollout.vllm_quantization={wanted!r} rounds bfloat16 weights, and replicas get "
+            f"{dtype} ones; set rollout.weight_dtype='bfloat16'."
+        )
 
 
 def check_stop_strings(name: str, section: Section) -> None:

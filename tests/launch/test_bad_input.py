@@ -22,6 +22,10 @@ MISTAKES = {
     "stop word": (["--config.rollout.stop_words=Answer"], "'Answer', which is not one token"),
     "top-k": (["--config.rollout.top_k=1000"], "top_k=1000 must be at most"),
     "mesh": (["--config.mesh.tensor=3"], "needs 3 devices, but 1 are there"),
+    "attention": (
+        ["--config.model.attention=splash"],
+        "needs a TPU, and the program runs on a CPU",
+    ),
     "engine": (["--config.rollout.jax_tensor_parallelism=16"], "product must be at most"),
     "replica unreachable": (
         ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],

@@ -1,15 +1,23 @@
 """The launch files for clusters: their fields, their flags, and how they handle exit codes."""
 
+import functools
+import json
+import operator
 import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 
+import jsonschema
 import pytest
 import yaml
 from absl import flags
+from kubernetes_validate import ValidationError as KubernetesError
+from kubernetes_validate import validate as validate_kubernetes
 from ml_collections import config_flags
 
 from launch.cli import EXIT_USER_ERROR
@@ -21,143 +29,30 @@ from tests.launch.conftest import ROOT, run
 
 JOBSET = ROOT / "launch" / "gke_jobset.yaml"
 SBATCH = ROOT / "launch" / "slurm.sbatch"
+TPU_VM = ROOT / "launch" / "tpu_vm.sh"
+SCHEMAS = ROOT / "tests" / "launch" / "schemas"
+JOBSET_SCHEMA = json.loads((SCHEMAS / "jobset.json").read_text())
+KUBERNETES = "1.33"  # release
+POD = ("spec", "replicatedJobs", 0, "template", "spec", "template", "spec")
 RESTARTS = (1, EXIT_PREEMPTED, EXIT_PEER_LOST, 128 + 6, 128 + 9)  # the last two: abort, killed
 
 
-# --- The JobSet. This schema has the fields that the file uses, from the published definitions:
-# kubernetes-sigs/jobset, config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml (v1alpha2, which
-# embeds batch/v1 JobSpec and core/v1 PodTemplateSpec). A field that is missing here is a typing
-# error, or has to be looked up there and added.
+# --- The JobSet, by its published definition, and its jobs and pods by that of Kubernetes.
 
 
-def of(required=(), **fields):
-    return {"type": dict, "fields": fields, "required": set(required)}
-
-
-def many(item):
-    return {"type": list, "item": item}
-
-
-def one_of(*values):
-    return {"type": str, "values": values}
-
-
-TEXT, NUMBER, YES_NO = {"type": str}, {"type": int}, {"type": bool}
-TEXTS = {"type": dict, "item": TEXT}  # any names, such as labels
-QUANTITIES = {"type": dict, "item": {"type": (str, int)}}
-METADATA = of(name=TEXT, labels=TEXTS, annotations=TEXTS)
-KEYS = many(of(required=("key", "path"), key=TEXT, path=TEXT))
-VOLUME = of(
-    required=("name",),
-    name=TEXT,
-    persistentVolumeClaim=of(required=("claimName",), claimName=TEXT, readOnly=YES_NO),
-    secret=of(secretName=TEXT, items=KEYS),
-    emptyDir=of(medium=TEXT, sizeLimit=TEXT),
-)
-VARIABLE = of(
-    required=("name",),
-    name=TEXT,
-    value=TEXT,
-    valueFrom=of(
-        fieldRef=of(required=("fieldPath",), fieldPath=TEXT),
-        secretKeyRef=of(required=("key",), name=TEXT, key=TEXT),
-    ),
-)
-CONTAINER = of(
-    required=("name",),
-    name=TEXT,
-    image=TEXT,
-    command=many(TEXT),
-    args=many(TEXT),
-    env=many(VARIABLE),
-    ports=many(of(required=("containerPort",), containerPort=NUMBER)),
-    resources=of(limits=QUANTITIES, requests=QUANTITIES),
-    volumeMounts=many(
-        of(required=("name", "mountPath"), name=TEXT, mountPath=TEXT, readOnly=YES_NO)
-    ),
-)
-POD = of(
-    required=("containers",),
-    containers=many(CONTAINER),
-    volumes=many(VOLUME),
-    nodeSelector=TEXTS,
-    restartPolicy=one_of("Never", "OnFailure", "Always"),
-    terminationGracePeriodSeconds=NUMBER,
-)
-POD_FAILURE_RULE = of(
-    required=("action",),
-    action=one_of("FailJob", "FailIndex", "Ignore", "Count"),
-    onExitCodes=of(
-        required=("operator", "values"),
-        containerName=TEXT,
-        operator=one_of("In", "NotIn"),
-        values=many(NUMBER),
-    ),
-    onPodConditions=many(of(required=("type", "status"), type=TEXT, status=TEXT)),
-)
-JOB = of(
-    required=("template",),
-    parallelism=NUMBER,
-    completions=NUMBER,
-    completionMode=one_of("Indexed", "NonIndexed"),
-    backoffLimit=NUMBER,
-    podFailurePolicy=of(required=("rules",), rules=many(POD_FAILURE_RULE)),
-    template=of(metadata=METADATA, spec=POD),
-)
-FAILURE_RULE = of(
-    required=("action", "name"),
-    name=TEXT,
-    action=one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
-    onJobFailureReasons=many(TEXT),
-    targetReplicatedJobs=many(TEXT),
-)
-JOB_SET = of(
-    required=("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=one_of("jobset.x-k8s.io/v1alpha2"),
-    kind=one_of("JobSet"),
-    metadata=METADATA,
-    spec=of(
-        successPolicy=of(
-            required=("operator",),
-            operator=one_of("All", "Any"),
-            targetReplicatedJobs=many(TEXT),
-        ),
-        failurePolicy=of(
-            maxRestarts=NUMBER,
-            restartStrategy=one_of("Recreate", "BlockingRecreate"),
-            rules=many(FAILURE_RULE),
-        ),
-        replicatedJobs=many(
-            of(
-                required=("name", "template"),
-                name=TEXT,
-                replicas=NUMBER,
-                template=of(metadata=METADATA, spec=JOB),
-            )
-        ),
-    ),
-)
-
-
-def problems(value, schema, path="") -> list[str]:
-    """Every path at which `value` does not follow `schema`."""
-    kind = schema["type"]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        return [f"{path}: {value!r} is no {kind}"]
-    if "values" in schema and value not in schema["values"]:
-        return [f"{path}: {value!r} is none of {schema['values']}"]
-    if kind is list:
-        return [p for i, v in enumerate(value) for p in problems(v, schema["item"], f"{path}[{i}]")]
-    if kind is dict and "item" in schema:
-        return [p for k, v in value.items() for p in problems(v, schema["item"], f"{path}.{k}")]
-    if kind is not dict:
-        return []
-    found = [f"{path}: no {name}" for name in sorted(schema["required"] - value.keys())]
-    for name, item in value.items():
-        if name in schema["fields"]:
-            found += problems(item, schema["fields"][name], f"{path}.{name}")
-        else:
-            found.append(f"{path}: {name} is unknown")
+def problems(manifest) -> list[str]:
+    """What the API server would refuse, without the rules that the definitions state as text."""
+    found = [
+        f"{error.json_path}: {error.message}"
+        for error in jsonschema.Draft7Validator(JOBSET_SCHEMA).iter_errors(manifest)
+    ]
+    for job in manifest["spec"]["replicatedJobs"]:
+        metadata = {"name": job["name"]}
+        as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
+        try:
+            validate_kubernetes(as_job | {"spec": job["template"]["spec"]}, KUBERNETES, strict=True)
+        except KubernetesError as error:
+            found.append(f"{job['name']}: {error}")
     return found
 
 
@@ -198,20 +93,29 @@ def config_of(words):
     return holder.value, values.workdir
 
 
-def test_the_jobset_has_known_fields_only(manifest):
-    assert problems(manifest, JOB_SET) == []
+def test_the_jobset_follows_the_published_schemas(manifest):
+    assert problems(manifest) == []
 
 
-def test_invalid_manifests_are_detected(manifest):
-    trainer = replicated_job(manifest, "trainer")
-    trainer["replica"] = 1
-    trainer["template"]["spec"]["backoffLimit"] = "0"
-    trainer["template"]["spec"]["template"]["spec"]["restartPolicy"] = "never"
-    del manifest["spec"]["failurePolicy"]["rules"][0]["name"]
-    found = "\n".join(problems(manifest, JOB_SET))
-    for problem in ("replica is unknown", "'0' is no", "'never' is none of", "rules[0]: no name"):
-        assert problem in found
-    assert len(found.splitlines()) == 4
+def field(manifest, *path):
+    return functools.reduce(operator.getitem, path, manifest)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "replicatedJobs", 0, "replica"), 1),  # no such field
+        (("spec", "failurePolicy", "restartStrategy"), "Never"),
+        (("spec", "failurePolicy", "rules", 0), {"action": "FailJobSet"}),  # without its name
+        (("spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"), "0"),
+        ((*POD, "restartPolicy"), 1),
+        ((*POD, "containers", 0, "imagePull"), "Always"),
+        ((*POD, "volumes", 0, "persistentVolumeClaim"), {}),
+    ],
+)
+def test_invalid_manifests_are_detected(manifest, path, value):
+    field(manifest, *path[:-1])[path[-1]] = value
+    assert problems(manifest)
 
 
 def test_the_rules_beyond_the_schema_hold(manifest):
@@ -444,7 +348,6 @@ def test_slurm_does_not_queue_a_wrong_setting_again(tmp_path):
 
 
 def test_the_batch_script_is_sound():
-    assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     lines = SBATCH.read_text().splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
     # sbatch reads options only before the first non-comment line. An option must not be followed
@@ -452,3 +355,163 @@ def test_the_batch_script_is_sound():
     assert all(line.startswith("#") for line in lines[: options[-1]] if line)
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[i]) for i in options)
     assert "#SBATCH --requeue" in lines and "#SBATCH --ntasks-per-node=1" in lines
+
+
+@pytest.mark.parametrize("script", [SBATCH, TPU_VM], ids=lambda path: path.name)
+def test_shellcheck_finds_nothing_in_the_scripts(script):
+    shellcheck = pathlib.Path(sys.executable).with_name("shellcheck")
+    result = subprocess.run([shellcheck, script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def parsed_by_sbatch(tmp_path, text):
+    """What sbatch itself says of a script, on a cluster whose controller does not answer."""
+    configuration = tmp_path / "slurm.conf"
+    configuration.write_text(
+        "ClusterName=test\nSlurmctldHost=localhost\nSlurmctldPort=1\nMessageTimeout=2\n"
+        "AuthType=auth/none\nCredType=cred/none\nGresTypes=gpu\n"
+        "NodeName=localhost Gres=gpu:8\nPartitionName=all Nodes=ALL Default=YES\n"
+    )
+    script = tmp_path / "script"
+    script.write_text(text)
+    environment = os.environ | {"SLURM_CONF": str(configuration)}
+    result = subprocess.run(
+        ["sbatch", "--test-only", script], env=environment, capture_output=True, text=True
+    )
+    return result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("sbatch") is None, reason="needs sbatch: apt-get install slurm-client"
+)
+def test_sbatch_takes_all_options(tmp_path):
+    text = SBATCH.read_text()
+    # All options were read before the controller is asked.
+    assert "Unable to contact slurm controller" in parsed_by_sbatch(tmp_path, text)
+    for right, wrong, said in (
+        ("--requeue", "--requeues", "unrecognized option '--requeues'"),
+        ("TERM@300", "END@300", "Invalid --signal"),
+        ("--gpus-per-node=8", "--gpus-per-node=tpu:x:y", "Invalid"),
+        ("--time=24:00:00", "--time=tomorrow", "Invalid --time"),
+    ):
+        assert right in text
+        assert said in parsed_by_sbatch(tmp_path, text.replace(right, wrong)), wrong
+
+
+# --- Cloud TPU VMs: the script runs with a fake gcloud, whose hosts are directories.
+
+# Records each call, and runs the commands of `ssh` in the home directory of each host.
+GCLOUD = """
+printf '%s\\n' "$@" > "$RECORDS/$4$(ls "$RECORDS" | wc -l)"
+for word in "$@"; do [[ $word == --command=* ]] && remote=${word#--command=}; done
+[[ -z ${remote:-} || -n ${RECORD_ONLY:-} ]] && exit 0
+for host in 0 1; do (cd "$HOSTS/$host" && HOST_INDEX=$host bash -c "$remote") || exit 1; done
+"""
+# What the server of a TPU VM answers: the index of the worker, and name:port:address of each.
+CURL = """
+case ${*: -1} in
+  */instance/attributes/agent-worker-number) echo "$HOST_INDEX" ;;
+  */instance/attributes/worker-network-endpoints) echo "a:8470:10.0.0.2,b:8470:10.0.0.3" ;;
+  *) exit 22 ;;
+esac
+"""
+# In place of python: records its arguments, and ends with the codes of ENDS one after the other.
+TRAINER = """
+n=$(ls started* 2> /dev/null | wc -l)
+printf '%s\\n' "$@" > "started$n"
+codes=($ENDS)
+[[ ${codes[$n]} == wait ]] && { trap 'exit 75' TERM; while :; do sleep 0.05; done; }
+exit "${codes[$n]}"
+"""
+
+
+class TpuVms:
+    """Two hosts with this repository, and what their trainers and gcloud were told."""
+
+    def __init__(self, directory, ends):
+        self.records = directory / "records"
+        self.hosts = [directory / str(index) / "semrl_jax" for index in range(2)]
+        for host in self.hosts:
+            (host / ".venv" / "bin").mkdir(parents=True)
+            (host / "launch").mkdir()
+            shutil.copy(TPU_VM, host / "launch")
+            executable(host / ".venv" / "bin" / "python", TRAINER)
+        self.records.mkdir()
+        executable(directory / "gcloud", GCLOUD)
+        executable(directory / "curl", CURL)
+        self.environment = os.environ | {
+            "PATH": f"{directory}:{os.environ['PATH']}", "RECORDS": str(self.records),
+            "HOSTS": str(directory), "ENDS": ends,
+        }  # fmt: skip
+
+    def run(self, *words):
+        result = subprocess.run(
+            [TPU_VM, *words], env=self.environment, cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+
+    def calls(self):
+        """Words of each call of gcloud, in order."""
+        files = sorted(self.records.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        return [file.read_text().splitlines() for file in files]
+
+    def logs(self, text):
+        """The logs of both hosts, when each of them has the text."""
+        deadline = time.monotonic() + 20
+        while True:
+            logs = [(host / "run.log").read_text() for host in self.hosts]
+            if all(text in log for log in logs):
+                return logs
+            assert time.monotonic() < deadline, logs
+            time.sleep(0.05)
+
+    def flags(self, host, attempt):
+        """Arguments of launch.train."""
+        option, module, *words = (self.hosts[host] / f"started{attempt}").read_text().splitlines()
+        assert (option, module) == ("-m", "launch.train")
+        return words
+
+
+def test_gcloud_knows_all_flags_of_the_tpu_script(tmp_path):
+    vms = TpuVms(tmp_path, "")
+    vms.environment["RECORD_ONLY"] = "1"
+    known = json.loads((SCHEMAS / "gcloud.json").read_text())
+    for command in ("create", "setup", "train", "log", "stop", "delete"):
+        vms.run(command)
+    calls = vms.calls()
+    assert [call[3] for call in calls] == ["create", "scp", "ssh", "ssh", "ssh", "ssh", "delete"]
+    for call in calls:
+        words = {word.split("=")[0] for word in call[4:] if word.startswith("--")}
+        assert "--zone=us-east5-b" in call and words <= set(known[" ".join(call[:4])])
+
+
+def test_every_host_of_a_tpu_slice_trains_and_starts_again(tmp_path):
+    vms = TpuVms(tmp_path, "76 1 0")
+    vms.run("train", "--config.seed=7", "--config.data.system_prompt=two words; $(no)")
+    for log in vms.logs("ended with exit code 0"):
+        assert log.count("started again") == 2 and "exit code 76" in log
+    for index in range(2):
+        assert vms.flags(index, 0) == vms.flags(index, 2)
+        config, workdir = config_of(vms.flags(index, 0))
+        place = find_place(config.distributed, {})
+        assert tuple(place) == ("10.0.0.2:8482", 2, index, "settings")
+        assert workdir == "/mnt/runs/gsm8k" and config.seed == 7
+        assert config.data.system_prompt == "two words; $(no)"
+
+
+def test_a_tpu_slice_does_not_start_a_wrong_setting_again(tmp_path):
+    vms = TpuVms(tmp_path, "2 0")
+    vms.run("train")
+    assert not any("started again" in log for log in vms.logs("ended with exit code 2"))
+
+
+def test_a_run_on_a_tpu_slice_is_stopped(tmp_path):
+    vms = TpuVms(tmp_path, "wait 0")
+    vms.run("train")
+    deadline = time.monotonic() + 20
+    while not all((host / "started0").exists() for host in vms.hosts):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    vms.run("stop")
+    assert not any("started again" in log for log in vms.logs("ended with exit code 75"))

@@ -75,6 +75,7 @@ class JaxEngine(Engine):
     ):
         if mesh is None:
             mesh = make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
+        policy.check_attention(mesh)
         self._policy = dataclasses.replace(policy, mesh=mesh)
         self._shardings = parameter_shardings(jax.eval_shape(unstacked, policy.shapes()), mesh)
         self._description = ReplicaDescription(

@@ -69,6 +69,8 @@ class VllmSettings:
       kv_cache_gib: size of the KV cache. 0 takes the rest of that share on a device, and 4 GiB on a
         CPU, where vLLM would take nearly all memory or refuse.
       enforce_eager: neither compiles nor captures CUDA graphs, which halves the time to start.
+      quantization: 8-bit format of the weights of linear layers, which vLLM rounds after each
+        update; "": none.
       in_flight: as in `RolloutService`. Kept responses continue with a recomputed cache.
       max_tokens: of a prompt and its response together; 0: the sum of their limits.
     """
@@ -80,6 +82,7 @@ class VllmSettings:
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float = 0.0
     enforce_eager: bool = False
+    quantization: str = ""
     in_flight: str = "wait"
     max_tokens: int = 0
 
@@ -278,6 +281,7 @@ class VllmEngine(Engine):
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) or None,
                 enforce_eager=settings.enforce_eager,
+                quantization=settings.quantization or None,
                 # Of the sampling distribution: after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=EXTENSION,
@@ -290,8 +294,9 @@ class VllmEngine(Engine):
         except UserError:
             raise
         except (ValueError, RuntimeError, OSError) as error:
+            rounded = settings.quantization and f" with {settings.quantization} weights here"
             raise UserError(
-                f"vLLM {self._version_of_vllm} cannot serve this model: "
+                f"vLLM {self._version_of_vllm} cannot serve this model{rounded}: "
                 f"{_root_cause(errors) or _reason(error)}"
             ) from error
 
@@ -578,7 +583,11 @@ def _log_errors_to(file: pathlib.Path) -> None:
 def _root_cause(file: pathlib.Path) -> str:
     """The last exception in a log that is not a reference to another one, or ""."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    errors = [
+        f"{line.rstrip()} {after}" if line.rstrip().endswith(":") else line  # a list of reasons
+        for line, after in zip(lines, [*lines[1:], ""])
+        if re.match(r"[\w.]+(Error|Exception): ", line)
+    ]
     causes = [line for line in errors if "root cause" not in line] or [""]
     hint = " (here: rollout.vllm_kv_cache_gib)" if "cache" in causes[-1] else ""
     return causes[-1] + hint

@@ -96,6 +96,7 @@ def test_queues_that_do_not_fit_into_shared_memory(tmp_path):
     [
         (None, ""),
         ("EngineCore failed to start.\n  File 'x'\nValueError: too small", "ValueError: too small"),
+        ("ValueError: none. Reasons: \nA needs B.\nmore", "ValueError: none. Reasons: A needs B."),
         (
             "WorkerProc failed to start.\ntorch.OutOfMemoryError: 2 GiB\nEngineCore failed.\n"
             "Exception: WorkerProc initialization failed. See stack trace for root cause.",

@@ -1,0 +1,210 @@
+"""The fused kernels against the plain product, as JAX programs; and their compilation."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.models import decoder
+from semrl_jax.models.attention import self_attention
+from semrl_jax.models.attention_kernels import choose_kernel
+from semrl_jax.models.policy import Policy
+from tests.models.test_attention import ASSERT_CLOSE, mesh_of, outcome
+
+ROWS, COLUMNS, HEADS, KV_HEADS, WIDTH = 2, 200, 4, 2, 16  # two blocks of 128, padded
+LONGEST = jnp.iinfo(jnp.int32).max
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+soak = functools.partial(pytest.param, marks=pytest.mark.soak)
+
+
+@pytest.fixture(scope="module")
+def places():
+    """One row of two packed segments, one with padding on both sides."""
+    segments = np.ones((ROWS, COLUMNS), np.int32)
+    segments[0, 90:] = 2
+    segments[1, :5] = segments[1, 170:] = 0
+    positions = np.concatenate([np.arange(90), np.arange(110)]), np.arange(COLUMNS) - 5
+    return jnp.maximum(np.stack(positions), 0), jnp.asarray(segments)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [jax.random.normal(key, (ROWS, COLUMNS, n, WIDTH)) for key, n in zip(keys, heads)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "windows", "mesh"),
+    [
+        ("splash", 50, (50,), None),
+        ("triton", None, (None,), None),
+        slow("splash", None, (None,), None),
+        slow("splash", 50, (None, 50), None),  # a layer with the window among others without
+        soak("splash", LONGEST, (None, 50), None),
+        slow("splash", 150, (150,), (1, 2, 1, 2)),  # its first block is not in the last one's
+        slow("splash", None, (None,), (1, 2, 1, 4)),  # too few kv heads to split
+        soak("splash", None, (None,), (2, 2, 1, 2)),  # too few rows to split
+        soak("triton", None, (None,), (1, 2, 1, 2)),
+    ],
+)
+def test_kernels_give_the_plain_attention_and_its_gradient(
+    places, arrays, kernel, window, windows, mesh
+):
+    expected = outcome(places, arrays, window)
+    options = {"kernel": kernel, "windows": windows, "mesh": mesh and mesh_of(*mesh)}
+    for got, want in zip(outcome(places, arrays, window, interpret=True, **options), expected):
+        ASSERT_CLOSE(got, want)
+
+
+@pytest.mark.parametrize("kernel", [slow("splash"), soak("triton")])
+def test_bfloat16_kernels_keep_float32_sums(places, arrays, kernel):
+    exact = outcome(places, arrays, None)
+    rounded = [x.astype(jnp.bfloat16) for x in arrays]
+    attended, *gradients = outcome(places, rounded, None, kernel=kernel, interpret=True)
+    assert attended.dtype == jnp.bfloat16
+    for got, want in zip((attended, *gradients), exact):
+        error = np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max()
+        assert error < 4 * 2**-8  # inputs, scaled queries, weights and results are rounded
+
+
+@pytest.mark.parametrize("full", [soak((), id="windows"), slow((1,), id="mixed layers")])
+def test_a_model_with_the_kernel_has_the_same_states_and_gradients(places, monkeypatch, full):
+    config = models.DecoderConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=16, sliding_window=40, full_attention_layers=full,
+    )  # fmt: skip
+    positions, segments = places
+    token_ids = jax.random.randint(jax.random.key(1), segments.shape, 0, 32)
+    policy = Policy(config, remat="full", mesh=mesh_of(1, 2, 1, 2))
+    params = policy.init(jax.random.key(0))
+
+    def outcome():
+        def loss(params):
+            # Each policy keeps the graph that it was first used with.
+            fresh = dataclasses.replace(policy)
+            states = fresh.final_states(params, token_ids, positions, segments)
+            counted = jnp.where((segments != 0)[:, :, None], states, 0.0)
+            return jnp.sum(counted[:, :, 0]), counted
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    plain = outcome()
+    calls = []
+
+    def interpreted(*args, **options):
+        calls.append(options["kernel"])
+        return self_attention(*args, **options, interpret=True)
+
+    monkeypatch.setattr(Policy, "kernel", "splash")
+    monkeypatch.setattr(decoder, "self_attention", interpreted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), outcome(), plain
+    )
+    assert set(calls) == {"splash"}
+
+
+CONFIG = models.DecoderConfig(
+    vocab_size=8, hidden_size=32, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "mesh", "platform", "expected"),
+    [
+        ("auto", {}, None, "tpu", "splash"),
+        ("auto", {"sliding_window": 4}, (1, 2, 1, 2), "tpu", "splash"),
+        ("auto", {"head_dim": 512}, None, "tpu", "xla"),
+        ("auto", {}, (1, 1, 2, 1), "tpu", "xla"),
+        ("auto", {}, None, "gpu", "xla"),
+        ("auto", {}, None, "cpu", "xla"),
+        ("xla", {}, None, "tpu", "xla"),
+        ("triton", {}, None, "gpu", "triton"),
+        ("splash", {}, None, "cpu", "needs a TPU, and the program runs on a CPU"),
+        ("triton", {}, None, "tpu", "needs a GPU, and the program runs on a TPU"),
+        ("splash", {"head_dim": 512}, None, "tpu", "has head_dim=512"),
+        ("triton", {"sliding_window": 4}, None, "gpu", "has sliding_window=4"),
+        ("splash", {}, (1, 1, 2, 1), "tpu", "mesh.sequence=2 splits them"),
+    ],
+)
+def test_a_kernel_is_chosen_or_refused(wanted, changes, mesh, platform, expected):
+    config = dataclasses.replace(CONFIG, **changes)
+    mesh = mesh and mesh_of(*mesh)
+    if " " not in expected and "=" not in expected:
+        assert choose_kernel(wanted, config, mesh, platform) == expected
+        return
+    with pytest.raises(UserError, match=f"model.attention='{wanted}' .*{expected}; choose auto"):
+        choose_kernel(wanted, config, mesh, platform)
+
+
+def test_the_program_for_gpus_has_the_kernel():
+    """Lowered to the code of the kernel, not compiled: that needs a GPU."""
+    places = [jax.ShapeDtypeStruct((1, 256), jnp.int32)] * 2
+    arrays = [jax.ShapeDtypeStruct((1, 256, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+
+    def loss(positions, segments, *arrays):
+        attended = self_attention(positions, segments, kernel="triton")(*arrays, None)
+        return jnp.sum(attended.astype(jnp.float32) ** 2)
+
+    traced = jax.jit(jax.grad(loss, argnums=(2, 3, 4))).trace(*places, *arrays)
+    assert "xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+# In a process of its own: it loads libtpu, which reads the environment.
+COMPILED = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from semrl_jax import models
+
+config = models.DecoderConfig(
+    vocab_size=256, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=64, sliding_window=256, full_attention_layers=(0,),
+)
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+mesh = models.make_mesh({"replica": 1, "fsdp": 2, "sequence": 1, "tensor": 2}, devices)
+policy = models.Policy(config, "bfloat16", "full", mesh)
+shapes = policy.shapes()
+params = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes, models.parameter_shardings(shapes, mesh),
+)
+rows = NamedSharding(mesh, PartitionSpec("fsdp", None))
+tokens = [jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=rows)] * 3
+
+def loss(params, *tokens):
+    return jnp.sum(policy.final_states(params, *tokens).astype(jnp.float32) ** 2)
+
+program = jax.jit(jax.grad(loss)).lower(params, *tokens).compile()
+print(policy.kernel, program.as_text().count('custom_call_target="tpu_custom_call"'))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the compiler for TPUs, but no TPU: pip install -e '.[tpu]'",
+)
+def test_the_program_for_tpus_has_the_kernel():
+    """A model with mixed layers, split over rows and heads, is compiled for four chips of v5e."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it has no device that processes could share
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    # For each window: forward, forward again, and two programs of the backward pass.
+    assert result.stdout.splitlines()[-1] == "splash 8"
