@@ -1,7 +1,7 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.choices import REMAT_POLICIES
-from semrl_jax.models.config import DecoderConfig, RopeScaling
+from semrl_jax.models.config import DecoderConfig, RopeScaling, random_config
 from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.directory import (
     check_params,
@@ -63,6 +63,7 @@ __all__ = [
     "parameter_shardings",
     "params_from_hf",
     "read_head",
+    "random_config",
     "replicated",
     "save_directory",
     "tensor_specs",

@@ -19,8 +19,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.config import DecoderConfig, RopeScaling
 from semrl_jax.models.sharding import constrain, gather_layer
+
+NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class KVCache(NamedTuple):
@@ -39,16 +45,25 @@ class KVCache(NamedTuple):
 Decoded = tuple[Float[Array, "B D"], Float[Array, "B L D"], KVCache]
 
 
-def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
+def rotary_frequencies(
+    config: DecoderConfig, window: Int[Array, ""] | None = None
+) -> Float[Array, " F"]:
     """Angle of each of the H/2 pairs from one position to the next; float32 radians.
 
-    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear.
+    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear. A layer with
+    a window may have a base of its own, which is not scaled.
 
     Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
     """
     half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
+    exponents = -jnp.arange(half, dtype=jnp.float32) / half
+    frequencies = _scaled(config.rope_theta**exponents, config.rope_scaling)
+    if window is None or config.local_rope_theta is None:
+        return frequencies
+    return jnp.where(window == NO_WINDOW, frequencies, config.local_rope_theta**exponents)
+
+
+def _scaled(frequencies: Float[Array, " F"], scaling: RopeScaling | None) -> Float[Array, " F"]:
     if scaling is None:
         return frequencies
     if scaling.rope_type == "linear":
@@ -70,7 +85,26 @@ def rotary(
     return turned.astype(x.dtype)
 
 
-def _norm(config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+class OffsetRMSNorm(nnx.Module):
+    """x / rms(x) * (1 + scale), in float32 and then cast, as in Gemma."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "*axes D"]) -> Float[Array, "*axes D"]:
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        scale = 1.0 + self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
+
+
+def _norm(
+    config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> nnx.RMSNorm | OffsetRMSNorm:
+    if config.declared.offset_norms:
+        return OffsetRMSNorm(width, epsilon=config.rms_norm_eps, dtype=dtype)
     return nnx.RMSNorm(
         width, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
     )
@@ -127,13 +161,19 @@ class DecoderLayer(nnx.Module):
         if config.query_key_norm:
             self.query_norm = norm(config.head_dim)
             self.key_norm = norm(config.head_dim)
+        if config.declared.post_norms:
+            self.attention_post_norm = norm(hidden)
+            self.mlp_post_norm = norm(hidden)
         self.mlp_norm = norm(hidden)
         self.gate = linear(hidden, config.intermediate_size)
         self.up = linear(hidden, config.intermediate_size)
         self.down = linear(config.intermediate_size, hidden)
 
     def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        window: Int[Array, ""] | None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normed inputs, positions applied."""
         normed = self.attention_norm(x)
@@ -147,7 +187,9 @@ class DecoderLayer(nnx.Module):
         value = of(self.value, self.config.num_kv_heads)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        frequencies = rotary_frequencies(self.config)
+        if (scalar := self.config.query_pre_attn_scalar) not in (None, self.config.head_dim):
+            query = query * (self.config.head_dim / scalar) ** 0.5  # attention divides by its own
+        frequencies = rotary_frequencies(self.config, window)
         return rotary(query, positions, frequencies), rotary(key, positions, frequencies), value
 
     def residual(
@@ -155,11 +197,17 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Adds the attention output, then the feed-forward output."""
         attended = constrain(attended, "heads", self.mesh).reshape(*x.shape[:2], -1)
-        x = x + constrain(self.output(attended), "states", self.mesh)
-        normed = self.mlp_norm(x)
-        features = jax.nn.silu(self.gate(normed)) * self.up(normed)
+        post_norms = self.config.declared.post_norms
+        attended = constrain(self.output(attended), "states", self.mesh)
+        x = x + (self.attention_post_norm(attended) if post_norms else attended)
+        added = self._feed_forward(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(added) if post_norms else added)
+
+    def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        activation = ACTIVATIONS[self.config.declared.activation]
+        features = activation(self.gate(normed)) * self.up(normed)
         features = constrain(features, "features", self.mesh)
-        return x + constrain(self.down(features), "states", self.mesh)
+        return constrain(self.down(features), "states", self.mesh)
 
 
 class Decoder(nnx.Module):
@@ -223,7 +271,7 @@ class Decoder(nnx.Module):
         attend = self_attention(positions, segment_ids, mesh=self.mesh)
 
         def step(x, layer, window, index):
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             return layer.residual(x, attend(query, key, value, window)), None
 
         x, _ = self._scan(step, self._embedded(token_ids), self._checkpointed)
@@ -249,7 +297,7 @@ class Decoder(nnx.Module):
         inputs, keys, values = [], [], []
         for layer, window in self._unrolled():
             inputs.append(x)
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             keys.append(constrain(key.transpose(0, 2, 3, 1), "cache", self.mesh))
             values.append(constrain(value.swapaxes(1, 2), "cache", self.mesh))
             x = layer.residual(x, attend(query, key, value, window))
@@ -289,7 +337,7 @@ class Decoder(nnx.Module):
         inputs, keys, values = [], [], []
         for index, (layer, window) in enumerate(self._unrolled()):
             inputs.append(x[:, 0])
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
             values.append(cached(cache.values[index], value.swapaxes(1, 2), 2))
             seen = within_window(mask, positions, key_positions, window)
@@ -319,12 +367,14 @@ class Decoder(nnx.Module):
         if config.sliding_window is None:
             return None
         full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
-        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(config.sliding_window))
+        return jnp.where(full, NO_WINDOW, jnp.int32(config.sliding_window))
 
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The input of the first layer."""
         token_ids = constrain(token_ids, "looked_up_tokens", self.mesh)
         x = constrain(self.embed(token_ids), "looked_up", self.mesh)
+        if self.config.declared.scaled_embedding:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded as transformers'
         return constrain(x, "states", self.mesh)
 
     def _scan(

@@ -29,6 +29,12 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
+# Options of some families, likewise.
+OPTIONS = {
+    "local_rope_theta": "rope_local_base_freq",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "final_logit_softcap": "final_logit_softcapping",
+}
 OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
 
 
@@ -77,6 +83,13 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         positions = {"max_position_embeddings": 32_768, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(declared, hf)
+        options = {
+            ours: _number(hf, theirs)
+            for ours, theirs in OPTIONS.items()
+            if ours in declared.options and hf.get(theirs) is not None
+        }
+        if window is None:
+            options.pop("local_rope_theta", None)
         return DecoderConfig(
             model_type=model_type,
             **sizes,
@@ -87,6 +100,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             rope_scaling=scaling,
             sliding_window=window,
             full_attention_layers=full_attention_layers,
+            **options,
             family=family if "." in family else "",
         )
     except KeyError as error:
@@ -162,7 +176,7 @@ def config_to_hf(
         "architectures": [family.architecture],
         "model_type": config.model_type,
         **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
-        "hidden_act": "silu",
+        "hidden_act": family.activation,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
@@ -171,6 +185,7 @@ def config_to_hf(
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_embeddings,
         **_windows_to_hf(family, config),
+        **{OPTIONS[ours]: getattr(config, ours) for ours in family.options},
         **dict.fromkeys(family.must_be_false, False),
         "dtype": dtype,
     }
@@ -192,8 +207,15 @@ def _refuse_unsupported(family: Family, hf: Mapping[str, Any]) -> None:
     for name in (*family.must_be_false, "mlp_bias"):
         if _flag(hf, name):
             raise UserError(f"{name}=true is not supported.")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act={hf['hidden_act']!r:.100} is not supported, only 'silu'.")
+    if hf.get("hidden_act", family.activation) != family.activation:
+        raise UserError(
+            f"hidden_act={hf['hidden_act']!r:.100} is not supported, only {family.activation!r}."
+        )
+    if hf.get("quantization_config"):
+        raise UserError(
+            "quantization_config is not supported; give a directory with weights that are not "
+            "quantised."
+        )
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -64,6 +64,8 @@ class Policy:
         """Float32 logits of final states."""
         matrix = self._bind(params).output_matrix()
         logits = jnp.matmul(states, matrix, preferred_element_type=jnp.float32)
+        if cap := self.config.final_logit_softcap:
+            logits = cap * jnp.tanh(logits / cap)
         return constrain(logits, "logits", self._split)
 
     def states_at(
@@ -127,6 +129,7 @@ class Policy:
         tiles = Tiles(
             vocabulary_axis=vocabulary_axis,
             temperature=temperature,
+            softcap=self.config.final_logit_softcap,
             max_logits=max_logits or (2**22 if self._platform == "cpu" else 2**24),
             axis=None if mesh is None else "tensor",
         )

@@ -32,10 +32,12 @@ LAYER_NAMES = {
     ("query_norm", "scale"): "self_attn.q_norm.weight",
     ("key_norm", "scale"): "self_attn.k_norm.weight",
     ("output", "kernel"): "self_attn.o_proj.weight",
+    ("attention_post_norm", "scale"): "post_self_attn_layernorm.weight",
     ("mlp_norm", "scale"): "post_attention_layernorm.weight",
     ("gate", "kernel"): "mlp.gate_proj.weight",
     ("up", "kernel"): "mlp.up_proj.weight",
     ("down", "kernel"): "mlp.down_proj.weight",
+    ("mlp_post_norm", "scale"): "post_mlp_layernorm.weight",
 }
 TRANSPOSE_ROWS = 64  # written at once, so that their cache lines stay in the first-level cache
 
@@ -69,12 +71,18 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
         "value": (kv_heads, width), "query_norm": (config.head_dim,),
         "key_norm": (config.head_dim,), "output": (width, heads), "mlp_norm": (width,),
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
+        "attention_post_norm": (width,), "mlp_post_norm": (width,),
     }  # fmt: skip
+    family = config.declared
     yield _Tensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
         for (module, kind), name in LAYER_NAMES.items():
             if module in ("query_norm", "key_norm") and not config.query_key_norm:
                 continue
+            if module in ("attention_post_norm", "mlp_post_norm") and not family.post_norms:
+                continue
+            if module in family.tensor_names:
+                name = f"{family.tensor_names[module]}.{name.rpartition('.')[2]}"
             if kind == "bias" and not config.attention_bias:
                 continue
             shape = shapes[module][:1] if kind == "bias" else shapes[module]

@@ -47,6 +47,20 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 8, "head_dim": 32}),
     "mistral-whole": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
     "qwen3-window": (
         transformers.Qwen3Config,
         SLIDING

@@ -16,11 +16,18 @@ from tests.models.conftest import Padded, make_pair
 from tests.models.test_policy import mean_logprob, relative_error, torch_outputs
 
 LENGTH = 96
-FAST = [("qwen2-window", True), ("llama", False), ("mistral", False), ("qwen3", True)]
+FAST = [
+    ("qwen2-window", True),
+    ("llama", False),
+    ("mistral", False),
+    ("qwen3", True),
+    ("gemma3", True),
+]
 # The same with the other output matrix, and the other options.
 SLOW = [
     ("qwen2-window", False), ("llama", True), ("mistral", True), ("qwen3", False),
     ("llama-linear", True), ("mistral-whole", False), ("qwen3-window", True),
+    ("gemma3", False),
 ]  # fmt: skip
 WINDOWED = [pair for pair in FAST if pair[0] in ("qwen2-window", "mistral")]
 
