@@ -1,7 +1,7 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
 from semrl_jax.choices import REMAT_POLICIES
-from semrl_jax.models.config import DecoderConfig, RopeScaling, random_config
+from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.directory import (
     check_params,
@@ -30,6 +30,7 @@ from semrl_jax.models.weights import (
     Piece,
     UnstackedParams,
     iterate_hf_tensors,
+    num_parameters,
     params_from_hf,
     tensor_specs,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "DATA_AXES",
     "REMAT_POLICIES",
     "DecoderConfig",
+    "Experts",
     "Family",
     "KVCache",
     "Params",
@@ -60,6 +62,7 @@ __all__ = [
     "load_params",
     "load_value_params",
     "make_mesh",
+    "num_parameters",
     "parameter_shardings",
     "params_from_hf",
     "read_head",

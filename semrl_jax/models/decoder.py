@@ -7,7 +7,6 @@ of arrays. Every method returns the state after the final norm, the input of the
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
-from semrl_jax.models.config import DecoderConfig, RopeScaling
+from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling
+from semrl_jax.models.experts import Kernels, mixture
 from semrl_jax.models.sharding import constrain, gather_layer
 
 NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
@@ -134,6 +134,15 @@ def _dot_general(x, kernel, *_, **__):
     return _product(x, kernel)
 
 
+class ExpertKernels(nnx.Module):
+    """A product of each expert."""
+
+    def __init__(self, experts: Experts, num_in: int, num_out: int, rngs: nnx.Rngs):
+        initial = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        shape = (experts.num_experts, num_in, num_out)
+        self.kernel = nnx.Param(initial(rngs.params(), shape, jnp.float32))
+
+
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
@@ -165,9 +174,16 @@ class DecoderLayer(nnx.Module):
             self.attention_post_norm = norm(hidden)
             self.mlp_post_norm = norm(hidden)
         self.mlp_norm = norm(hidden)
-        self.gate = linear(hidden, config.intermediate_size)
-        self.up = linear(hidden, config.intermediate_size)
-        self.down = linear(config.intermediate_size, hidden)
+        self.is_dense = config.experts is None
+        if config.experts is None or config.experts.dense_layers:
+            self.gate = linear(hidden, config.intermediate_size)
+            self.up = linear(hidden, config.intermediate_size)
+            self.down = linear(config.intermediate_size, hidden)
+        if experts := config.experts:
+            self.router = linear(hidden, experts.num_experts)
+            self.expert_gate = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
+            self.expert_up = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
+            self.expert_down = ExpertKernels(experts, experts.intermediate_size, hidden, rngs)
 
     def heads(
         self,
@@ -205,6 +221,11 @@ class DecoderLayer(nnx.Module):
 
     def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.config.declared.activation]
+        if not self.is_dense:
+            modules = (self.router, self.expert_gate, self.expert_up, self.expert_down)
+            kernels = Kernels(*(module.kernel[...].astype(normed.dtype) for module in modules))
+            mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
+            return constrain(mixed, "states", self.mesh)
         features = activation(self.gate(normed)) * self.up(normed)
         features = constrain(features, "features", self.mesh)
         return constrain(self.down(features), "states", self.mesh)
@@ -237,6 +258,9 @@ class Decoder(nnx.Module):
             return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
+        if self._mixes_kinds:  # a layer has one kind of feed-forward
+            graph, state = nnx.split(self.layers)
+            self.layers = nnx.merge(graph, _of_layers_with_it(state, config))
         self.final_norm = _norm(config, config.hidden_size, dtype=dtype, rngs=rngs)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
@@ -361,6 +385,11 @@ class Decoder(nnx.Module):
         return self.head.kernel[...].astype(self.dtype), 1
 
     @property
+    def _mixes_kinds(self) -> bool:
+        """Whether some layers are dense and others have experts; these do not share a scan."""
+        return self.config.experts is not None and bool(self.config.experts.dense_layers)
+
+    @property
     def _windows(self) -> Int[Array, " L"] | None:
         """The window of each layer, scanned with its parameters; None: no layer has a window."""
         config = self.config
@@ -381,6 +410,16 @@ class Decoder(nnx.Module):
         self, step: Callable, carry: Any, transform: Callable = lambda layer_step: layer_step
     ) -> tuple[Any, Any]:
         """Scans `step(carry, layer, window, index)` over the layers."""
+        if self._mixes_kinds:
+            for index, (layer, window) in enumerate(self._unrolled()):
+                graph, state = nnx.split(layer)
+                of_layer = transform(
+                    lambda carry, scanned, graph=graph, index=index: step(
+                        carry, nnx.merge(graph, scanned[0]), scanned[1], index
+                    )
+                )
+                carry, _ = of_layer(carry, (state, window))
+            return carry, None
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(carry, scanned):
@@ -396,8 +435,13 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.layers)
         windows = self._windows
         for index in range(self.config.num_layers):
-            state = jax.tree.map(operator.itemgetter(index), stacked)
+            state = jax.tree_util.tree_map_with_path(
+                # A module that the layer does not have takes the place of any other layer's.
+                lambda path, leaf, i=index: leaf[self.config.place(_name(path), i) or 0],
+                stacked,
+            )
             layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer.is_dense = self.config.place("router", index) is None
             yield layer, None if windows is None else windows[index]
 
     def _checkpointed(self, layer_step):
@@ -410,6 +454,21 @@ class Decoder(nnx.Module):
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
+
+
+def _name(path: Any) -> str:
+    """The module of a layer's leaf."""
+    return path[0].key
+
+
+def _of_layers_with_it(state: Any, config: DecoderConfig) -> Any:
+    """Stacked parameters without those of layers that do not have the module."""
+
+    def of(path, leaf):
+        layers = range(config.num_layers)
+        return leaf[np.array([i for i in layers if config.place(_name(path), i) is not None])]
+
+    return jax.tree_util.tree_map_with_path(of, state)
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:

@@ -13,6 +13,7 @@ from semrl_jax.models.config import (
     MAX_POSITIONS,
     MAX_SIZE,
     DecoderConfig,
+    Experts,
     RopeScaling,
     check_size,
 )
@@ -101,6 +102,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             sliding_window=window,
             full_attention_layers=full_attention_layers,
             **options,
+            experts=_experts_from_hf(hf) if declared.has_experts else None,
             family=family if "." in family else "",
         )
     except KeyError as error:
@@ -185,6 +187,7 @@ def config_to_hf(
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_embeddings,
         **_windows_to_hf(family, config),
+        **_experts_to_hf(config),
         **{OPTIONS[ours]: getattr(config, ours) for ours in family.options},
         **dict.fromkeys(family.must_be_false, False),
         "dtype": dtype,
@@ -244,6 +247,40 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     check_size("original_max_position_embeddings", original, MAX_POSITIONS)
     factors = [_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
     return theta, RopeScaling(rope_type, *factors, original)
+
+
+def _experts_from_hf(hf: Mapping[str, Any]) -> Experts:
+    """By the names of Qwen3. Absent sizes are those of one large model, so they are required."""
+    hf = {"num_experts": hf.get("num_local_experts"), "decoder_sparse_step": 1, **hf}
+    if hf["num_experts"] is None:
+        raise KeyError("num_experts")
+    step, num_layers = _size(hf, "decoder_sparse_step", MAX_LAYERS), hf["num_hidden_layers"]
+    only = hf.get("mlp_only_layers") or []
+    if not isinstance(only, list | tuple) or any(type(layer) is not int for layer in only):
+        raise UserError(f"mlp_only_layers={only!r:.100} must be a list of layers.")
+    dense = (layer for layer in range(num_layers) if (layer + 1) % step or layer in only)
+    return Experts(
+        num_experts=_size(hf, "num_experts", MAX_SIZE),
+        experts_per_token=_size(hf, "num_experts_per_tok", MAX_SIZE),
+        intermediate_size=_size(hf, "moe_intermediate_size", MAX_SIZE),
+        normalize_weights=_flag(hf, "norm_topk_prob"),
+        dense_layers=tuple(dense),
+    )
+
+
+def _experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `_experts_from_hf`."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*experts.dense_layers],
+    }
 
 
 def _windows_from_hf(family: Family, hf: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:

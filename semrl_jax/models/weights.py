@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,8 +38,13 @@ LAYER_NAMES = {
     ("gate", "kernel"): "mlp.gate_proj.weight",
     ("up", "kernel"): "mlp.up_proj.weight",
     ("down", "kernel"): "mlp.down_proj.weight",
+    ("router", "kernel"): "mlp.gate.weight",
+    ("expert_gate", "kernel"): "mlp.experts.{expert}.gate_proj.weight",
+    ("expert_up", "kernel"): "mlp.experts.{expert}.up_proj.weight",
+    ("expert_down", "kernel"): "mlp.experts.{expert}.down_proj.weight",
     ("mlp_post_norm", "scale"): "post_mlp_layernorm.weight",
 }
+EMPTY: Mapping[str, int] = {}
 TRANSPOSE_ROWS = 64  # written at once, so that their cache lines stay in the first-level cache
 
 
@@ -56,11 +62,18 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]  # of our parameter
-    layer: int | None = None  # in the stack of our parameter
+    layer: int | None = None
+    place: int | None = None  # of the layer in the stack of our parameter
+    expert: int | None = None  # our parameter has all experts of a layer
 
     @property
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """In the leading axes of our parameter."""
+        return tuple(i for i in (self.place, self.expert) if i is not None)
 
 
 def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
@@ -73,6 +86,12 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
         "attention_post_norm": (width,), "mlp_post_norm": (width,),
     }  # fmt: skip
+    if experts := config.experts:
+        inner = experts.intermediate_size
+        shapes |= {
+            "router": (experts.num_experts, width), "expert_gate": (inner, width),
+            "expert_up": (inner, width), "expert_down": (width, inner),
+        }  # fmt: skip
     family = config.declared
     yield _Tensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
@@ -85,8 +104,16 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
                 name = f"{family.tensor_names[module]}.{name.rpartition('.')[2]}"
             if kind == "bias" and not config.attention_bias:
                 continue
+            place = config.place(module, layer)
+            if place is None or module not in shapes:
+                continue
             shape = shapes[module][:1] if kind == "bias" else shapes[module]
-            yield _Tensor(f"model.layers.{layer}.{name}", shape, ("layers", module, kind), layer)
+            name, path = f"model.layers.{layer}.{name}", ("layers", module, kind)
+            if "{expert}" not in name:
+                yield _Tensor(name, shape, path, layer, place)
+                continue
+            for expert in range(config.experts.num_experts):
+                yield _Tensor(name.format(expert=expert), shape, path, layer, place, expert)
     yield _Tensor("model.norm.weight", (width,), ("final_norm", "scale"))
     if not config.tie_embeddings:
         yield _Tensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
@@ -95,6 +122,20 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
 def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
     return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in _tensors(config)]
+
+
+def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> int:
+    """Numbers in all weights, or in those of one device.
+
+    Args:
+      config: the architecture.
+      axes: sizes of the mesh axes that split parameters; absent ones have size 1.
+    """
+    parts = axes.get("fsdp", 1) * axes.get("tensor", 1)
+    numbers = {True: 0, False: 0}  # of experts, of the rest
+    for tensor in _tensors(config):
+        numbers[tensor.expert is not None] += math.prod(tensor.shape)
+    return (numbers[True] // axes.get("expert", 1) + numbers[False]) // parts
 
 
 def iterate_hf_tensors(
@@ -107,10 +148,11 @@ def iterate_hf_tensors(
     """
 
     def start(group: Sequence[_Tensor]) -> list[Array]:
+        leaves = {t.path: functools.reduce(operator.getitem, t.path, params) for t in group}
         arrays = _hf_layout(
-            [functools.reduce(operator.getitem, tensor.path, params) for tensor in group],
-            group[0].layer,
-            transposed=tuple(tensor.is_kernel for tensor in group),
+            {"/".join(path): leaf for path, leaf in leaves.items()},
+            {"/".join(tensor.path): tensor.place for tensor in group},
+            parts=tuple(("/".join(t.path), t.expert, t.is_kernel) for t in group),
             dtype=dtype,
         )
         start_copies(arrays)
@@ -126,19 +168,30 @@ def iterate_hf_tensors(
             yield TensorSpec(tensor.name, tensor.shape, dtype), np.ascontiguousarray(array)
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+@functools.partial(jax.jit, static_argnames=("parts", "dtype"))
 def _hf_layout(
-    arrays: Sequence[Array],
-    layer: int | Int[Array, ""] | None,
+    leaves: Mapping[str, Array],
+    places: Mapping[str, int | Int[Array, ""] | None],
     *,
-    transposed: tuple[bool, ...],
+    parts: tuple[tuple[str, int | None, bool], ...],
     dtype: str,
 ) -> list[Array]:
-    """Parameters of one layer of the stacks, as in Hugging Face; None: they are not stacked."""
+    """Parameters of one layer of the stacks, as in Hugging Face.
+
+    Args:
+      leaves: by their paths.
+      places: of the layer in each; None: it is not stacked.
+      parts: path, expert and whether it is transposed, of each tensor.
+    """
+    of_layer = {
+        name: leaf
+        if places[name] is None
+        else jax.lax.dynamic_index_in_dim(leaf, places[name], keepdims=False)
+        for name, leaf in leaves.items()
+    }
     found = []
-    for array, is_transposed in zip(arrays, transposed, strict=True):
-        if layer is not None:
-            array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+    for name, expert, is_transposed in parts:
+        array = of_layer[name] if expert is None else of_layer[name][expert]
         found.append((array.T if is_transposed else array).astype(jnp.dtype(dtype)))
     return found
 
@@ -160,9 +213,9 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
     """
     tensors = {tensor.name: tensor for tensor in _tensors(config)}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for tensor in tensors.values():
+    for tensor in tensors.values():  # the last of a parameter has the largest index
         shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
-        shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
+        shapes[tensor.path] = (*(i + 1 for i in tensor.index), *shape)
     leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
     if shardings is None:
         leaves = {path: _HostLeaf(shape) for path, shape in shapes.items()}
@@ -176,7 +229,7 @@ def params_from_hf(pieces: Iterable[Piece], config: DecoderConfig, shardings: An
         del zeros  # its buffers are the leaves' parts
     for name, start, rows in pieces:
         tensor = tensors[name]
-        leaves[tensor.path].put(tensor.layer, start, rows, transpose=tensor.is_kernel)
+        leaves[tensor.path].put(tensor.index, start, rows, transpose=tensor.is_kernel)
     params: Params = {}
     for path, leaf in leaves.items():
         node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
@@ -190,8 +243,8 @@ class _HostLeaf:
     def __init__(self, shape: tuple[int, ...]):
         self._array = np.empty(shape, np.float32)
 
-    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
-        target = self._array if layer is None else self._array[layer]
+    def put(self, index: tuple[int, ...], start: int, rows: np.ndarray, *, transpose: bool) -> None:
+        target = self._array[index]
         if transpose:
             target = target.T
         step = TRANSPOSE_ROWS if transpose else len(rows)
@@ -220,14 +273,12 @@ class _DeviceLeaf:
             for shard in zeros.addressable_shards
         }
 
-    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
+    def put(self, index: tuple[int, ...], start: int, rows: np.ndarray, *, transpose: bool) -> None:
         for device, bounds in self._bounds.items():
-            first, axes = [], bounds
-            if layer is not None:
-                (low, high), axes = bounds[0], bounds[1:]
-                if not low <= layer < high:
-                    continue
-                first = [layer - low]
+            leading, axes = bounds[: len(index)], bounds[len(index) :]
+            if any(not low <= i < high for i, (low, high) in zip(index, leading, strict=True)):
+                continue
+            first = [i - low for i, (low, _) in zip(index, leading, strict=True)]
             axes = axes[::-1] if transpose else axes  # as the rows have them
             (low, high), *others = axes
             begin, end = max(start, low), min(start + len(rows), high)
@@ -282,6 +333,8 @@ class UnstackedParams:
         for name in arrays:
             tensor = self._tensors[name]
             sharding = _node(self._shardings, tensor.path, tensor.layer)
+            if tensor.expert is not None:
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
             targets.append(_Target(tensor.is_kernel, dtype, sharding))
             # Each device receives its own part of the tensor as it was sent.
@@ -296,13 +349,24 @@ class UnstackedParams:
     def finish(self) -> Params:
         self.wait()
         params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
-        for name, leaf in self._leaves.items():
-            tensor = self._tensors[name]
+        experts: dict[_Tensor, list[Array]] = {}  # by the first one of a parameter
+        for name, tensor in self._tensors.items():
+            if tensor.expert is not None and name in self._leaves:
+                first = tensor._replace(name="", expert=None)
+                experts.setdefault(first, []).append(self._leaves.pop(name))
+        together = {first: _joined(experts.pop(first)) for first in list(experts)}
+        named = {self._tensors[name]: leaf for name, leaf in self._leaves.items()}
+        for tensor, leaf in (named | together).items():
             *modules, last = tensor.path if tensor.layer is None else tensor.path[1:]
             node = params if tensor.layer is None else params["layers"][tensor.layer]
             node = functools.reduce(lambda d, k: d.setdefault(k, {}), modules, node)
             node[last] = leaf
         return params
+
+
+@jax.jit
+def _joined(experts: Sequence[Array]) -> Array:
+    return jnp.stack(experts)
 
 
 def _node(tree: Any, path: Sequence[str], layer: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import secrets
@@ -114,9 +115,9 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     return 0
 
 
-def num_parameters(architecture: models.DecoderConfig) -> int:
-    """Numbers in all weights."""
-    return sum(spec.num_bytes for spec in models.tensor_specs(architecture, "float32")) // 4
+def num_parameters(architecture: models.DecoderConfig, mesh: Mesh | None = None) -> int:
+    """Numbers in all weights, or in those of one device."""
+    return models.num_parameters(architecture, {} if mesh is None else mesh.shape)
 
 
 def _starting_model(
@@ -255,10 +256,9 @@ def memory_parts(
 ) -> Mapping[str, float | int]:
     """Bytes of one device by what takes them; estimates, see docs/memory.md."""
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
-    shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    params = num_parameters(architecture) / shards
+    params = num_parameters(architecture, mesh)
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    rows = training.micro_batch_size / (mesh.shape["replica"] * mesh.shape["fsdp"])
+    rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if training.micro_batch_tokens:
         rows = training.micro_batch_tokens / length
     update = update_bytes(
@@ -274,9 +274,9 @@ def memory_parts(
     if needs.reference or needs.early_reference:
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
-        parts["critic"] = BYTES_PER_PARAMETER * num_parameters(inputs.critic.config) / shards
+        parts["critic"] = BYTES_PER_PARAMETER * num_parameters(inputs.critic.config, mesh)
     if inputs.reward_model is not None:
-        count = num_parameters(inputs.reward_model.model.config) / shards
+        count = num_parameters(inputs.reward_model.model.config, mesh)
         parts["reward model"] = _width(config.rewards.model.dtype) * count
     if is_embedded(config):
         engine = configured_mesh(config, architecture)

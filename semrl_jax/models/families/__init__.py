@@ -41,6 +41,7 @@ class Family:
     offset_norms: bool = False  # norms multiply by 1 + weight, in float32, not by the weight
     post_norms: bool = False  # the outputs of attention and feed-forward are normed as well
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    has_experts: bool = False  # whether feed-forward layers are mixtures of experts
     # Fields of `DecoderConfig` that only some families have; the others leave them None.
     options: tuple[str, ...] = ()
     # Modules of a layer that are not named as Llama's: ours -> below "model.layers.<i>.".

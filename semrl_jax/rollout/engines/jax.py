@@ -76,7 +76,8 @@ class JaxEngine(Engine):
         if mesh is None:
             mesh = make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
         self._policy = dataclasses.replace(policy, mesh=mesh)
-        self._shardings = parameter_shardings(jax.eval_shape(unstacked, policy.shapes()), mesh)
+        by_layer = functools.partial(unstacked, config=policy.config)
+        self._shardings = parameter_shardings(jax.eval_shape(by_layer, policy.shapes()), mesh)
         self._description = ReplicaDescription(
             engine="jax",
             engine_version=jax.__version__,

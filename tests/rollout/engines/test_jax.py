@@ -553,7 +553,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     """Its cache has the columns that its own responses need; the tokens are those of one part."""
     monkeypatch.setattr("semrl_jax.rollout.engines.jax.MIN_PART", 4)
     engine = JaxEngine(policy, max_batch=16, chunk=4)
-    engine._params = models.unstacked(jax.device_put(params))
+    engine._params = models.unstacked(jax.device_put(params), policy.config)
     shapes = []
     real = decoding.decode_chunk
 
