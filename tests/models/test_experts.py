@@ -137,3 +137,35 @@ def test_a_mesh_that_does_not_split_the_experts_is_refused(sizes, change, messag
         config = dataclasses.replace(CONFIG, experts=dataclasses.replace(EXPERTS, **change))
     with pytest.raises(UserError, match=message):
         models.check_mesh(config, mesh_of(*sizes))
+
+
+def test_files_and_engines_hold_the_same_experts(tmp_path):
+    """With a dense layer among the others: saved, read onto a mesh, and sent to an engine."""
+    experts = dataclasses.replace(CONFIG.experts, dense_layers=(0,))
+    config = dataclasses.replace(CONFIG, num_layers=3, experts=experts)
+    policy = models.Policy(config)
+    random = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: random.normal(size=leaf.shape).astype(np.float32), policy.shapes()
+    )
+    assert params["layers"]["gate"]["kernel"].shape == (1, 32, 64)
+    assert params["layers"]["expert_gate"]["kernel"].shape == (2, 8, 32, 24)
+    models.save_directory(tmp_path / "model", params, config, None)
+    assert models.load_config(tmp_path / "model") == config
+    mesh = mesh_of(1, 2, 1, 2, 2)
+    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    read = models.load_params(tmp_path / "model", config, shardings)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+    by_layer = models.unstacked(params, config)
+    assert set(by_layer["layers"][0]) & {"gate", "expert_gate"} == {"gate"}
+    assert set(by_layer["layers"][1]) & {"gate", "expert_gate"} == {"expert_gate"}
+    own = mesh_of(1, 1, 1, 2, 1)
+    engine = models.UnstackedParams(config, models.parameter_shardings(by_layer, own), "float32")
+    for spec, array in models.iterate_hf_tensors(read, config, "float32"):
+        engine.put({spec.name: array})
+    jax.tree.map(np.testing.assert_array_equal, engine.finish(), by_layer)
+    assert models.num_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(read))
+    # Beside this, each device has the whole norms.
+    assert 0 < count - models.num_parameters(config, mesh.shape) < 1000

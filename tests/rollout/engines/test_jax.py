@@ -612,6 +612,28 @@ def test_windowed_model_samples_as_its_full_pass():
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+)
+def test_families_with_options_of_their_own_sample_as_their_full_pass(family):
+    """Weights come over the wire, expert by expert. A window of 32, 40 sampled tokens."""
+    config = models.random_config(
+        family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_embeddings=family == "gemma3_text",
+    )  # fmt: skip
+    if config.experts:
+        config = dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, dense_layers=(1,))
+        )
+    policy = models.Policy(config)
+    params = jax.tree.map(lambda leaf: leaf * 1.5, policy.init(jax.random.key(3)))
+    with synced_client(policy, params, max_batch=8, chunk=20) as (client, version):
+        rollouts = list(client.generate(make_requests(5, 1), SamplingParams(40), version=version))
+    assert max(len(r.response_ids) for r in rollouts) == 40
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
 def test_abort_returns_what_was_sampled(policy, params):
     call = make_call(policy, params, make_requests(20, 1), SamplingParams(50), max_batch=8)
     call.step()
