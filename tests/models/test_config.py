@@ -317,3 +317,42 @@ def test_a_users_family_that_fails_is_refused_in_one_line(part, name, tmp_path, 
         config = models.config_from_hf(hf, f"users_families.{part}")
         models.config_to_hf(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_a_random_model_has_the_hash_of_its_directory(family):
+    config = models.random_config(
+        family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
+    hf = json.loads(json.dumps(models.config_to_hf(config)))
+    assert models.config_from_hf(hf).hash == config.hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": "absent"}, "field 'num_experts' is missing"),
+        ({"num_experts_per_tok": "absent"}, "field 'num_experts_per_tok' is missing"),
+        ({"num_experts_per_tok": 9}, "experts_per_token=9 must be at most num_experts=8"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be a whole number"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers"),
+        ({"mlp_only_layers": [0, 1, 2]}, "experts: no layer has them"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a whole number"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+    ],
+)
+def test_unsupported_experts_are_refused(change, message):
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    with pytest.raises(UserError, match=r"^config\.json: .*" + message):
+        models.config_from_hf(hf_config("qwen3_moe", **(sizes | change)))
+
+
+def test_experts_belong_to_a_family_that_has_them():
+    config = models.config_from_hf(hf_config("qwen3"))
+    with pytest.raises(UserError, match="model_type='qwen3' has no experts"):
+        dataclasses.replace(config, experts=models.Experts(8, 2, 48, True))
+    with pytest.raises(UserError, match="model_type='qwen3_moe' needs experts"):
+        dataclasses.replace(config, model_type="qwen3_moe")

@@ -96,7 +96,7 @@ def of_random(sizes: Fields) -> dict[str, Any]:
         "full_attention_layers": tuple(range(2, sizes["num_layers"], 3)),
         "rope_theta": THETA,
         "local_rope_theta": LOCAL_THETA,
-        "query_pre_attn_scalar": sizes["head_dim"],
+        "query_pre_attn_scalar": float(sizes["head_dim"]),
     }
 
 
