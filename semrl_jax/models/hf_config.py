@@ -55,9 +55,12 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         raise UserError(f"config.json must hold a JSON object, not {type(hf).__name__}.")
     model_type = hf.get("model_type")
     if not family and model_type not in model_types():
+        way_out = "or name a module with its family by model.family"
+        if "text_config" in hf:
+            way_out = "or save its text part as a model of its own (docs/models.md)"
         raise UserError(
             f"config.json: model_type={model_type!r:.100} is not supported; choose a model of one "
-            f"of {model_types()}, or name a module with its family by model.family."
+            f"of {model_types()}, {way_out}."
         )
     declared = find_family(family or model_type)
     if model_type != declared.model_type:

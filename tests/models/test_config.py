@@ -125,7 +125,8 @@ def test_hashes_equal_those_of_earlier_versions():
 @pytest.mark.parametrize(
     ("model_type", "change", "message"),
     [
-        ("gpt2", {}, "model_type='gpt2' is not supported"),
+        ("gpt2", {}, "model_type='gpt2' is not supported.*by model.family"),
+        ("gemma3", {"text_config": {}}, "model_type='gemma3' is not supported.*save its text part"),
         ("qwen2", {"vocab_size": "absent"}, "field 'vocab_size' is missing"),
         ("mistral", {"num_key_value_heads": "absent"}, "field 'num_key_value_heads' is missing"),
         ("qwen2", {"vocab_size": 0}, "vocab_size=0 must be a whole number from 1 to 16777216"),
