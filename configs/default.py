@@ -52,6 +52,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.fsdp = -1  # shards of parameters and optimiser, which are also shards of the batch
     config.mesh.sequence = 1  # parts into which the tokens of a row are split
     config.mesh.tensor = 1  # parts into which heads and feed-forward layers are split
+    # Parts into which the experts of each layer are split; they are also shards of the batch
+    config.mesh.expert = 1
 
     config.data = ml_collections.ConfigDict()
     config.data.task = "arithmetic"  # the built-in generator; or files: those of data.files

@@ -1,4 +1,4 @@
-"""Makes a small Qwen2 directory with random weights, and a tokenizer trained on your data.
+"""Makes a small model directory with random weights, and a tokenizer trained on your data.
 
     python -m launch.random_model --text=data/gsm8k.jsonl --output=runs/models/gsm8k_tiny
 
@@ -18,6 +18,7 @@ from semrl_jax import compilation
 from semrl_jax.errors import UserError
 
 TEXT = flags.DEFINE_multi_string("text", [], ".jsonl or .parquet file to train the tokenizer on")
+FAMILY = flags.DEFINE_string("family", "qwen2", "architecture, as config.model.family")
 OUTPUT = flags.DEFINE_string("output", None, "directory to make")
 VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 1024, "tokens, including bytes and special tokens")
 HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 64, "width")
@@ -58,7 +59,8 @@ def make(output: pathlib.Path) -> None:
             texts += strings(row)
     tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
     sizes = (HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS)
-    config = models.DecoderConfig(
+    config = models.random_config(
+        FAMILY.value,
         vocab_size=len(tokenizer),
         **{flag.name: flag.value for flag in sizes},
         head_dim=HIDDEN_SIZE.value // NUM_HEADS.value,

@@ -36,10 +36,9 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
             )
     else:
         tokenizer = data.character_tokenizer()
-        model, family = config.model, config.model.family or "qwen2"
-        architecture = models.DecoderConfig(
-            model_type=models.find_family(family).model_type,
-            family=family if "." in family else "",
+        model = config.model
+        architecture = models.random_config(
+            model.family or "qwen2",
             vocab_size=len(tokenizer),
             head_dim=model.hidden_size // model.num_heads,
             max_position_embeddings=2048,

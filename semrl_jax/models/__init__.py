@@ -2,7 +2,7 @@
 
 from semrl_jax.choices import REMAT_POLICIES
 from semrl_jax.models import peft
-from semrl_jax.models.config import DecoderConfig, RopeScaling
+from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.decoder import KVCache
 from semrl_jax.models.directory import (
     check_params,
@@ -32,6 +32,7 @@ from semrl_jax.models.weights import (
     Piece,
     UnstackedParams,
     iterate_hf_tensors,
+    num_parameters,
     params_from_hf,
     tensor_specs,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "DATA_AXES",
     "REMAT_POLICIES",
     "DecoderConfig",
+    "Experts",
     "Family",
     "KVCache",
     "Lora",
@@ -66,10 +68,12 @@ __all__ = [
     "load_params",
     "load_value_params",
     "make_mesh",
+    "num_parameters",
     "parameter_shardings",
     "params_from_hf",
     "peft",
     "read_head",
+    "random_config",
     "replicated",
     "save_directory",
     "tensor_specs",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from semrl_jax.errors import UserError
 from semrl_jax.models.families import Family, find_family
+from semrl_jax.modules import running
 from semrl_jax.types import config_hash
 
 # Above every known model: a larger number is a mistake or an attack.
 MAX_SIZE = 2**24
+# The modules of a feed-forward layer.
+DENSE_MODULES = ("gate", "up", "down")
+EXPERT_MODULES = ("router", "expert_gate", "expert_up", "expert_down")
 MAX_LAYERS = 2**12
 MAX_POSITIONS = 2**31 - 1  # positions are int32
+OPTIONS = ("local_rope_theta", "query_pre_attn_scalar", "final_logit_softcap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,26 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixtures of experts in the place of feed-forward layers."""
+
+    num_experts: int
+    experts_per_token: int  # each token goes to those with the highest router probabilities
+    intermediate_size: int  # width of one expert
+    normalize_weights: bool  # whether the probabilities of a token's experts are scaled to sum 1
+    dense_layers: tuple[int, ...] = ()  # indices of the layers without experts
+
+    def __post_init__(self):
+        for name in ("num_experts", "experts_per_token", "intermediate_size"):
+            check_size(f"model {name}", getattr(self, name), MAX_SIZE)
+        if self.experts_per_token > self.num_experts:
+            raise UserError(
+                f"model experts_per_token={self.experts_per_token} must be at most "
+                f"num_experts={self.num_experts}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """What fixes the mathematics of a decoder; hashable, so that it can be static under jit."""
 
@@ -66,6 +92,11 @@ class DecoderConfig:
     # A token attends to itself and to the `sliding_window - 1` tokens before it; None: to all.
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()  # indices of the layers without the window
+    # Options of some families, see `Family.options`; None: the model does not have it.
+    local_rope_theta: float | None = None  # base of the rotary embedding in layers with the window
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root, not head_dim's
+    final_logit_softcap: float | None = None  # c: logits z become c tanh(z / c)
+    experts: Experts | None = None  # None: every feed-forward layer is dense
     # The module that declares the family, such as "my_package.my_module"; "": the one in `families`
     # that `model_type` names.
     family: str = ""
@@ -86,17 +117,34 @@ class DecoderConfig:
             raise UserError(
                 f"model head_dim={self.head_dim} must be even: the rotary embedding turns pairs."
             )
-        for name in ("rope_theta", "rms_norm_eps"):
+        for name in ("rope_theta", "rms_norm_eps", *OPTIONS):
             value = getattr(self, name)
+            if name in OPTIONS and value is None:
+                continue
+            if name in OPTIONS and name not in self.declared.options:
+                raise UserError(f"model_type={self.model_type!r} has no {name}={value!r}.")
             if not 0 < value < float("inf"):
                 raise UserError(f"model {name}={value!r} must be a finite number above 0.")
         if not isinstance(self.tie_embeddings, bool):
             raise UserError(f"model tie_embeddings={self.tie_embeddings!r} must be True or False.")
         self._check_windows()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if (self.experts is not None) != self.declared.has_experts:
+            has = "needs" if self.declared.has_experts else "has no"
+            raise UserError(f"model_type={self.model_type!r} {has} experts.")
+        if self.experts is None:
+            return
+        dense = self.experts.dense_layers
+        if any(not 0 <= layer < self.num_layers for layer in dense):
+            raise UserError(f"model dense_layers={dense} must be below num_layers.")
+        if len(set(dense)) == self.num_layers:
+            raise UserError("model experts: no layer has them; use a model_type without experts.")
 
     def _check_windows(self) -> None:
         """Refuses what the family's class in transformers would not do."""
-        kind, window = self._family.sliding_window, self.sliding_window
+        kind, window = self.declared.sliding_window, self.sliding_window
         if window is not None and kind == "none":
             raise UserError(f"model_type={self.model_type!r} has no sliding_window={window}.")
         if window is not None:
@@ -107,32 +155,74 @@ class DecoderConfig:
                 f"model full_attention_layers={layers} needs a sliding_window and a model_type "
                 f"that mixes layers, not {self.model_type!r}."
             )
+        if window is None and self.local_rope_theta is not None:
+            raise UserError(
+                f"model local_rope_theta={self.local_rope_theta} needs layers with a "
+                "sliding_window."
+            )
         if any(not 0 <= layer < self.num_layers for layer in layers):
             raise UserError(f"model full_attention_layers={layers} must be below num_layers.")
 
     @property
-    def _family(self) -> Family:
+    def declared(self) -> Family:
+        """What all models of the family have in common."""
         return find_family(self.family or self.model_type)
+
+    def place(self, module: str, layer: int) -> int | None:
+        """Index of a layer in the stack of a module's parameters; None if it has no such module.
+
+        Layers are stacked once, but a dense feed-forward and a mixture of experts each in a stack
+        of its own.
+        """
+        dense = range(self.num_layers) if self.experts is None else self.experts.dense_layers
+        if module in DENSE_MODULES:
+            return sorted(dense).index(layer) if layer in dense else None
+        if module in EXPERT_MODULES:
+            return None if layer in dense else layer - sum(other < layer for other in dense)
+        return layer
 
     @property
     def attention_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
-        return self._family.attention_bias
+        return self.declared.attention_bias
 
     @property
     def query_key_norm(self) -> bool:
         """Whether queries and keys are normed per head before the rotary embedding."""
-        return self._family.query_key_norm
+        return self.declared.query_key_norm
 
     @property
     def hash(self) -> str:
         """Hex SHA-256 of the architecture; trainer and replica compare it."""
         description = dataclasses.asdict(self) | {"attention_bias": self.attention_bias}
         # Options of later releases count only where they are used: other hashes stay the same.
-        for name in ("rope_scaling", "sliding_window", "full_attention_layers", "family"):
+        later = ("rope_scaling", "sliding_window", "full_attention_layers", "family", "experts")
+        later += OPTIONS
+        for name in later:
             if not description[name]:
                 del description[name]
         return config_hash(description)
+
+
+def random_config(family: str, **sizes: Any) -> DecoderConfig:
+    """The architecture of a random model.
+
+    Args:
+      family: a name in `families`, or the path of a module.
+      sizes: other fields of `DecoderConfig`; the family adds those that only it has.
+
+    Raises:
+      UserError: for an unknown family or a wrong size.
+    """
+    declared = find_family(family)
+    added: dict[str, Any] = {}
+    if of_random := declared.of_random:
+        with running("model.family", inspect.getmodule(of_random), of_random.__name__):
+            added = dict(of_random(sizes))
+    if added.get("experts"):
+        added["experts"] = Experts(**added["experts"])
+    own = family if "." in family else ""
+    return DecoderConfig(**{"model_type": declared.model_type, "family": own, **sizes, **added})
 
 
 def check_size(name: str, value: Any, limit: int) -> None:

@@ -7,7 +7,6 @@ of arrays. Every method returns the state after the final norm, the input of the
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,9 +23,16 @@ from semrl_jax.models.attention import (
     self_attention,
     within_window,
 )
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling
+from semrl_jax.models.experts import Kernels, mixture
 from semrl_jax.models.lora import AdaptedLinear
 from semrl_jax.models.sharding import constrain, gather_layer
+
+NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class KVCache(NamedTuple):
@@ -45,16 +51,25 @@ class KVCache(NamedTuple):
 Decoded = tuple[Float[Array, "B D"], Float[Array, "B L D"], KVCache]
 
 
-def rotary_frequencies(config: DecoderConfig) -> Float[Array, " F"]:
+def rotary_frequencies(
+    config: DecoderConfig, window: Int[Array, ""] | None = None
+) -> Float[Array, " F"]:
     """Angle of each of the H/2 pairs from one position to the next; float32 radians.
 
-    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear.
+    theta^(-2i/H), changed as `RopeScaling` describes; the blend of Llama 3 is linear. A layer with
+    a window may have a base of its own, which is not scaled.
 
     Source: transformers 5, modeling_rope_utils.py, `_compute_llama3_parameters`.
     """
     half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
+    exponents = -jnp.arange(half, dtype=jnp.float32) / half
+    frequencies = _scaled(config.rope_theta**exponents, config.rope_scaling)
+    if window is None or config.local_rope_theta is None:
+        return frequencies
+    return jnp.where(window == NO_WINDOW, frequencies, config.local_rope_theta**exponents)
+
+
+def _scaled(frequencies: Float[Array, " F"], scaling: RopeScaling | None) -> Float[Array, " F"]:
     if scaling is None:
         return frequencies
     if scaling.rope_type == "linear":
@@ -76,7 +91,26 @@ def rotary(
     return turned.astype(x.dtype)
 
 
-def _norm(config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+class OffsetRMSNorm(nnx.Module):
+    """x / rms(x) * (1 + scale), in float32 and then cast, as in Gemma."""
+
+    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "*axes D"]) -> Float[Array, "*axes D"]:
+        x = x.astype(jnp.float32)
+        mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+        scale = 1.0 + self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
+
+
+def _norm(
+    config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> nnx.RMSNorm | OffsetRMSNorm:
+    if config.declared.offset_norms:
+        return OffsetRMSNorm(width, epsilon=config.rms_norm_eps, dtype=dtype)
     return nnx.RMSNorm(
         width, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
     )
@@ -106,6 +140,15 @@ def _dot_general(x, kernel, *_, **__):
     return _product(x, kernel)
 
 
+class ExpertKernels(nnx.Module):
+    """A product of each expert."""
+
+    def __init__(self, experts: Experts, num_in: int, num_out: int, rngs: nnx.Rngs):
+        initial = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+        shape = (experts.num_experts, num_in, num_out)
+        self.kernel = nnx.Param(initial(rngs.params(), shape, jnp.float32))
+
+
 class DecoderLayer(nnx.Module):
     """Norm, attention, norm, gated feed-forward. The caller computes the attention itself."""
 
@@ -133,13 +176,26 @@ class DecoderLayer(nnx.Module):
         if config.query_key_norm:
             self.query_norm = norm(config.head_dim)
             self.key_norm = norm(config.head_dim)
+        if config.declared.post_norms:
+            self.attention_post_norm = norm(hidden)
+            self.mlp_post_norm = norm(hidden)
         self.mlp_norm = norm(hidden)
-        self.gate = linear(hidden, config.intermediate_size)
-        self.up = linear(hidden, config.intermediate_size)
-        self.down = linear(config.intermediate_size, hidden)
+        self.is_dense = config.experts is None
+        if config.experts is None or config.experts.dense_layers:
+            self.gate = linear(hidden, config.intermediate_size)
+            self.up = linear(hidden, config.intermediate_size)
+            self.down = linear(config.intermediate_size, hidden)
+        if experts := config.experts:
+            self.router = linear(hidden, experts.num_experts)
+            self.expert_gate = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
+            self.expert_up = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
+            self.expert_down = ExpertKernels(experts, experts.intermediate_size, hidden, rngs)
 
     def heads(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        window: Int[Array, ""] | None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of normed inputs, positions applied."""
         normed = self.attention_norm(x)
@@ -153,7 +209,9 @@ class DecoderLayer(nnx.Module):
         value = of(self.value, self.config.num_kv_heads)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        frequencies = rotary_frequencies(self.config)
+        if (scalar := self.config.query_pre_attn_scalar) not in (None, self.config.head_dim):
+            query = query * (self.config.head_dim / scalar) ** 0.5  # attention divides by its own
+        frequencies = rotary_frequencies(self.config, window)
         return rotary(query, positions, frequencies), rotary(key, positions, frequencies), value
 
     def residual(
@@ -161,11 +219,22 @@ class DecoderLayer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Adds the attention output, then the feed-forward output."""
         attended = constrain(attended, "heads", self.mesh).reshape(*x.shape[:2], -1)
-        x = x + constrain(self.output(attended), "states", self.mesh)
-        normed = self.mlp_norm(x)
-        features = jax.nn.silu(self.gate(normed)) * self.up(normed)
+        post_norms = self.config.declared.post_norms
+        attended = constrain(self.output(attended), "states", self.mesh)
+        x = x + (self.attention_post_norm(attended) if post_norms else attended)
+        added = self._feed_forward(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(added) if post_norms else added)
+
+    def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        activation = ACTIVATIONS[self.config.declared.activation]
+        if not self.is_dense:
+            modules = (self.router, self.expert_gate, self.expert_up, self.expert_down)
+            kernels = Kernels(*(module.kernel[...].astype(normed.dtype) for module in modules))
+            mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
+            return constrain(mixed, "states", self.mesh)
+        features = activation(self.gate(normed)) * self.up(normed)
         features = constrain(features, "features", self.mesh)
-        return x + constrain(self.down(features), "states", self.mesh)
+        return constrain(self.down(features), "states", self.mesh)
 
 
 class Decoder(nnx.Module):
@@ -197,6 +266,9 @@ class Decoder(nnx.Module):
             return DecoderLayer(config, dtype=dtype, mesh=mesh, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
+        if self._mixes_kinds:  # a layer has one kind of feed-forward
+            graph, state = nnx.split(self.layers)
+            self.layers = nnx.merge(graph, _of_layers_with_it(state, config))
         self.final_norm = _norm(config, config.hidden_size, dtype=dtype, rngs=rngs)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
@@ -231,7 +303,7 @@ class Decoder(nnx.Module):
         attend = self._attention(positions, segment_ids)
 
         def step(x, layer, window, index):
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             return layer.residual(x, attend(query, key, value, window)), None
 
         x, _ = self._scan(step, self._embedded(token_ids), self._checkpointed)
@@ -257,7 +329,7 @@ class Decoder(nnx.Module):
         inputs, keys, values = [], [], []
         for layer, window in self._unrolled():
             inputs.append(x)
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             keys.append(constrain(key.transpose(0, 2, 3, 1), "cache", self.mesh))
             values.append(constrain(value.swapaxes(1, 2), "cache", self.mesh))
             x = layer.residual(x, attend(query, key, value, window))
@@ -297,7 +369,7 @@ class Decoder(nnx.Module):
         inputs, keys, values = [], [], []
         for index, (layer, window) in enumerate(self._unrolled()):
             inputs.append(x[:, 0])
-            query, key, value = layer.heads(x, positions)
+            query, key, value = layer.heads(x, positions, window)
             keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
             values.append(cached(cache.values[index], value.swapaxes(1, 2), 2))
             seen = within_window(mask, positions, key_positions, window)
@@ -321,13 +393,18 @@ class Decoder(nnx.Module):
         return self.head.kernel[...].astype(self.dtype), 1
 
     @property
+    def _mixes_kinds(self) -> bool:
+        """Whether some layers are dense and others have experts; these do not share a scan."""
+        return self.config.experts is not None and bool(self.config.experts.dense_layers)
+
+    @property
     def _windows(self) -> Int[Array, " L"] | None:
         """The window of each layer, scanned with its parameters; None: no layer has a window."""
         config = self.config
         if config.sliding_window is None:
             return None
         full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
-        return jnp.where(full, jnp.iinfo(jnp.int32).max, jnp.int32(config.sliding_window))
+        return jnp.where(full, NO_WINDOW, jnp.int32(config.sliding_window))
 
     def _attention(self, positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"]) -> Attention:
         """The attention of every layer; a layer passes its own of `_windows`."""
@@ -345,12 +422,24 @@ class Decoder(nnx.Module):
         """The input of the first layer."""
         token_ids = constrain(token_ids, "looked_up_tokens", self.mesh)
         x = constrain(self.embed(token_ids), "looked_up", self.mesh)
+        if self.config.declared.scaled_embedding:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)  # rounded as transformers'
         return constrain(x, "states", self.mesh)
 
     def _scan(
         self, step: Callable, carry: Any, transform: Callable = lambda layer_step: layer_step
     ) -> tuple[Any, Any]:
         """Scans `step(carry, layer, window, index)` over the layers."""
+        if self._mixes_kinds:
+            for index, (layer, window) in enumerate(self._unrolled()):
+                graph, state = nnx.split(layer)
+                of_layer = transform(
+                    lambda carry, scanned, graph=graph, index=index: step(
+                        carry, nnx.merge(graph, scanned[0]), scanned[1], index
+                    )
+                )
+                carry, _ = of_layer(carry, (state, window))
+            return carry, None
         graph, stacked = nnx.split(self.layers)
 
         def layer_step(carry, scanned):
@@ -366,8 +455,13 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.layers)
         windows = self._windows
         for index in range(self.config.num_layers):
-            state = jax.tree.map(operator.itemgetter(index), stacked)
+            state = jax.tree_util.tree_map_with_path(
+                # A module that the layer does not have takes the place of any other layer's.
+                lambda path, leaf, i=index: leaf[self.config.place(_name(path), i) or 0],
+                stacked,
+            )
             layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer.is_dense = self.config.place("router", index) is None
             yield layer, None if windows is None else windows[index]
 
     def _checkpointed(self, layer_step):
@@ -380,6 +474,21 @@ class Decoder(nnx.Module):
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
+
+
+def _name(path: Any) -> str:
+    """The module of a layer's leaf."""
+    return path[0].key
+
+
+def _of_layers_with_it(state: Any, config: DecoderConfig) -> Any:
+    """Stacked parameters without those of layers that do not have the module."""
+
+    def of(path, leaf):
+        layers = range(config.num_layers)
+        return leaf[np.array([i for i in layers if config.place(_name(path), i) is not None])]
+
+    return jax.tree_util.tree_map_with_path(of, state)
 
 
 def _all_but_constraints(primitive, *_, **__) -> bool:

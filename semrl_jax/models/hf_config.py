@@ -13,6 +13,7 @@ from semrl_jax.models.config import (
     MAX_POSITIONS,
     MAX_SIZE,
     DecoderConfig,
+    Experts,
     RopeScaling,
     check_size,
 )
@@ -28,6 +29,12 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
+}
+# Options of some families, likewise.
+OPTIONS = {
+    "local_rope_theta": "rope_local_base_freq",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "final_logit_softcap": "final_logit_softcapping",
 }
 OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
 
@@ -48,9 +55,12 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         raise UserError(f"config.json must hold a JSON object, not {type(hf).__name__}.")
     model_type = hf.get("model_type")
     if not family and model_type not in model_types():
+        way_out = "or name a module with its family by model.family"
+        if "text_config" in hf:
+            way_out = "or save its text part as a model of its own (docs/models.md)"
         raise UserError(
             f"config.json: model_type={model_type!r:.100} is not supported; choose a model of one "
-            f"of {model_types()}, or name a module with its family by model.family."
+            f"of {model_types()}, {way_out}."
         )
     declared = find_family(family or model_type)
     if model_type != declared.model_type:
@@ -77,6 +87,13 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
         positions = {"max_position_embeddings": 32_768, **hf}
         theta, scaling = _rope_from_hf(hf)
         window, full_attention_layers = _windows_from_hf(declared, hf)
+        options = {
+            ours: _number(hf, theirs)
+            for ours, theirs in OPTIONS.items()
+            if ours in declared.options and hf.get(theirs) is not None
+        }
+        if window is None:
+            options.pop("local_rope_theta", None)
         return DecoderConfig(
             model_type=model_type,
             **sizes,
@@ -87,6 +104,8 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
             rope_scaling=scaling,
             sliding_window=window,
             full_attention_layers=full_attention_layers,
+            **options,
+            experts=_experts_from_hf(hf) if declared.has_experts else None,
             family=family if "." in family else "",
         )
     except KeyError as error:
@@ -162,7 +181,7 @@ def config_to_hf(
         "architectures": [family.architecture],
         "model_type": config.model_type,
         **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
-        "hidden_act": "silu",
+        "hidden_act": family.activation,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
@@ -171,6 +190,8 @@ def config_to_hf(
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_embeddings,
         **_windows_to_hf(family, config),
+        **_experts_to_hf(config),
+        **{OPTIONS[ours]: getattr(config, ours) for ours in family.options},
         **dict.fromkeys(family.must_be_false, False),
         "dtype": dtype,
     }
@@ -192,8 +213,15 @@ def _refuse_unsupported(family: Family, hf: Mapping[str, Any]) -> None:
     for name in (*family.must_be_false, "mlp_bias"):
         if _flag(hf, name):
             raise UserError(f"{name}=true is not supported.")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act={hf['hidden_act']!r:.100} is not supported, only 'silu'.")
+    if hf.get("hidden_act", family.activation) != family.activation:
+        raise UserError(
+            f"hidden_act={hf['hidden_act']!r:.100} is not supported, only {family.activation!r}."
+        )
+    if hf.get("quantization_config"):
+        raise UserError(
+            "quantization_config is not supported; give a directory with weights that are not "
+            "quantised."
+        )
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -222,6 +250,40 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     check_size("original_max_position_embeddings", original, MAX_POSITIONS)
     factors = [_number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")]
     return theta, RopeScaling(rope_type, *factors, original)
+
+
+def _experts_from_hf(hf: Mapping[str, Any]) -> Experts:
+    """By the names of Qwen3. Absent sizes are those of one large model, so they are required."""
+    hf = {"num_experts": hf.get("num_local_experts"), "decoder_sparse_step": 1, **hf}
+    if hf["num_experts"] is None:
+        raise KeyError("num_experts")
+    step, num_layers = _size(hf, "decoder_sparse_step", MAX_LAYERS), hf["num_hidden_layers"]
+    only = hf.get("mlp_only_layers") or []
+    if not isinstance(only, list | tuple) or any(type(layer) is not int for layer in only):
+        raise UserError(f"mlp_only_layers={only!r:.100} must be a list of layers.")
+    dense = (layer for layer in range(num_layers) if (layer + 1) % step or layer in only)
+    return Experts(
+        num_experts=_size(hf, "num_experts", MAX_SIZE),
+        experts_per_token=_size(hf, "num_experts_per_tok", MAX_SIZE),
+        intermediate_size=_size(hf, "moe_intermediate_size", MAX_SIZE),
+        normalize_weights=_flag(hf, "norm_topk_prob"),
+        dense_layers=tuple(dense),
+    )
+
+
+def _experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `_experts_from_hf`."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*experts.dense_layers],
+    }
 
 
 def _windows_from_hf(family: Family, hf: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...]]:

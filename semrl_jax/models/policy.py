@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,6 +67,8 @@ class Policy:
         """Float32 logits of final states."""
         matrix = self._bind(params).output_matrix()
         logits = jnp.matmul(states, matrix, preferred_element_type=jnp.float32)
+        if cap := self.config.final_logit_softcap:
+            logits = cap * jnp.tanh(logits / cap)
         return constrain(logits, "logits", self._split)
 
     def states_at(
@@ -128,6 +132,7 @@ class Policy:
         tiles = Tiles(
             vocabulary_axis=vocabulary_axis,
             temperature=temperature,
+            softcap=self.config.final_logit_softcap,
             max_logits=max_logits or (2**22 if self._platform == "cpu" else 2**24),
             axis=None if mesh is None else "tensor",
         )
@@ -143,7 +148,7 @@ class Policy:
         def of_shard(states, token_ids, matrix):
             # Outside the loop over tiles, so that the sums in the gradient are outside too.
             matrix = jax.lax.all_gather(matrix, "fsdp", axis=1 - vocabulary_axis, tiled=True)
-            matrix = jax.lax.pcast(matrix, ("replica", "sequence"), to="varying")
+            matrix = jax.lax.pcast(matrix, ("replica", "sequence", "expert"), to="varying")
             states = jax.lax.pcast(states, "tensor", to="varying")
             return of_tokens(states, token_ids, matrix)
 
@@ -162,7 +167,7 @@ class Policy:
     def _padded(self, x: Shaped[Array, "B S *dims"]) -> Shaped[Array, "_ _ *dims"]:
         """With an equal number of rows and columns per device."""
         shape = self._split.shape
-        rows = -x.shape[0] % (shape["replica"] * shape["fsdp"])
+        rows = -x.shape[0] % math.prod(shape[axis] for axis in DATA_AXES)
         columns = -x.shape[1] % shape["sequence"]
         return jnp.pad(x, ((0, rows), (0, columns)) + ((0, 0),) * (x.ndim - 2))
 
@@ -194,8 +199,7 @@ class Policy:
 
     def _bind(self, params: Params) -> Decoder:
         if isinstance(params["layers"], tuple):  # the compiler removes stacks that are sliced again
-            layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
-            params = params | {"layers": layers}
+            params = params | {"layers": _stacked(params["layers"])}
         elif mesh := self._split:  # the gradient of the parameters has the same layout
             shardings = parameter_shardings(params, mesh)
             params = jax.lax.with_sharding_constraint(params, shardings)
@@ -209,14 +213,35 @@ def _graph(policy: Policy, adapted: tuple[str, ...]) -> nnx.GraphDef:
     return nnx.graphdef(module)
 
 
-def unstacked(params: Params) -> Params:
+def unstacked(params: Params, config: DecoderConfig) -> Params:
     """Parameters with a tuple of layers, for `Policy.prefill`, `decode` and `logits`.
 
     These programs run each layer on its own. Without stacks they need not copy it out of them.
     """
-    count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = (jax.tree.map(operator.itemgetter(i), params["layers"]) for i in range(count))
+    places = (
+        {name: config.place(name, layer) for name in params["layers"]}
+        for layer in range(config.num_layers)
+    )
+    layers = (
+        {
+            name: jax.tree.map(operator.itemgetter(place), params["layers"][name])
+            for name, place in of_layer.items()
+            if place is not None
+        }
+        for of_layer in places
+    )
     return params | {"layers": tuple(layers)}
+
+
+def _stacked(layers: Sequence[Params]) -> Params:
+    """The inverse of `unstacked`: each module of those layers that have it."""
+    names = dict.fromkeys(name for layer in layers for name in layer)
+    return {
+        name: jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(layer[name] for layer in layers if name in layer)
+        )
+        for name in names
+    }
 
 
 def _in_shard(

@@ -16,8 +16,8 @@ from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.lora import A, B
 
-AXES = ("replica", "fsdp", "sequence", "tensor")
-DATA_AXES = ("replica", "fsdp")
+AXES = ("replica", "fsdp", "sequence", "tensor", "expert")
+DATA_AXES = ("replica", "fsdp", "expert")
 
 # Module name -> spec of its arrays; the leading None of a layer's array is the scanned stack.
 # Kernels are [in, out]. Where the output is split by heads or features, the input axis goes to
@@ -34,10 +34,16 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "layers/query_norm/scale": PartitionSpec(None, None),
     "layers/key_norm/scale": PartitionSpec(None, None),
     "layers/output/kernel": PartitionSpec(None, "tensor", "fsdp"),
+    "layers/attention_post_norm/scale": PartitionSpec(None, None),
     "layers/mlp_norm/scale": PartitionSpec(None, None),
+    "layers/mlp_post_norm/scale": PartitionSpec(None, None),
     "layers/gate/kernel": PartitionSpec(None, "fsdp", "tensor"),
     "layers/up/kernel": PartitionSpec(None, "fsdp", "tensor"),
     "layers/down/kernel": PartitionSpec(None, "tensor", "fsdp"),
+    "layers/router/kernel": PartitionSpec(None, "fsdp", None),
+    "layers/expert_gate/kernel": PartitionSpec(None, "expert", "fsdp", "tensor"),
+    "layers/expert_up/kernel": PartitionSpec(None, "expert", "fsdp", "tensor"),
+    "layers/expert_down/kernel": PartitionSpec(None, "expert", "tensor", "fsdp"),
     "final_norm/scale": PartitionSpec(None),
     "head/kernel": PartitionSpec("fsdp", "tensor"),
     "value_head/kernel": PartitionSpec(None),
@@ -55,19 +61,21 @@ ACTIVATION_SPECS: Mapping[str, PartitionSpec] = {
     "cache": PartitionSpec(DATA_AXES, "tensor", None, None),  # [B, K, H, S] or [B, K, S, H]
     # A device looks up its slice of the embedding's width for the rows of all of `fsdp`: token ids
     # and states travel, the table does not.
-    "looked_up_tokens": PartitionSpec("replica", "sequence"),  # [B, S]
-    "looked_up": PartitionSpec("replica", "sequence", "fsdp"),  # [B, S, D]
+    "looked_up_tokens": PartitionSpec(("replica", "expert"), "sequence"),  # [B, S]
+    "looked_up": PartitionSpec(("replica", "expert"), "sequence", "fsdp"),  # [B, S, D]
 }
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over the axes `AXES`; one axis may be -1 and takes the remaining devices.
 
+    An axis that `shape` does not name has size 1.
+
     Raises:
       UserError: if the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = [shape[axis] for axis in AXES]
+    sizes = [shape.get(axis, 1) for axis in AXES]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"mesh={dict(shape)}: sizes are at least 1, and one at most is -1.")
     known = math.prod(size for size in sizes if size != -1)
@@ -137,6 +145,16 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
         },
         "fsdp": {"hidden_size": config.hidden_size},
     }
+    if config.experts is not None:
+        divided["expert"] = {"num_experts": config.experts.num_experts}
+        divided["tensor"]["width of an expert"] = config.experts.intermediate_size
+        if not config.experts.dense_layers:
+            del divided["tensor"]["intermediate_size"]
+    elif mesh.shape["expert"] > 1:
+        raise UserError(
+            f"mesh.expert={mesh.shape['expert']} splits experts, and the model has none; set it "
+            "to 1 and raise mesh.fsdp or mesh.replica."
+        )
     for axis, sizes in divided.items():
         common = math.gcd(*sizes.values())
         for name, size in sizes.items():

@@ -31,6 +31,7 @@ class Tiles:
       vocabulary_axis: of the output matrix: 0 for [V, D] (a tied embedding), 1 for [D, V].
       temperature: divides the logits, > 0.
       max_logits: float32 logits of a tile.
+      softcap: c: logits z become c tanh(z / c) before the temperature; None: they stay.
       axis: mesh axis over which the vocabulary is split; None: it is not split.
     """
 
@@ -38,6 +39,7 @@ class Tiles:
     temperature: float
     max_logits: int
     axis: str | None = None
+    softcap: float | None = None
 
     def sizes(self, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Rows and columns of a tile.
@@ -143,7 +145,11 @@ def _backward(tiles, kept, gradients):
             index, inside = columns.index_of(ids)
             is_token = (index[:, None] == jnp.arange(columns.size)[None]) & inside[:, None]
             of_logits = jnp.where(is_token, of_logprobs[:, None], 0.0) - jnp.exp(log_p) * of_p
-            of_logits = (of_logits / tiles.temperature).astype(states.dtype)
+            of_logits = of_logits / tiles.temperature
+            if cap := tiles.softcap:  # d c tanh(z / c) / dz; clipped, because of UNSEEN columns
+                tanh = (log_p + log_z[:, None]) * tiles.temperature / cap
+                of_logits *= 1.0 - jnp.clip(tanh, -1.0, 1.0) ** 2
+            of_logits = of_logits.astype(states.dtype)
             part = _columns_of(matrix, columns, tiles)
             of_states += _product(of_logits, part, 1, tiles.vocabulary_axis)
             pair = (of_logits, states) if contracted else (states, of_logits)
@@ -179,7 +185,10 @@ def _own_ids(token_ids, matrix, tiles):
 def _logits(states, matrix, columns, tiles):
     """Float32 logits [R, C] of a tile."""
     part = _columns_of(matrix, columns, tiles)
-    logits = _product(states, part, 1, 1 - tiles.vocabulary_axis) / tiles.temperature
+    logits = _product(states, part, 1, 1 - tiles.vocabulary_axis)
+    if cap := tiles.softcap:
+        logits = cap * jnp.tanh(logits / cap)
+    logits = logits / tiles.temperature
     if isinstance(columns.num_seen, int):
         return logits
     return jnp.where(jnp.arange(columns.size)[None] >= columns.num_seen, logits, UNSEEN)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,11 +35,18 @@ LAYER_NAMES = {
     ("query_norm", "scale"): "self_attn.q_norm.weight",
     ("key_norm", "scale"): "self_attn.k_norm.weight",
     ("output", "kernel"): "self_attn.o_proj.weight",
+    ("attention_post_norm", "scale"): "post_self_attn_layernorm.weight",
     ("mlp_norm", "scale"): "post_attention_layernorm.weight",
     ("gate", "kernel"): "mlp.gate_proj.weight",
     ("up", "kernel"): "mlp.up_proj.weight",
     ("down", "kernel"): "mlp.down_proj.weight",
+    ("router", "kernel"): "mlp.gate.weight",
+    ("expert_gate", "kernel"): "mlp.experts.{expert}.gate_proj.weight",
+    ("expert_up", "kernel"): "mlp.experts.{expert}.up_proj.weight",
+    ("expert_down", "kernel"): "mlp.experts.{expert}.down_proj.weight",
+    ("mlp_post_norm", "scale"): "post_mlp_layernorm.weight",
 }
+EMPTY: Mapping[str, int] = {}
 TRANSPOSE_ROWS = 64  # written at once, so that their cache lines stay in the first-level cache
 
 
@@ -55,11 +64,18 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]  # of our parameter
-    layer: int | None = None  # in the stack of our parameter
+    layer: int | None = None
+    place: int | None = None  # of the layer in the stack of our parameter
+    expert: int | None = None  # our parameter has all experts of a layer
 
     @property
     def is_kernel(self) -> bool:
         return self.path[-1] == "kernel"
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """In the leading axes of our parameter."""
+        return tuple(i for i in (self.place, self.expert) if i is not None)
 
 
 def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
@@ -70,16 +86,36 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
         "value": (kv_heads, width), "query_norm": (config.head_dim,),
         "key_norm": (config.head_dim,), "output": (width, heads), "mlp_norm": (width,),
         "gate": (inner, width), "up": (inner, width), "down": (width, inner),
+        "attention_post_norm": (width,), "mlp_post_norm": (width,),
     }  # fmt: skip
+    if experts := config.experts:
+        inner = experts.intermediate_size
+        shapes |= {
+            "router": (experts.num_experts, width), "expert_gate": (inner, width),
+            "expert_up": (inner, width), "expert_down": (width, inner),
+        }  # fmt: skip
+    family = config.declared
     yield _Tensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
         for (module, kind), name in LAYER_NAMES.items():
             if module in ("query_norm", "key_norm") and not config.query_key_norm:
                 continue
+            if module in ("attention_post_norm", "mlp_post_norm") and not family.post_norms:
+                continue
+            if module in family.tensor_names:
+                name = f"{family.tensor_names[module]}.{name.rpartition('.')[2]}"
             if kind == "bias" and not config.attention_bias:
                 continue
+            place = config.place(module, layer)
+            if place is None or module not in shapes:
+                continue
             shape = shapes[module][:1] if kind == "bias" else shapes[module]
-            yield _Tensor(f"model.layers.{layer}.{name}", shape, ("layers", module, kind), layer)
+            name, path = f"model.layers.{layer}.{name}", ("layers", module, kind)
+            if "{expert}" not in name:
+                yield _Tensor(name, shape, path, layer, place)
+                continue
+            for expert in range(config.experts.num_experts):
+                yield _Tensor(name.format(expert=expert), shape, path, layer, place, expert)
     yield _Tensor("model.norm.weight", (width,), ("final_norm", "scale"))
     if not config.tie_embeddings:
         yield _Tensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
@@ -93,18 +129,35 @@ class Kernel(NamedTuple):
 
 
 def layer_kernels(config: DecoderConfig) -> dict[str, Kernel]:
-    """The linear modules of a layer, which are the same in all layers, by our names."""
+    """The linear modules that all layers have, by our names. A mixture of experts is none."""
     prefix = "model.layers.0."
+    kernels = [t for t in _tensors(config) if t.layer is not None and t.is_kernel]
+    counts = collections.Counter(tensor.path[1] for tensor in kernels)
     return {
         tensor.path[1]: Kernel(tensor.name[len(prefix) : -len(".weight")], tensor.shape)
-        for tensor in _tensors(config)
-        if tensor.layer == 0 and tensor.is_kernel and len(tensor.shape) == 2
+        for tensor in kernels
+        if tensor.layer == 0 and tensor.expert is None and tensor.path[1] != "router"
+        if counts[tensor.path[1]] == config.num_layers
     }
 
 
 def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
     return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in _tensors(config)]
+
+
+def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> int:
+    """Numbers in all weights, or in those of one device.
+
+    Args:
+      config: the architecture.
+      axes: sizes of the mesh axes that split parameters; absent ones have size 1.
+    """
+    parts = axes.get("fsdp", 1) * axes.get("tensor", 1)
+    numbers = {True: 0, False: 0}  # of experts, of the rest
+    for tensor in _tensors(config):
+        numbers[tensor.expert is not None] += math.prod(tensor.shape)
+    return (numbers[True] // axes.get("expert", 1) + numbers[False]) // parts
 
 
 def iterate_hf_tensors(
@@ -119,9 +172,9 @@ def iterate_hf_tensors(
 
     def start(group: Sequence[_Tensor]) -> list[Array]:
         arrays = _hf_layout(
-            [stored(params, tensor.path) for tensor in group],
-            group[0].layer,
-            transposed=tuple(tensor.is_kernel for tensor in group),
+            {"/".join(t.path): stored(params, t.path) for t in group},
+            {"/".join(tensor.path): tensor.place for tensor in group},
+            parts=tuple(("/".join(t.path), t.expert, t.is_kernel) for t in group),
             dtype=dtype,
         )
         start_copies(arrays)
@@ -137,22 +190,36 @@ def iterate_hf_tensors(
             yield TensorSpec(tensor.name, tensor.shape, dtype), np.ascontiguousarray(array)
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "dtype"))
+@functools.partial(jax.jit, static_argnames=("parts", "dtype"))
 def _hf_layout(
-    arrays: Sequence[Array | Adapted],
-    layer: int | Int[Array, ""] | None,
+    leaves: Mapping[str, Array | Adapted],
+    places: Mapping[str, int | Int[Array, ""] | None],
     *,
-    transposed: tuple[bool, ...],
+    parts: tuple[tuple[str, int | None, bool], ...],
     dtype: str,
 ) -> list[Array]:
-    """Parameters of one layer of the stacks, as in Hugging Face; None: they are not stacked."""
+    """Parameters of one layer of the stacks, as in Hugging Face.
+
+    Args:
+      leaves: by their paths.
+      places: of the layer in each; None: it is not stacked.
+      parts: path, expert and whether it is transposed, of each tensor.
+    """
+    of_layer = {
+        name: leaf
+        if places[name] is None
+        else jax.tree.map(
+            lambda stack, place=places[name]: jax.lax.dynamic_index_in_dim(
+                stack, place, keepdims=False
+            ),
+            leaf,
+        )
+        for name, leaf in leaves.items()
+    }
     found = []
-    for array, is_transposed in zip(arrays, transposed, strict=True):
-        if layer is not None:
-            array = jax.tree.map(
-                lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), array
-            )
-        array = merged(array)
+    for name, expert, is_transposed in parts:
+        array = merged(of_layer[name])
+        array = array if expert is None else array[expert]
         found.append((array.T if is_transposed else array).astype(jnp.dtype(dtype)))
     return found
 
@@ -177,9 +244,9 @@ def params_from_hf(
     """
     tensors = {tensor.name: tensor for tensor in _tensors(config)}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for tensor in tensors.values():
+    for tensor in tensors.values():  # the last of a parameter has the largest index
         shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
-        shapes[tensor.path] = shape if tensor.layer is None else (config.num_layers, *shape)
+        shapes[tensor.path] = (*(i + 1 for i in tensor.index), *shape)
     leaves: dict[tuple[str, ...], _HostLeaf | _DeviceLeaf]
     if shardings is None:
         leaves = {path: _HostLeaf(shape, dtype) for path, shape in shapes.items()}
@@ -193,7 +260,7 @@ def params_from_hf(
         del zeros  # its buffers are the leaves' parts
     for name, start, rows in pieces:
         tensor = tensors[name]
-        leaves[tensor.path].put(tensor.layer, start, rows, transpose=tensor.is_kernel)
+        leaves[tensor.path].put(tensor.index, start, rows, transpose=tensor.is_kernel)
     params: Params = {}
     for path, leaf in leaves.items():
         node = functools.reduce(lambda d, k: d.setdefault(k, {}), path[:-1], params)
@@ -207,8 +274,8 @@ class _HostLeaf:
     def __init__(self, shape: tuple[int, ...], dtype: str):
         self._array = np.empty(shape, jnp.dtype(dtype))
 
-    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
-        target = self._array if layer is None else self._array[layer]
+    def put(self, index: tuple[int, ...], start: int, rows: np.ndarray, *, transpose: bool) -> None:
+        target = self._array[index]
         if transpose:
             target = target.T
         step = TRANSPOSE_ROWS if transpose else len(rows)
@@ -237,14 +304,12 @@ class _DeviceLeaf:
             for shard in zeros.addressable_shards
         }
 
-    def put(self, layer: int | None, start: int, rows: np.ndarray, *, transpose: bool) -> None:
+    def put(self, index: tuple[int, ...], start: int, rows: np.ndarray, *, transpose: bool) -> None:
         for device, bounds in self._bounds.items():
-            first, axes = [], bounds
-            if layer is not None:
-                (low, high), axes = bounds[0], bounds[1:]
-                if not low <= layer < high:
-                    continue
-                first = [layer - low]
+            leading, axes = bounds[: len(index)], bounds[len(index) :]
+            if any(not low <= i < high for i, (low, high) in zip(index, leading, strict=True)):
+                continue
+            first = [i - low for i, (low, _) in zip(index, leading, strict=True)]
             axes = axes[::-1] if transpose else axes  # as the rows have them
             (low, high), *others = axes
             begin, end = max(start, low), min(start + len(rows), high)
@@ -299,6 +364,8 @@ class UnstackedParams:
         for name in arrays:
             tensor = self._tensors[name]
             sharding = _node(self._shardings, tensor.path, tensor.layer)
+            if tensor.expert is not None:
+                sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
             dtype = "float32" if tensor.path[-1] == "scale" else self._dtype
             targets.append(_Target(tensor.is_kernel, dtype, sharding))
             # Each device receives its own part of the tensor as it was sent.
@@ -313,13 +380,24 @@ class UnstackedParams:
     def finish(self) -> Params:
         self.wait()
         params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
-        for name, leaf in self._leaves.items():
-            tensor = self._tensors[name]
+        experts: dict[_Tensor, list[Array]] = {}  # by the first one of a parameter
+        for name, tensor in self._tensors.items():
+            if tensor.expert is not None and name in self._leaves:
+                first = tensor._replace(name="", expert=None)
+                experts.setdefault(first, []).append(self._leaves.pop(name))
+        together = {first: _joined(experts.pop(first)) for first in list(experts)}
+        named = {self._tensors[name]: leaf for name, leaf in self._leaves.items()}
+        for tensor, leaf in (named | together).items():
             *modules, last = tensor.path if tensor.layer is None else tensor.path[1:]
             node = params if tensor.layer is None else params["layers"][tensor.layer]
             node = functools.reduce(lambda d, k: d.setdefault(k, {}), modules, node)
             node[last] = leaf
         return params
+
+
+@jax.jit
+def _joined(experts: Sequence[Array]) -> Array:
+    return jnp.stack(experts)
 
 
 def _node(tree: Any, path: Sequence[str], layer: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import secrets
@@ -115,9 +116,9 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     return 0
 
 
-def num_parameters(architecture: models.DecoderConfig) -> int:
-    """Numbers in all weights."""
-    return sum(spec.num_bytes for spec in models.tensor_specs(architecture, "float32")) // 4
+def num_parameters(architecture: models.DecoderConfig, mesh: Mesh | None = None) -> int:
+    """Numbers in all weights, or in those of one device."""
+    return models.num_parameters(architecture, {} if mesh is None else mesh.shape)
 
 
 def _starting_model(
@@ -235,10 +236,14 @@ def _trained_parameters(inputs: Inputs) -> int:
     return sum(_num_trained(decoder.config, inputs.lora) for decoder in decoders)
 
 
-def _num_trained(architecture: models.DecoderConfig, lora: models.Lora | None) -> int:
+def _num_trained(
+    architecture: models.DecoderConfig, lora: models.Lora | None, mesh: Mesh | None = None
+) -> float:
+    """Numbers that are trained, in all or on one device."""
     if lora is None:
-        return num_parameters(architecture)
-    return models.peft.num_parameters(architecture, lora)
+        return num_parameters(architecture, mesh)
+    shards = 1 if mesh is None else mesh.shape["fsdp"] * mesh.shape["tensor"]
+    return models.peft.num_parameters(architecture, lora) / shards
 
 
 def _say_memory(
@@ -263,16 +268,15 @@ def memory_parts(
 ) -> Mapping[str, float | int]:
     """Bytes of one device by what takes them; estimates, see docs/memory.md."""
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
-    shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    params = num_parameters(architecture) / shards
+    params = num_parameters(architecture, mesh)
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    rows = training.micro_batch_size / (mesh.shape["replica"] * mesh.shape["fsdp"])
+    rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if training.micro_batch_tokens:
         rows = training.micro_batch_tokens / length
     update = update_bytes(
         architecture,
         config.model.remat,
-        _num_trained(architecture, inputs.lora) / shards,
+        _num_trained(architecture, inputs.lora, mesh),
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
@@ -285,12 +289,12 @@ def memory_parts(
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
         critic = inputs.critic.decoder.config
-        parts["critic"] = BYTES_PER_PARAMETER * _num_trained(critic, inputs.lora) / shards
+        parts["critic"] = BYTES_PER_PARAMETER * _num_trained(critic, inputs.lora, mesh)
         if inputs.lora is not None and inputs.critic_directory is not None:
-            parts["base of the critic"] = _width(config.lora.base_dtype) * num_parameters(critic)
-            parts["base of the critic"] /= shards
+            width = _width(config.lora.base_dtype)
+            parts["base of the critic"] = width * num_parameters(critic, mesh)
     if inputs.reward_model is not None:
-        count = num_parameters(inputs.reward_model.model.config) / shards
+        count = num_parameters(inputs.reward_model.model.config, mesh)
         parts["reward model"] = _width(config.rewards.model.dtype) * count
     if is_embedded(config):
         engine = configured_mesh(config, architecture)

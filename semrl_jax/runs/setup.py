@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -410,11 +411,12 @@ def open_measurer(
 
 def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mesh) -> None:
     """Raises UserError if micro-batches of the section `name` cannot be split over the mesh."""
-    rows = mesh.shape["replica"] * mesh.shape["fsdp"]
+    rows = math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if not section.micro_batch_tokens and section.micro_batch_size % rows:
         raise UserError(
             f"{name}.micro_batch_size={section.micro_batch_size} must be a multiple of "
-            f"the {rows} data shards (mesh.replica * mesh.fsdp); change it or the mesh."
+            f"the {rows} data shards (mesh.replica * mesh.fsdp * mesh.expert); change it or the "
+            "mesh."
         )
     if section.micro_batch_tokens % mesh.shape["sequence"]:
         raise UserError(

@@ -17,7 +17,7 @@ from semrl_jax.cluster.agreement import on_first
 from semrl_jax.cluster.peers import Peers, Processes
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.models import DecoderConfig, Policy, tensor_specs
+from semrl_jax.models import DecoderConfig, Policy, num_parameters
 from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vllm_child
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
@@ -230,10 +230,9 @@ def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None
       UserError: if the memory of a device, or of the machine if its cores are the devices, is
         too small.
     """
-    num_parameters = sum(spec.num_bytes for spec in tensor_specs(architecture, "float32")) // 4
-    shards = training.shape["fsdp"] * training.shape["tensor"]
-    copy = 4 * num_parameters / engine.shape["tensor"]
-    update = 20 * num_parameters / shards
+    count = num_parameters(architecture)
+    copy = 4 * count / engine.shape["tensor"]
+    update = 20 * num_parameters(architecture, training.shape)
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     where = "a device"
     if limit is None:
@@ -241,7 +240,7 @@ def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None
         limit, where = available_bytes(), "this process"
     if copy + update > limit:
         raise UserError(
-            f"the model's {num_parameters:.3g} parameters take {copy / 2**30:.1f} GiB for the "
+            f"the model's {count:.3g} parameters take {copy / 2**30:.1f} GiB for the "
             f"embedded replica and {update / 2**30:.1f} GiB for the update, and {where} has "
             f"{limit / 2**30:.1f} GiB; name replicas by rollout.addresses, or raise "
             "rollout.jax_tensor_parallelism or mesh.fsdp."

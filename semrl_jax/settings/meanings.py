@@ -62,6 +62,7 @@ UNITS = (
     ("mesh.fsdp", "devices"),
     ("mesh.sequence", "devices"),
     ("mesh.tensor", "devices"),
+    ("mesh.expert", "devices"),
     ("kl_target", "nats per token"),
     ("kl_horizon", "responses"),
     ("checkpoints.keep", "checkpoints"),

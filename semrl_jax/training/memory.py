@@ -33,10 +33,16 @@ def update_bytes(
     queries = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
     attention = 2 * architecture.num_heads * num_columns
+    products = 2 * inner  # of a feed-forward layer, which "dots" keeps
     whole = 7 * width + 4 * queries + 5 * keys + 4 * inner + attention
+    if experts := architecture.experts:
+        # Each token has one row per expert. "dots" computes the experts again.
+        of_experts = experts.experts_per_token * (3 * width + 4 * experts.intermediate_size)
+        products = experts.num_experts
+        whole += of_experts + 2 * experts.num_experts - 4 * inner
     kept = {
         "full": width,
-        "dots": 3 * width + queries + 2 * keys + 2 * inner,
+        "dots": 3 * width + queries + 2 * keys + products,
         "none": whole,
     }[remat]
     working = 0 if remat == "none" else whole

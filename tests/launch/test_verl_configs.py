@@ -243,7 +243,7 @@ OURS_ALONE = {
     "model.num_": "of a random model", "model.tie_embeddings": "of a random model",
     "model.family": "that of config.json", "lora.": "all parameters are trained",
     "model.attention": "equal up to rounding",
-    "mesh.replica": "placement", "mesh.tensor": "placement",
+    "mesh.replica": "placement", "mesh.tensor": "placement", "mesh.expert": "placement",
     "data.task": "files", "data.num_prompts": "of the generator",
     "data.question_fields": "of another row format", "data.answer_": "of another row format",
     "data.template": "the rows hold it", "data.system_prompt": "of a chat template",

@@ -39,6 +39,7 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2-window": (transformers.Qwen2Config, SLIDING | {"max_window_layers": 1}),
@@ -47,6 +48,25 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 8, "head_dim": 32}),
     "mistral-whole": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, MOE | {"norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        transformers.Qwen3MoeConfig,
+        MOE | {"num_experts": 3, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 9e3, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
     "qwen3-window": (
         transformers.Qwen3Config,
         SLIDING

@@ -30,6 +30,7 @@ def test_every_family_is_read_as_transformers_writes_it(family):
     theirs = config_class(**(SIZES | options | {"rope_theta": 700.0, "rms_norm_eps": 1e-5}))
     config = models.config_from_hf(json.loads(theirs.to_json_string(use_diff=False)))
     rope = theirs.rope_parameters
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one for each kind of layer
     assert config.rope_theta == rope["rope_theta"]
     assert (config.rope_scaling is None) == (rope["rope_type"] == "default")
     if config.rope_scaling is not None:
@@ -44,16 +45,38 @@ def test_every_family_is_read_as_transformers_writes_it(family):
     assert hash(config) == hash(dataclasses.replace(config))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral", "llama", "gemma3_text"])
 def test_absent_fields_have_the_defaults_of_transformers(model_type):
     fields = hf_config(model_type, use_sliding_window=True, max_window_layers=1)
     theirs = transformers.AutoConfig.for_model(**fields)
     config = models.config_from_hf(fields)
     assert config.head_dim == getattr(theirs, "head_dim", 16)
     assert config.sliding_window == getattr(theirs, "sliding_window", None)
-    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert config.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert config.local_rope_theta == rope.get("sliding_attention", {}).get("rope_theta")
+    assert config.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.tie_embeddings == theirs.tie_word_embeddings
+
+
+def test_gemmas_older_fields_mean_the_same():
+    """As the 1B model on the hub has them."""
+    older = hf_config(
+        "gemma3_text", num_hidden_layers=7, sliding_window_pattern=3, rope_theta=900.0,
+        rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 8.0},
+        final_logit_softcapping=None, head_dim=32,
+    )  # fmt: skip
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(older)))
+    config = models.config_from_hf(older)
+    assert config == models.config_from_hf(json.loads(theirs.to_json_string(use_diff=False)))
+    assert config.full_attention_layers == (2, 5)
+    assert (config.rope_theta, config.local_rope_theta) == (900.0, 50.0)
+    assert config.rope_scaling == models.RopeScaling("linear", 8.0)
+    written = models.config_to_hf(config)
+    again = transformers.AutoConfig.for_model(**written)
+    assert again.rope_parameters == theirs.rope_parameters
+    assert again.layer_types == theirs.layer_types
 
 
 FLAT_ROPE = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -102,7 +125,8 @@ def test_hashes_equal_those_of_earlier_versions():
 @pytest.mark.parametrize(
     ("model_type", "change", "message"),
     [
-        ("gpt2", {}, "model_type='gpt2' is not supported"),
+        ("gpt2", {}, "model_type='gpt2' is not supported.*by model.family"),
+        ("gemma3", {"text_config": {}}, "model_type='gemma3' is not supported.*save its text part"),
         ("qwen2", {"vocab_size": "absent"}, "field 'vocab_size' is missing"),
         ("mistral", {"num_key_value_heads": "absent"}, "field 'num_key_value_heads' is missing"),
         ("qwen2", {"vocab_size": 0}, "vocab_size=0 must be a whole number from 1 to 16777216"),
@@ -171,6 +195,27 @@ def test_hashes_equal_those_of_earlier_versions():
         ("llama", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu' .*, only 'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not support"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional.*not supported"),
+        ("gemma3_text", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=null does not fit the layers"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": [1]}},
+            "sliding_attention=.* must be an obj",
+        ),
+        ("gemma3_text", {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        ("gemma3_text", {"layer_types": 3}, "layer_types=3 must be a list"),
+        ("gemma3_text", {"sliding_window_pattern": "6"}, "sliding_window_pattern='6' must be"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type='linear' of sliding_attention is not supported",
+        ),
+        ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcap=-1.0 must be a"),
+        ("gemma3_text", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar='x' must be"),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types .*chunked_attention"),
@@ -193,6 +238,11 @@ def test_unsupported_architectures_are_refused(model_type, change, message):
             "that mixes layers, not 'mistral'",
         ),
         ({"full_attention_layers": (0,)}, "needs a sliding_window"),
+        ({"final_logit_softcap": 30.0}, "'qwen2' has no final_logit_softcap=30.0"),
+        (
+            {"model_type": "gemma3_text", "local_rope_theta": 10.0},
+            "local_rope_theta=10.0 needs layers with a sliding_window",
+        ),
         ({"sliding_window": 8, "full_attention_layers": (3,)}, "must be below num_layers"),
     ],
 )
@@ -220,7 +270,7 @@ def test_a_family_of_another_package():
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('llama', 'mistral', 'qwen2'"),
+        ("gpt2", r"model.family='gpt2' is unknown; choose one of \('gemma3_text', 'llama', "),
         ("tests.models.missing", "cannot be imported .ModuleNotFoundError: .*PYTHONPATH"),
         ("tests.models.conftest", "has no 'FAMILY'"),
         (OWN, r"model_type='llama' is not 'own', which model.family='tests.models.own_family'"),
@@ -246,6 +296,7 @@ def test_a_family_is_chosen_for_a_random_model():
     [
         ({"sliding_window": "often"}, "sliding_window='often' must be none, all or some"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number above 0"),
+        ({"activation": "relu"}, "activation='relu' must be one of"),
     ],
 )
 def test_a_family_with_a_wrong_field_is_refused(wrong, message):
@@ -267,3 +318,42 @@ def test_a_users_family_that_fails_is_refused_in_one_line(part, name, tmp_path, 
         config = models.config_from_hf(hf, f"users_families.{part}")
         models.config_to_hf(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_a_random_model_has_the_hash_of_its_directory(family):
+    config = models.random_config(
+        family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
+    hf = json.loads(json.dumps(models.config_to_hf(config)))
+    assert models.config_from_hf(hf).hash == config.hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": "absent"}, "field 'num_experts' is missing"),
+        ({"num_experts_per_tok": "absent"}, "field 'num_experts_per_tok' is missing"),
+        ({"num_experts_per_tok": 9}, "experts_per_token=9 must be at most num_experts=8"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be a whole number"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers=3 must be a list of layers"),
+        ({"mlp_only_layers": [0, 1, 2]}, "experts: no layer has them"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a whole number"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ({"use_sliding_window": True}, "use_sliding_window=true is not supported"),
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+    ],
+)
+def test_unsupported_experts_are_refused(change, message):
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    with pytest.raises(UserError, match=r"^config\.json: .*" + message):
+        models.config_from_hf(hf_config("qwen3_moe", **(sizes | change)))
+
+
+def test_experts_belong_to_a_family_that_has_them():
+    config = models.config_from_hf(hf_config("qwen3"))
+    with pytest.raises(UserError, match="model_type='qwen3' has no experts"):
+        dataclasses.replace(config, experts=models.Experts(8, 2, 48, True))
+    with pytest.raises(UserError, match="model_type='qwen3_moe' needs experts"):
+        dataclasses.replace(config, model_type="qwen3_moe")

@@ -16,11 +16,19 @@ from tests.models.conftest import Padded, make_pair
 from tests.models.test_policy import mean_logprob, relative_error, torch_outputs
 
 LENGTH = 96
-FAST = [("qwen2-window", True), ("llama", False), ("mistral", False), ("qwen3", True)]
+FAST = [
+    ("qwen2-window", True),
+    ("llama", False),
+    ("mistral", False),
+    ("qwen3", True),
+    ("gemma3", True),
+    ("qwen3-moe", False),
+]
 # The same with the other output matrix, and the other options.
 SLOW = [
     ("qwen2-window", False), ("llama", True), ("mistral", True), ("qwen3", False),
     ("llama-linear", True), ("mistral-whole", False), ("qwen3-window", True),
+    ("gemma3", False), ("qwen3-moe", True), ("qwen3-moe-mixed", True),
 ]  # fmt: skip
 WINDOWED = [pair for pair in FAST if pair[0] in ("qwen2-window", "mistral")]
 
@@ -59,6 +67,24 @@ def long_padded():
     return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
 
 
+def by_file_name(arrays):
+    """By the names in files: transformers holds the experts of a layer in one array."""
+    found = {}
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".")
+        parts = {
+            "gate_up_proj": lambda a: zip(("gate_proj", "up_proj"), np.split(a, 2, axis=1)),
+            "down_proj": lambda a: [("down_proj", a)],
+        }.get(last)
+        if parts is None:
+            found[name] = array
+            continue
+        for part, kernels in parts(array):
+            for expert, kernel in enumerate(kernels):
+                found[f"{stem}.{expert}.{part}.weight"] = kernel
+    return found
+
+
 @pytest.mark.parametrize("family", parameters(FAST, SLOW))
 def test_states_logits_and_gradients_match_transformers(pairs, long_padded, family):
     pair, valid = pairs(*family), long_padded.valid
@@ -87,7 +113,7 @@ def test_states_logits_and_gradients_match_transformers(pairs, long_padded, fami
     chosen = logprobs.gather(-1, arguments["input_ids"][:, 1:].long()[..., None])[..., 0]
     counted = torch.tensor(valid[:, 1:] & valid[:, :-1])
     (chosen * counted).sum().div(counted.sum()).backward()
-    theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    theirs = by_file_name({name: p.grad.numpy() for name, p in model.named_parameters()})
     for spec, actual in models.iterate_hf_tensors(gradient, pair.policy.config, "float32"):
         # 1e-4 of the tensor's largest entry: sums over 250 tokens through three layers, in which
         # terms above the sum cancel; 3e-6 is what is seen.

@@ -61,7 +61,7 @@ def test_parameters_are_split_not_replicated(policy):
 
 def test_one_axis_takes_the_remaining_devices():
     mesh = models.make_mesh({"replica": 2, "fsdp": -1, "sequence": 1, "tensor": 1})
-    assert dict(mesh.shape) == {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1, "expert": 1}
 
 
 @pytest.mark.parametrize(

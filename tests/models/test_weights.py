@@ -64,7 +64,7 @@ def test_tensors_are_those_of_numpy_bit_by_bit(dtype, devices):
         assert actual.dtype.name == dtype and actual.flags.c_contiguous
         assert actual.tobytes() == known.tobytes(), spec.name
     # And back: the values that were sent, on any mesh.
-    unstacked = jax.eval_shape(models.unstacked, policy.shapes())
+    unstacked = jax.eval_shape(lambda p: models.unstacked(p, CONFIG), policy.shapes())
     engine = models.UnstackedParams(CONFIG, models.parameter_shardings(unstacked, mesh), dtype)
     for spec, array in found:
         memory = np.empty(array.nbytes + 64, np.uint8)
@@ -74,7 +74,7 @@ def test_tensors_are_those_of_numpy_bit_by_bit(dtype, devices):
         engine.put({spec.name: given})
         engine.wait()
         given[...] = 0  # its memory is used again
-    known = models.unstacked(jax.tree.map(lambda x: x.astype(np.dtype(dtype)), params))
+    known = models.unstacked(jax.tree.map(lambda x: x.astype(np.dtype(dtype)), params), CONFIG)
 
     def check(path, actual, leaf):
         kept = np.float32 if path[-1].key == "scale" else np.dtype(dtype)

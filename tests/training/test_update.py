@@ -281,6 +281,25 @@ def test_shards_change_nothing_but_rounding(name):
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(actual)} == {plan.mesh}
 
 
+@pytest.mark.slow
+def test_an_expert_axis_changes_nothing_but_rounding():
+    config = models.random_config(
+        "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32, num_layers=2,
+        num_heads=2, num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
+    policy = models.Policy(config)
+    params = policy.init(jax.random.key(0))
+    batch = make_batch()
+    values = make_values(batch)
+    expected, _, _ = update(policy, params, batch, values, plan_of(PLANS["three rows"]))
+    shape = {"replica": 1, "fsdp": 2, "sequence": 1, "tensor": 1, "expert": 2}
+    plan = RowPlan(models.make_mesh(shape, jax.devices()[:4]), **PLANS["packed, in order"])
+    params = jax.device_put(params, models.parameter_shardings(params, plan.mesh))
+    on_mesh = dataclasses.replace(policy, mesh=plan.mesh, remat="dots")
+    actual, _, _ = update(on_mesh, params, batch, values, plan)
+    assert_near(actual, expected, 1e-4)
+
+
 def test_rows_stay_on_their_shards():
     """The gather of response states needs nothing from another shard."""
     policy, params = setup()

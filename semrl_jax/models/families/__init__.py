@@ -14,6 +14,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.modules import load_module, module_names
 
 Fields = Mapping[str, Any]  # of a config.json
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +37,29 @@ class Family:
     # "none"; "all": `sliding_window` holds in every layer; "some": in the layers that `layer_types`
     # or `max_window_layers` select, if `use_sliding_window` is true.
     sliding_window: str = "none"
+    activation: str = "silu"  # of the feed-forward gate, by transformers' name; see ACTIVATIONS
+    offset_norms: bool = False  # norms multiply by 1 + weight, in float32, not by the weight
+    post_norms: bool = False  # the outputs of attention and feed-forward are normed as well
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    has_experts: bool = False  # whether feed-forward layers are mixtures of experts
+    # Fields of `DecoderConfig` that only some families have; the others leave them None.
+    options: tuple[str, ...] = ()
+    # Modules of a layer that are not named as Llama's: ours -> below "model.layers.<i>.".
+    tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Translates the fields of a `config.json` of this family to Llama's names, and back; None: they
     # have Llama's names.
     from_hf: Callable[[Fields], Fields] | None = None
     to_hf: Callable[[Fields], Fields] | None = None
+    # From the sizes of a random model, by the names of `DecoderConfig`, its other fields.
+    of_random: Callable[[Fields], Fields] | None = None
 
     def __post_init__(self) -> None:
         if self.sliding_window not in ("none", "all", "some"):
             raise ValueError(f"sliding_window={self.sliding_window!r} must be none, all or some")
         if self.head_dim is not None and not (type(self.head_dim) is int and self.head_dim > 0):
             raise ValueError(f"head_dim={self.head_dim!r} must be a whole number above 0, or None")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} must be one of {ACTIVATIONS}")
         if isinstance(self.must_be_false, str):
             raise ValueError(f"must_be_false={self.must_be_false!r} must be a tuple of names")
 

@@ -77,7 +77,8 @@ class JaxEngine(Engine):
             mesh = make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
         policy.check_attention(mesh)
         self._policy = dataclasses.replace(policy, mesh=mesh)
-        self._shardings = parameter_shardings(jax.eval_shape(unstacked, policy.shapes()), mesh)
+        by_layer = functools.partial(unstacked, config=policy.config)
+        self._shardings = parameter_shardings(jax.eval_shape(by_layer, policy.shapes()), mesh)
         self._description = ReplicaDescription(
             engine="jax",
             engine_version=jax.__version__,

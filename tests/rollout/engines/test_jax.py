@@ -555,7 +555,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     """Its cache has the columns that its own responses need; the tokens are those of one part."""
     monkeypatch.setattr("semrl_jax.rollout.engines.jax.MIN_PART", 4)
     engine = JaxEngine(policy, max_batch=16, chunk=4)
-    engine._params = models.unstacked(jax.device_put(params))
+    engine._params = models.unstacked(jax.device_put(params), policy.config)
     shapes = []
     real = decoding.decode_chunk
 
@@ -610,6 +610,28 @@ def test_windowed_model_samples_as_its_full_pass():
         rollouts = list(client.generate(make_requests(), sampling, version=version))
     assert max(len(r.response_ids) for r in rollouts) == 40
     assert len({len(r.response_ids) for r in rollouts}) > 3
+    for rollout, _, raw in full_forward(policy, params, rollouts):
+        np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.slow)]
+)
+def test_families_with_options_of_their_own_sample_as_their_full_pass(family):
+    """Weights come over the wire, expert by expert. A window of 32, 40 sampled tokens."""
+    config = models.random_config(
+        family, vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_embeddings=family == "gemma3_text",
+    )  # fmt: skip
+    if config.experts:
+        config = dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, dense_layers=(1,))
+        )
+    policy = models.Policy(config)
+    params = jax.tree.map(lambda leaf: leaf * 1.5, policy.init(jax.random.key(3)))
+    with synced_client(policy, params, max_batch=8, chunk=20) as (client, version):
+        rollouts = list(client.generate(make_requests(5, 1), SamplingParams(40), version=version))
+    assert max(len(r.response_ids) for r in rollouts) == 40
     for rollout, _, raw in full_forward(policy, params, rollouts):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
