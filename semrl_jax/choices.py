@@ -4,6 +4,7 @@
 TOKEN_INDICATORS = {"avg_log_probs": "logprobs", "avg_logits_entropy": "entropies"}
 
 DTYPES = ("float32", "bfloat16")
+OFFLOADED = ("optimizer", "reference")
 REMAT_POLICIES = ("none", "full", "dots")
 KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "low_var_kl+")
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric", "total_variation")

@@ -31,8 +31,8 @@ from semrl_jax.shaping import ShapingOptions
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "critic", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints", "logging",
-    "profile",
+    "critic", "rewards", "warm_start", "sft", "optimizer", "training", "evaluation", "checkpoints",
+    "logging", "profile",
 )  # fmt: skip
 
 
@@ -66,6 +66,14 @@ def validate(config: ml_collections.ConfigDict) -> None:
         if name not in METRICS:
             load_metric(name)
     _check_algorithm(config)
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: ml_collections.ConfigDict) -> None:
+    from semrl_jax.training.optimizer import load_direction
+
+    for name in ("training", "critic", "sft"):
+        load_direction(config, name)
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:

@@ -28,7 +28,7 @@ from semrl_jax.runs.fine_tuning import batches_of
 from semrl_jax.runs.inference import check_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.run_directory import START, names_run, record_of
-from semrl_jax.runs.setup import Inputs, check_inputs, check_micro_batches
+from semrl_jax.runs.setup import Inputs, check_inputs, check_micro_batches, optimizer_of
 from semrl_jax.runs.starting_model import source_of
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir
@@ -36,11 +36,7 @@ from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.training.batch_rules import all_needs
-from semrl_jax.training.memory import (
-    BYTES_PER_PARAMETER,
-    CHECKPOINT_BYTES_PER_PARAMETER,
-    update_bytes,
-)
+from semrl_jax.training.memory import PerParameter, update_bytes
 
 CONNECT_S = 10.0  # for replicas to answer: they are expected to run already
 NAME_WIDTH = 12
@@ -92,7 +88,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     )
     check_replicas(config, inputs.policy, inputs.tokenizer, pathlib.Path(workdir), summary)
     _say_memory(config, inputs, mesh, summary)
-    _check_run(config, workdir, resumed, _trained_parameters(inputs), summary)
+    _check_run(config, workdir, resumed, _checkpoint_bytes(config, inputs), summary)
     return 0
 
 
@@ -110,7 +106,9 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     resumed = check_workdir(workdir, given, inputs.hashes())
     _say_model(config, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
-    _check_run(config, workdir, resumed, num_parameters(inputs.policy.config), summary)
+    per = PerParameter.of(optimizer_of(config, "training"), inputs.policy.shapes())
+    size = per.in_checkpoint * num_parameters(inputs.policy.config)
+    _check_run(config, workdir, resumed, size, summary)
     return 0
 
 
@@ -227,10 +225,14 @@ def check_replicas(
             summary("replicas", *rollout.addresses, "all answer and fit")
 
 
-def _trained_parameters(inputs: Inputs) -> int:
+def _checkpoint_bytes(config: ml_collections.ConfigDict, inputs: Inputs) -> float:
     """Of the policy and the critic."""
-    critic = num_parameters(inputs.critic.config) if inputs.critic is not None else 0
-    return num_parameters(inputs.policy.config) + critic
+    size = 0.0
+    for name, model in (("training", inputs.policy), ("critic", inputs.critic)):
+        if model is not None:
+            per = PerParameter.of(optimizer_of(config, name), model.shapes())
+            size += per.in_checkpoint * num_parameters(model.config)
+    return size
 
 
 def _say_memory(
@@ -255,12 +257,14 @@ def memory_parts(
 ) -> Mapping[str, float | int]:
     """Bytes of one device by what takes them; estimates, see docs/memory.md."""
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
+    is_host = mesh.devices.flat[0].platform == "cpu"  # what is offloaded is in the same memory
     shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
     params = num_parameters(architecture) / shards
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     rows = training.micro_batch_size / (mesh.shape["replica"] * mesh.shape["fsdp"])
     if training.micro_batch_tokens:
         rows = training.micro_batch_tokens / length
+    per = PerParameter.of(optimizer_of(config, "training"), inputs.policy.shapes())
     update = update_bytes(
         architecture,
         config.model.remat,
@@ -268,13 +272,17 @@ def memory_parts(
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
+        per_parameter=per.in_update + is_host * per.on_host,
     )
     needs = all_needs(inputs.algorithm, config)
     parts = {"update": update}
-    if needs.reference or needs.early_reference:
+    is_away = "reference" in training.offload and not is_host
+    if (needs.reference or needs.early_reference) and not is_away:
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
-        parts["critic"] = BYTES_PER_PARAMETER * num_parameters(inputs.critic.config) / shards
+        per = PerParameter.of(optimizer_of(config, "critic"), inputs.critic.shapes())
+        bytes_each = per.in_update + is_host * per.on_host
+        parts["critic"] = bytes_each * num_parameters(inputs.critic.config) / shards
     if inputs.reward_model is not None:
         count = num_parameters(inputs.reward_model.model.config) / shards
         parts["reward model"] = _width(config.rewards.model.dtype) * count
@@ -293,7 +301,7 @@ def _check_run(
     config: ml_collections.ConfigDict,
     workdir: str,
     resumed: bool,
-    num_params: int,
+    size: float,
     summary: Summary,
 ) -> None:
     """Checks that the checkpoints fit onto the disk, and says what the directory holds."""
@@ -301,7 +309,6 @@ def _check_run(
     existing = next(d for d in (directory, *directory.parents) if d.exists())
     folder, checkpoints = directory / "checkpoints", config.checkpoints
     saved = checkpoint_steps(folder) if folder.is_dir() else []
-    size = CHECKPOINT_BYTES_PER_PARAMETER * num_params
     count = checkpoints.keep + 1 + len(checkpoints.extra_steps)  # one more while it is written
     if checkpoints.keep_every:
         count += config.training.num_steps // checkpoints.keep_every

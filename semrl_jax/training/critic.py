@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Params, ValueModel, replicated
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
 from semrl_jax.training.state import Trained
 from semrl_jax.training.update import (
@@ -54,7 +54,7 @@ def update_critic(
     returns: Float[Array | np.ndarray, "B T"],
     *,
     model: ValueModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     plan: RowPlan,
     algorithm: Algorithm,
 ) -> tuple[Trained, Mapping[str, Float[Array, ""]]]:
@@ -111,7 +111,7 @@ def update_value_rows(
     num_micro: Int[np.ndarray | Array, ""],
     *,
     model: ValueModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
     """`update_critic` in rows: gradients summed over the first `num_micro` micro-batches."""
