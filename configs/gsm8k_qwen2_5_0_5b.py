@@ -14,7 +14,7 @@ def get_config():
     """The default with GSM8K, Qwen2.5-0.5B-Instruct and sizes for one GPU."""
     config = default.get_config()
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
-    config.model.compute_dtype = "bfloat16"  # parameters and optimiser stay float32
+    config.model.compute_dtype = "bfloat16"  # parameters and optimiser are float32
     config.model.reference_dtype = "bfloat16"
 
     config.data.task = "files"

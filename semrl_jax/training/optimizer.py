@@ -149,9 +149,12 @@ def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
         if option in fields:
             options[option], paths[option] = value, path
         elif value != defaults.get(path):
+            way_out = (
+                f"set it to its default, {defaults[path]!r}" if path in defaults else "remove it"
+            )
             raise UserError(
                 f"{path}={value!r} is no option of optimizer.name={chosen!r}, which has "
-                f"{', '.join(sorted(fields))}; remove it."
+                f"{', '.join(sorted(fields))}; {way_out}."
             )
     with running(field, module, "Options"):
         try:
@@ -161,8 +164,9 @@ def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
             place = paths.get(option, f"optimizer.{option}").removesuffix(option)
             raise UserError(" ".join(f"{place}{error}".split())) from None
         hash(found)
-    with running(field, module, "direction"):
-        _check(field, found)
+    if not module.__name__.startswith("semrl_jax."):  # tests check the others
+        with running(field, module, "direction"):
+            _check(field, found)
     return found
 
 
