@@ -4,17 +4,12 @@
     python -m benchmarks.optimizer_memory --topology=v5e:2x2
 
 The first command prints the table of docs/memory.md for a model of 61 M parameters, in float32
-products, with `remat=dots` and rows of 256 tokens. Each line is measured in a process of its own:
-
-- state: bytes of the optimiser's arrays, with masters, per parameter.
-- program: arguments and temporaries of the compiled update, per parameter, without the activations.
-  For these, programs of 1 and 4 rows are compiled and extrapolated to no row.
-- resident: growth of the process's memory from before the state is made to the largest in two
-  updates of one row, per parameter (Linux), without the activations of the program.
-- token: bytes of the temporaries per token, between 1 and 4 rows.
+products, with `remat=dots` and rows of one sequence of 128 tokens. Bytes per parameter of the
+optimiser's state, with masters; b of the estimate (`semrl_jax.training.memory`); and for 1 and 4
+rows the peak of the compiled update per parameter, activations included, beside the estimate.
 
 The second command needs libtpu and no TPU. It compiles the update of a model as wide as
-Qwen2.5-0.5B, of 4 layers, in bfloat16 products, with `remat=full`, and prints the bytes of one chip.
+Qwen2.5-0.5B, of 4 layers, in bfloat16 products, with `remat=full`, and prints bytes of one chip.
 """
 
 import launch  # noqa: F401 - first: one BLAS thread, as for every command
@@ -22,20 +17,13 @@ import launch  # noqa: F401 - first: one BLAS thread, as for every command
 # isort: split
 
 import argparse
-import ctypes
-import json
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import machine
-from benchmarks.memory import ALGORITHM, LONGEST, RESPONSE_TOKENS, measured_bytes, skewed_batch
-from benchmarks.model_loading import memory_mib
+from benchmarks.memory import LONGEST, RESPONSE_TOKENS, measured_bytes, skewed_batch
 from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
@@ -44,8 +32,8 @@ from semrl_jax.models.sharding import DATA_AXES
 from semrl_jax.training.memory import PerParameter, update_bytes
 from semrl_jax.training.optimizer import Optimizer, load_direction
 from semrl_jax.training.packing import RowPlan, TokenRows
-from semrl_jax.training.state import abstract_trained, init_trained, make_optimizer
-from semrl_jax.training.update import SlotValues, update_policy, update_rows
+from semrl_jax.training.state import abstract_trained, make_optimizer
+from semrl_jax.training.update import SlotValues, update_rows
 
 MODEL = models.DecoderConfig(
     vocab_size=8192, hidden_size=640, intermediate_size=1792, num_layers=12, num_heads=10,
@@ -76,58 +64,24 @@ def make(name: str, param_dtype: str, is_offloaded: bool = False) -> Optimizer:
     )  # fmt: skip
 
 
-def measure(name: str, param_dtype: str) -> dict[str, float]:
-    """A line of the first table."""
+def measure(name: str, param_dtype: str) -> list[float]:
+    """A line of the first table, in bytes per parameter."""
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     policy, optimizer = models.Policy(MODEL, remat="dots", mesh=mesh), make(name, param_dtype)
     per = PerParameter.of(optimizer, policy.shapes())
-    batch = skewed_batch(8, MODEL.vocab_size)
-    found = {}
+    batch = skewed_batch(4, MODEL.vocab_size)
+    found = [per.state, per.in_update]
     for num_rows in (1, 4):
-        plan = RowPlan(mesh, micro_batch_tokens=num_rows * LONGEST)
+        plan = RowPlan(mesh, micro_batch_size=num_rows)
         memory, layout, num_params = measured_bytes(policy, optimizer, plan, batch)
-        found[num_rows] = memory.temp_size_in_bytes
-        sizes = {"num_rows": num_rows, "num_columns": LONGEST}
-        sizes["num_slots"] = num_rows * layout.rows.sources.shape[2]
-        sizes["per_parameter"] = per.in_update
-        found["estimate", num_rows] = update_bytes(MODEL, "dots", num_params, **sizes)
-        assert layout.rows.token_ids.shape[1:] == (num_rows, LONGEST)
-    of_row = (found[4] - found[1]) / 3
-    arguments = memory.argument_size_in_bytes
-    resident = _resident(policy, optimizer, RowPlan(mesh, micro_batch_tokens=LONGEST), batch)
-    return {
-        "state": per.state,
-        "program": (arguments + found[1] - of_row) / num_params,
-        "resident": (resident - of_row) / num_params,
-        "estimate": per.in_update,
-        "token": of_row / LONGEST,
-        "estimated token": (found["estimate", 4] - found["estimate", 1]) / 3 / LONGEST,
-    }
-
-
-def _resident(policy: models.Policy, optimizer: Optimizer, plan: RowPlan, batch) -> float:
-    """Bytes by which the process grows, at most, from parameters on the host to two updates."""
-    options = {"policy": policy, "optimizer": optimizer, "temperature": 1.0, "plan": plan}
-    arrays = [batch.rollout_logprobs] * 2
-    weights = batch.response_mask.astype(np.float32)
-
-    def update(trained):
-        *trained, _, _ = update_policy(*trained, batch, *arrays, weights, None, **options,
-                                       algorithm=ALGORITHM)  # fmt: skip
-        return jax.block_until_ready(trained)
-
-    random = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: random.normal(0, 0.02, leaf.shape).astype(np.float32), policy.shapes()
-    )
-    update(init_trained(params, optimizer, plan.mesh))  # compiles
-    ctypes.CDLL(None).malloc_trim(0)
-    before = memory_mib("VmRSS")
-    trained = init_trained(params, optimizer, plan.mesh)
-    ctypes.CDLL(None).malloc_trim(0)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
-    update(update(trained))
-    return (memory_mib("VmHWM") - before) * MIB
+        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        _, rows, columns = layout.rows.token_ids.shape
+        estimate = update_bytes(
+            MODEL, "dots", num_params, num_rows=rows, num_columns=columns,
+            num_slots=rows * layout.rows.sources.shape[2], per_parameter=per.in_update,
+        )  # fmt: skip
+        found += [peak / num_params, estimate / num_params]
+    return found
 
 
 def compiled_for(topology: str, config: models.DecoderConfig, optimizer: Optimizer):
@@ -176,26 +130,17 @@ def print_topology(topology: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="", help="TPU slice to compile for, such as v5e:2x2")
-    parser.add_argument("--line", nargs=2, help="measure one line and print it as JSON")
     options = parser.parse_args()
-    if options.line:
-        print(json.dumps(measure(*options.line)))
-        return
     if options.topology:
         print_topology(options.topology)
         return
     print(machine.description())
-    print("| optimiser | parameters | state | estimate | program | resident | token | estimate |")
+    print("| optimiser | parameters | state | b | 1 row | estimate | 4 rows | estimate |")
     print("|---|---|---|---|---|---|---|---|")
     for dtype in ("float32", "bfloat16"):
         for name in OPTIMIZERS:
-            command = [sys.executable, "-m", "benchmarks.optimizer_memory", "--line", name, dtype]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            line = json.loads(done.stdout.splitlines()[-1])
-            numbers = [line[key] for key in ("state", "estimate", "program", "resident")]
-            tokens = [f"{line[key] / 1000:.0f} 000" for key in ("token", "estimated token")]
-            cells = [f"{number:.1f}" for number in numbers] + tokens
-            print(f"| {name} | {dtype} | {' | '.join(cells)} |", flush=True)
+            cells = " | ".join(f"{number:.1f}" for number in measure(name, dtype))
+            print(f"| {name} | {dtype} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def memory_parts(
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
-        per_parameter=per.in_update + is_host * per.on_host,
+        per_parameter=per.in_update,
     )
     needs = all_needs(inputs.algorithm, config)
     parts = {"update": update}
@@ -281,8 +281,7 @@ def memory_parts(
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
         per = PerParameter.of(optimizer_of(config, "critic"), inputs.critic.shapes())
-        bytes_each = per.in_update + is_host * per.on_host
-        parts["critic"] = bytes_each * num_parameters(inputs.critic.config) / shards
+        parts["critic"] = per.in_update * num_parameters(inputs.critic.config) / shards
     if inputs.reward_model is not None:
         count = num_parameters(inputs.reward_model.model.config) / shards
         parts["reward model"] = _width(config.rewards.model.dtype) * count

@@ -18,15 +18,13 @@ class PerParameter(NamedTuple):
 
     Attributes:
       parameter: of the parameter itself.
-      state: of the optimiser, with masters.
+      state: of the optimiser, with masters; an update has it on the device, wherever it is kept.
       gradients: of their float32 sum, and of one micro-batch.
-      on_host: the part of `state` that is on the host while no update needs it.
     """
 
     parameter: int
     state: float
     gradients: int
-    on_host: float
 
     @classmethod
     def of(cls, optimizer: Optimizer, shapes: Params) -> PerParameter:
@@ -35,12 +33,11 @@ class PerParameter(NamedTuple):
         count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / count
         width = jnp.dtype(optimizer.param_dtype).itemsize
-        return cls(width, size, 4 + width, size if optimizer.is_offloaded else 0.0)
+        return cls(width, size, 4 + width)
 
     @property
     def in_update(self) -> float:
-        """On the device: all but what is on the host, which passes through array by array."""
-        return self.parameter + self.state + self.gradients - self.on_host
+        return self.parameter + self.state + self.gradients
 
     @property
     def in_checkpoint(self) -> float:
