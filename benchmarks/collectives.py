@@ -55,9 +55,10 @@ def compiled_update(config, mesh, num_rows: int, num_tokens: int):
 
     from semrl_jax import models
     from semrl_jax.models.sharding import PARTITION_SPECS
+    from semrl_jax.training.optimizer import Optimizer
 
     policy = models.Policy(config, remat="full", mesh=mesh)
-    optimizer = optax.adamw(1e-6)
+    optimizer = Optimizer(*optax.adamw(1e-6))
 
     def step(params, opt_state, token_ids, positions, segment_ids, advantages):
         def loss(params):

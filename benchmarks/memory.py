@@ -50,7 +50,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.packing import Layout, RowPlan, lay_out, take_values
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import make_optimizer
+from semrl_jax.training.state import abstract_trained, make_optimizer
 from semrl_jax.training.update import SlotValues, update_policy, update_rows
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -109,9 +109,9 @@ def measured_bytes(
     """Memory analysis of the compiled update, its layout, and the number of parameters."""
     layout = lay_out(batch, plan)
     values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 5)
-    params = policy.shapes()
+    params, state = abstract_trained(policy.shapes(), optimizer, plan.mesh)
     compiled = update_rows.lower(
-        params, jax.eval_shape(optimizer.init, params), *plan.put((layout.rows, values)),
+        params, state, *plan.put((layout.rows, values)),
         np.int32(layout.num_micro), policy=policy, optimizer=optimizer, temperature=1.0,
         algorithm=ALGORITHM,
     ).compile()  # fmt: skip

@@ -27,8 +27,11 @@ def get_config() -> ml_collections.ConfigDict:
     # A family of semrl_jax/models/families, or "my_package.my_module" with your own; empty: by the
     # model_type of its config.json, and qwen2 for a random model.
     config.model.family = ""
-    # Of activations: float32 or bfloat16; parameters stay float32
+    # Of activations: float32 or bfloat16
     config.model.compute_dtype = "float32"
+    # Of the trained parameters: float32, or bfloat16, with float32 copies in the optimiser
+    # (docs/memory.md)
+    config.model.param_dtype = "float32"
     # Of the reference: float32, or bfloat16, which takes half the memory
     config.model.reference_dtype = "float32"
     # What the backward pass recomputes: none, dots (all but the products, which saves memory and
@@ -313,9 +316,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.critic.warmup_steps = 0
     config.critic.learning_rate = 1e-5  # of the critic
     config.critic.learning_rate_warmup_steps = 0  # optimiser steps with a linearly rising rate
-    config.critic.adam_b1 = 0.9  # decay of the mean of gradients
-    config.critic.adam_b2 = 0.999  # decay of the mean of squared gradients
-    config.critic.weight_decay = 0.01  # of AdamW
+    config.critic.adam_b1 = 0.9  # adamw: decay of the mean of gradients
+    config.critic.adam_b2 = 0.999  # adamw: decay of the mean of squared gradients
+    config.critic.weight_decay = 0.01  # times the learning rate, per step
     config.critic.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
 
     config.lora = ml_collections.ConfigDict()  # adapters upon a frozen base. docs/lora.md
@@ -371,10 +374,20 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft.schedule = "cosine"  # of the rate after the warm-up: cosine, linear or constant
     config.sft.warmup_fraction = 0.03  # share of the steps in which the rate rises linearly
     config.sft.final_fraction = 0.0  # share of the highest rate, at the end of cosine and linear
-    config.sft.adam_b1 = 0.9  # decay of the mean of gradients
-    config.sft.adam_b2 = 0.95  # decay of the mean of squared gradients
-    config.sft.weight_decay = 0.01  # of AdamW
+    config.sft.adam_b1 = 0.9  # adamw: decay of the mean of gradients
+    config.sft.adam_b2 = 0.95  # adamw: decay of the mean of squared gradients
+    config.sft.weight_decay = 0.01  # times the learning rate, per step
     config.sft.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
+
+    # Of the policy, the critic and launch.sft; docs/memory.md
+    config.optimizer = ml_collections.ConfigDict()
+    # adamw or adafactor, or "my_package.my_module" with one of your own, docs/extending.md
+    config.optimizer.name = "adamw"
+    config.optimizer.options = ml_collections.ConfigDict()  # options without a field below
+    # adamw, adafactor: dtype of the mean of gradients: float32 or bfloat16
+    config.optimizer.first_moment_dtype = "float32"
+    config.optimizer.momentum = 0.0  # adafactor: decay of the mean of its steps; 0: none
+    config.optimizer.decay_exponent = 0.8  # adafactor: of the decay of the mean of squares
 
     config.training = ml_collections.ConfigDict()
     config.training.num_steps = 160  # length of the run; may be raised when it is resumed
@@ -392,12 +405,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.training.balance_lengths = True
     config.training.learning_rate = 5e-7  # of the policy
     config.training.learning_rate_warmup_steps = 0  # optimiser steps with a linearly rising rate
-    config.training.adam_b1 = 0.9  # decay of the mean of gradients
-    config.training.adam_b2 = 0.999  # decay of the mean of squared gradients
-    config.training.weight_decay = 0.01  # of AdamW
+    config.training.adam_b1 = 0.9  # adamw: decay of the mean of gradients
+    config.training.adam_b2 = 0.999  # adamw: decay of the mean of squared gradients
+    config.training.weight_decay = 0.01  # times the learning rate, per step
     config.training.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
     config.training.max_skipped_updates = 3  # non-finite updates in a row that end the run
     config.training.grace_s = 30.0  # time after SIGTERM to save the last checkpoint
+    # What is kept in the memory of the host while no update needs it: optimizer, reference; repeat
+    # the flag. GPUs and TPUs; docs/memory.md
+    config.training.offload = ()
     # Dtype of WORKDIR/model, a Hugging Face directory of the policy that launch.train writes at the
     # end: float32 or bfloat16. Empty: none
     config.training.export = ""

@@ -4,7 +4,7 @@
     python -m launch.prepare_data --dataset=gsm8k --split=test --output=data/benchmarks/gsm8k.jsonl
     python -m launch.train --config=configs/gsm8k_qwen2_5_0_5b.py --workdir=runs/gsm8k_0_5b
 
-Hardware: one GPU, estimated 35 GB. Not run yet: all figures of this project are from CPUs.
+Hardware: one GPU, estimated 29 GB. Not run yet: all figures of this project are from CPUs.
 """
 
 from configs import default
@@ -14,7 +14,7 @@ def get_config():
     """The default with GSM8K, Qwen2.5-0.5B-Instruct and sizes for one GPU."""
     config = default.get_config()
     config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
-    config.model.compute_dtype = "bfloat16"  # parameters and optimiser stay float32
+    config.model.compute_dtype = "bfloat16"  # parameters and optimiser are float32
     config.model.reference_dtype = "bfloat16"
 
     config.data.task = "files"

@@ -43,6 +43,10 @@ class ValueModel:
         """Random decoder parameters and a head of zeros."""
         return with_head(self.decoder.init(key))
 
+    @property
+    def config(self) -> DecoderConfig:
+        return self.decoder.config
+
     def shapes(self) -> Params:
         """The same tree as `init` with jax.ShapeDtypeStruct leaves; computes nothing."""
         return jax.eval_shape(self.init, jax.random.key(0))

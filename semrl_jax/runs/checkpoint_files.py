@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
 
@@ -118,12 +119,7 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
       UnreadableError: if Orbax cannot read its own metadata of the arrays.
       UserError: naming the first array that differs.
     """
-    try:
-        with open_checkpointer() as checkpointer:
-            tree = checkpointer.metadata(folder.absolute()).item_metadata["state"].tree
-            ocp.tree.to_flat_dict(tree, sep="/")
-    except Exception as error:  # any error of Orbax here is caused by these files
-        raise UnreadableError(folder, error) from error
+    tree = _stored(folder)
     stored, expected = (
         {
             name: f"{leaf.dtype}{list(leaf.shape)}"
@@ -142,6 +138,17 @@ def check_structure(folder: pathlib.Path, abstract: Any, part: str = "") -> None
             )
 
 
+def _stored(folder: pathlib.Path) -> Any:
+    """Shapes and dtypes of the arrays of a checkpoint; raises UnreadableError."""
+    try:
+        with open_checkpointer() as checkpointer:
+            tree = checkpointer.metadata(folder.absolute()).item_metadata["state"].tree
+            ocp.tree.to_flat_dict(tree, sep="/")
+    except Exception as error:  # any error of Orbax here is caused by these files
+        raise UnreadableError(folder, error) from error
+    return tree
+
+
 def save_params(folder: pathlib.Path, params: Params) -> None:
     """Writes a complete checkpoint of parameters only; its step is the name of the folder."""
     args = save_args({"params": params}, int(folder.name), DataPosition(0, 0))
@@ -154,11 +161,24 @@ def save_params(folder: pathlib.Path, params: Params) -> None:
 def restore_params(folder: pathlib.Path, like: Params) -> Params:
     """The parameters of a valid checkpoint, of a whole train state or of parameters only.
 
+    Returns:
+      Parameters like `like`; those that were saved in bfloat16 are cast.
+
     Raises:
-      UserError: if they have other names, shapes or dtypes than `like` (arrays, or shapes of them).
+      UserError: if they have other names or shapes than `like` (arrays, or shapes of them), or
+        another dtype than float32 and bfloat16.
     """
-    check_structure(folder, {"params": like}, "params/")
-    return restore_tree(folder, {"params": like})["params"]
+    stored = like
+    if "bfloat16" in {str(leaf.dtype) for leaf in jax.tree.leaves(_stored(folder)["params"])}:
+        stored = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.bfloat16, sharding=getattr(leaf, "sharding", None)
+            ),
+            like,
+        )
+    check_structure(folder, {"params": stored}, "params/")
+    found = restore_tree(folder, {"params": stored})["params"]
+    return jax.tree.map(lambda leaf, as_in: leaf.astype(as_in.dtype), found, like)
 
 
 def restore_tree(folder: pathlib.Path, like: Any) -> Any:

@@ -38,7 +38,8 @@ from semrl_jax.shaping import ShapingOptions
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
     "distributed", "model", "data", "rollout", "hidden_states", "metrics", "shaping", "algorithms",
-    "critic", "lora", "rewards", "warm_start", "sft", "training", "evaluation", "checkpoints",
+    "critic", "lora", "rewards", "warm_start", "sft", "optimizer", "training", "evaluation",
+    "checkpoints",
     "logging", "profile",
 )  # fmt: skip
 
@@ -75,6 +76,14 @@ def validate(config: ml_collections.ConfigDict) -> None:
         if name not in METRICS:
             load_metric(name)
     _check_algorithm(config)
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: ml_collections.ConfigDict) -> None:
+    from semrl_jax.training.optimizer import load_direction
+
+    for name in ("training", "critic", "sft"):
+        load_direction(config, name)
 
 
 def _check_algorithm(config: ml_collections.ConfigDict) -> None:
@@ -279,6 +288,17 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
         raise UserError(
             f"lora.path={lora.path!r} needs model.path, the base of the adapter; set it to the "
             "base_model_name_or_path of its adapter_config.json."
+        )
+    if model.param_dtype != "float32":
+        raise UserError(
+            f"model.param_dtype={model.param_dtype!r} rounds parameters that are trained, but with "
+            "lora.rank these are float32 adapters; set it to 'float32', and lora.base_dtype for "
+            "the base."
+        )
+    if "reference" in config.training.offload:
+        raise UserError(
+            f"training.offload={tuple(config.training.offload)} moves the reference, but with "
+            "lora.rank it is the base, which stays; remove 'reference'."
         )
     if model.reference_dtype not in ("float32", lora.base_dtype):
         raise UserError(

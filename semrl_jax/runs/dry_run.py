@@ -29,7 +29,7 @@ from semrl_jax.runs.fine_tuning import batches_of
 from semrl_jax.runs.inference import check_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.run_directory import START, names_run, record_of
-from semrl_jax.runs.setup import Inputs, check_inputs, check_micro_batches
+from semrl_jax.runs.setup import Inputs, check_inputs, check_micro_batches, optimizer_of
 from semrl_jax.runs.starting_model import source_of
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir
@@ -37,11 +37,7 @@ from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.training.batch_rules import all_needs
-from semrl_jax.training.memory import (
-    BYTES_PER_PARAMETER,
-    CHECKPOINT_BYTES_PER_PARAMETER,
-    update_bytes,
-)
+from semrl_jax.training.memory import PerParameter, update_bytes
 
 CONNECT_S = 10.0  # for replicas to answer: they are expected to run already
 NAME_WIDTH = 12
@@ -93,7 +89,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     )
     check_replicas(config, inputs.policy, inputs.tokenizer, pathlib.Path(workdir), summary)
     _say_memory(config, inputs, mesh, summary)
-    _check_run(config, workdir, resumed, _trained_parameters(inputs), summary)
+    _check_run(config, workdir, resumed, _checkpoint_bytes(config, inputs), summary)
     return 0
 
 
@@ -111,8 +107,10 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     resumed = check_workdir(workdir, given, inputs.hashes())
     _say_model(config, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
-    trained = _num_trained(inputs.policy.config, inputs.lora)
-    _check_run(config, workdir, resumed, trained, summary)
+    policy = inputs.policy
+    per = _per_parameter(config, "training", policy, inputs.lora)
+    size = per.in_checkpoint * _num_trained(policy.config, inputs.lora)
+    _check_run(config, workdir, resumed, size, summary)
     return 0
 
 
@@ -230,10 +228,24 @@ def check_replicas(
             summary("replicas", *rollout.addresses, "all answer and fit")
 
 
-def _trained_parameters(inputs: Inputs) -> int:
+def _checkpoint_bytes(config: ml_collections.ConfigDict, inputs: Inputs) -> float:
     """Of the policy and the critic; with LoRA, of their adapters."""
-    decoders = [inputs.policy, *([inputs.critic.decoder] if inputs.critic is not None else [])]
-    return sum(_num_trained(decoder.config, inputs.lora) for decoder in decoders)
+    size = 0.0
+    for name, model in (("training", inputs.policy), ("critic", inputs.critic)):
+        if model is not None:
+            per = _per_parameter(config, name, model, inputs.lora)
+            size += per.in_checkpoint * _num_trained(model.config, inputs.lora)
+    return size
+
+
+def _per_parameter(
+    config: ml_collections.ConfigDict,
+    name: str,
+    model: models.Policy | models.ValueModel,
+    lora: models.Lora | None,
+) -> PerParameter:
+    shapes = model.shapes() if lora is None else lora.trained_shapes(model.shapes())
+    return PerParameter.of(optimizer_of(config, name), shapes)
 
 
 def _num_trained(
@@ -268,11 +280,13 @@ def memory_parts(
 ) -> Mapping[str, float | int]:
     """Bytes of one device by what takes them; estimates, see docs/memory.md."""
     architecture, training, rollout = inputs.policy.config, config.training, config.rollout
+    is_host = mesh.devices.flat[0].platform == "cpu"  # what is offloaded is in the same memory
     params = num_parameters(architecture, mesh)
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     rows = training.micro_batch_size / math.prod(mesh.shape[axis] for axis in models.DATA_AXES)
     if training.micro_batch_tokens:
         rows = training.micro_batch_tokens / length
+    per = _per_parameter(config, "training", inputs.policy, inputs.lora)
     update = update_bytes(
         architecture,
         config.model.remat,
@@ -280,16 +294,19 @@ def memory_parts(
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
+        per_parameter=per.in_update,
     )
     needs = all_needs(inputs.algorithm, config)
     parts = {"update": update}
+    is_away = "reference" in training.offload and not is_host
     if inputs.lora is not None:  # the base is the reference
         parts["base"] = _width(config.lora.base_dtype) * params
-    elif needs.reference or needs.early_reference:
+    elif (needs.reference or needs.early_reference) and not is_away:
         parts["reference"] = _width(config.model.reference_dtype) * params
     if inputs.critic is not None:
-        critic = inputs.critic.decoder.config
-        parts["critic"] = BYTES_PER_PARAMETER * _num_trained(critic, inputs.lora, mesh)
+        critic = inputs.critic.config
+        per = _per_parameter(config, "critic", inputs.critic, inputs.lora)
+        parts["critic"] = per.in_update * _num_trained(critic, inputs.lora, mesh)
         if inputs.lora is not None and inputs.critic_directory is not None:
             width = _width(config.lora.base_dtype)
             parts["base of the critic"] = width * num_parameters(critic, mesh)
@@ -311,7 +328,7 @@ def _check_run(
     config: ml_collections.ConfigDict,
     workdir: str,
     resumed: bool,
-    num_params: int,
+    size: float,
     summary: Summary,
 ) -> None:
     """Checks that the checkpoints fit onto the disk, and says what the directory holds."""
@@ -319,7 +336,6 @@ def _check_run(
     existing = next(d for d in (directory, *directory.parents) if d.exists())
     folder, checkpoints = directory / "checkpoints", config.checkpoints
     saved = checkpoint_steps(folder) if folder.is_dir() else []
-    size = CHECKPOINT_BYTES_PER_PARAMETER * num_params
     count = checkpoints.keep + 1 + len(checkpoints.extra_steps)  # one more while it is written
     if checkpoints.keep_every:
         count += config.training.num_steps // checkpoints.keep_every

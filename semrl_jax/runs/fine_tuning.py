@@ -28,13 +28,14 @@ from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
 from semrl_jax.runs.run import Run
-from semrl_jax.runs.setup import check_micro_batches, record_inputs
+from semrl_jax.runs.setup import check_micro_batches, optimizer_settings, record_inputs
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, learning_rate_of, make_optimizer
 from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.offload import check_offload
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.state import ADAMW, DataPosition, TrainState, abstract_state, init_state
+from semrl_jax.training.state import DataPosition, TrainState, abstract_state, init_state
 
 MAX_LINES = 100  # of steps, printed in equal distances
 RATE = ("learning_rate", "schedule", "warmup_fraction", "final_fraction")
@@ -66,6 +67,7 @@ class Inputs:
         models.check_mesh(architecture, mesh)
         self.policy.check_attention(mesh)
         self.lora, self.adapter = find_lora(config, self.policy) or (None, None)
+        check_offload(tuple(config.training.offload), mesh.local_devices[0])
         if sft.max_tokens > architecture.max_position_embeddings:
             raise UserError(
                 f"sft.max_tokens={sft.max_tokens} must be at most the model's context of "
@@ -248,7 +250,7 @@ def open_fine_tuning(
         record = AdapterRecord.of(lora, config.model.path, model, config.lora.base_dtype)
     tuner = FineTuner(
         policy=dataclasses.replace(policy, mesh=mesh),
-        optimizer=make_optimizer(**rate, **{name: sft[name] for name in ADAMW}),
+        optimizer=make_optimizer(**rate, **optimizer_settings(config, "sft")),
         plan=row_plan(mesh, sft),
         max_tokens=sft.max_tokens,
         max_skipped_updates=config.training.max_skipped_updates,

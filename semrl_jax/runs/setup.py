@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import ml_collections
-import optax
 from jax.sharding import Mesh
 
 from semrl_jax import data, models
@@ -57,11 +56,12 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.offload import check_offload, to_host
+from semrl_jax.training.optimizer import Optimizer, load_direction
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
-from semrl_jax.training.state import ADAMW, TrainState, make_optimizer
+from semrl_jax.training.state import TrainState, make_optimizer
 
 T = TypeVar("T")
-OPTIMIZER = ("learning_rate", "learning_rate_warmup_steps", *ADAMW)
 METRIC_OPTIONS = ("stride", "window", "method", "window_growth")
 
 
@@ -172,6 +172,13 @@ def check_inputs(
     models.check_mesh(policy.config, mesh)
     policy.check_attention(mesh)
     lora, adapter = find_lora(config, policy) or (None, None)
+    check_offload(tuple(config.training.offload), mesh.local_devices[0])
+    needs = all_needs(algorithm, config)
+    if "reference" in config.training.offload and not (needs.reference or needs.early_reference):
+        raise UserError(
+            f"training.offload={tuple(config.training.offload)}: algorithms.name="
+            f"{config.algorithms.name!r} with these settings has no reference; remove 'reference'."
+        )
     check_memory(config, policy.config)
     if is_embedded(config):
         check_fit(policy.config, configured_mesh(config, policy.config), mesh)
@@ -270,7 +277,8 @@ def open_run(
             if not (needs.reference or needs.early_reference):
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, None
-            return start, starting_params(start, policy, mesh, config.model.reference_dtype)
+            params = starting_params(start, policy, mesh, config.model.reference_dtype)
+            return start, to_host(params) if "reference" in config.training.offload else params
 
         measurer = None
         if config.hidden_states.source != "none":
@@ -307,7 +315,7 @@ def open_run(
         stack.enter_context(contextlib.closing(checkpoints))
         critic = critic_head = None
         if inputs.critic is not None:
-            critic = Critic(inputs.critic, optimizer_of(config.critic))
+            critic = Critic(inputs.critic, optimizer_of(config, "critic"))
             if lora is not None:
                 frozen, critic_head = agreed(
                     "load", lambda: critic_base(config, inputs, base, mesh)
@@ -320,7 +328,7 @@ def open_run(
             critic=critic,
             mesh=mesh,
             reference=reference,
-            optimizer=optimizer_of(config.training),
+            optimizer=optimizer_of(config, "training"),
             pad_token_id=tokenizer.pad_token_id,
             peers=peers,
             device_lock=device_lock,
@@ -425,9 +433,22 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
         )
 
 
-def optimizer_of(section: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """The optimiser of `config.training` or `config.critic`."""
-    return make_optimizer(**{name: section[name] for name in OPTIMIZER})
+def optimizer_of(config: ml_collections.ConfigDict, name: str) -> Optimizer:
+    """The optimiser of the section `name`, "training" or "critic"."""
+    rate = {field: config[name][field] for field in ("learning_rate", "learning_rate_warmup_steps")}
+    return make_optimizer(**rate, **optimizer_settings(config, name))
+
+
+def optimizer_settings(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
+    """What `clipped` gets beside the rate, for the section "training", "critic" or "sft"."""
+    section = config[name]
+    return {
+        "weight_decay": section.weight_decay,
+        "max_grad_norm": section.max_grad_norm,
+        "direction": load_direction(config, name),
+        "param_dtype": config.model.param_dtype,
+        "is_offloaded": "optimizer" in config.training.offload,
+    }
 
 
 def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:

@@ -58,6 +58,7 @@ MAY_DIFFER = (
     "metrics.num_threads",
     "training.micro_batch_size",
     "training.micro_batch_tokens",
+    "training.offload",
     "training.pack_sequences",
     "training.balance_lengths",
     "sft.micro_batch_size",

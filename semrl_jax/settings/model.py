@@ -9,6 +9,7 @@ from semrl_jax.settings.rules import Section, one_of
 
 def check(model: Section) -> None:
     one_of("model.compute_dtype", model["compute_dtype"], DTYPES)
+    one_of("model.param_dtype", model["param_dtype"], DTYPES)
     one_of("model.reference_dtype", model["reference_dtype"], DTYPES)
     one_of("model.attention", model["attention"], ATTENTION_KERNELS)
     one_of("model.remat", model["remat"], REMAT_POLICIES)

@@ -24,7 +24,12 @@ def all_needs(algorithm: Algorithm, config: ml_collections.ConfigDict) -> Needs:
         early_old_logprobs=bool(
             needs.early_old_logprobs or corrects or rules["ace_alpha"] or rules["arm_alpha"]
         ),
-        early_reference=bool(needs.early_reference or rules["ace_alpha"]),
+        # An offloaded reference has a pass of its own: it is not on the device beside the update.
+        early_reference=bool(
+            needs.early_reference
+            or rules["ace_alpha"]
+            or (needs.reference and "reference" in config.training.offload)
+        ),
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Base, Params, ValueModel, adapted, replicated
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out
 from semrl_jax.training.state import Trained
 from semrl_jax.training.update import (
@@ -54,7 +54,7 @@ def update_critic(
     returns: Float[Array | np.ndarray, "B T"],
     *,
     model: ValueModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     base: Base | None = None,
     plan: RowPlan,
     algorithm: Algorithm,
@@ -114,7 +114,7 @@ def update_value_rows(
     base: Base | None = None,
     *,
     model: ValueModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     algorithm: Algorithm,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
     """`update_critic` in rows: gradients summed over the first `num_micro` micro-batches."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int
 
 from semrl_jax import data
@@ -25,13 +24,16 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.models import Base, Params, Policy, adapted, from_host, replicated
 from semrl_jax.training import likelihood
 from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.optimizer import Optimizer, clipped
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.rollout_batch import bucket
-from semrl_jax.training.state import ADAMW, TrainState, clipped_adamw, num_optimizer_updates
+from semrl_jax.training.state import TrainState, num_optimizer_updates
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import RolloutBatch
 
 LIKELIHOOD = Algorithm(likelihood, None)
+# Settings of `learning_rate_at`.
+RATE = ("num_steps", "learning_rate", "schedule", "warmup_fraction", "final_fraction")
 
 
 def batch_order(
@@ -109,10 +111,10 @@ def learning_rate_at(
 
 
 @functools.cache  # static under jit: equal settings give one program
-def make_optimizer(**settings: Any) -> optax.GradientTransformation:
-    """`clipped_adamw` with its settings, at the rate of `learning_rate_at`, which gets the rest."""
-    adamw = {name: settings.pop(name) for name in ADAMW}
-    return clipped_adamw(functools.partial(learning_rate_at, **settings), **adamw)
+def make_optimizer(**settings: Any) -> Optimizer:
+    """`clipped` at the rate of `learning_rate_at`, which gets the settings in `RATE`."""
+    rate = {name: settings.pop(name) for name in RATE}
+    return clipped(functools.partial(learning_rate_at, **rate), **settings)
 
 
 def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: int) -> RolloutBatch:
@@ -158,7 +160,7 @@ class FineTuner:
     """
 
     policy: Policy
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     plan: RowPlan
     max_tokens: int
     max_skipped_updates: int

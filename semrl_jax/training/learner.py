@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -25,6 +24,8 @@ from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
 from semrl_jax.training.critic import batch_values, update_critic
+from semrl_jax.training.offload import fetched
+from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
@@ -79,7 +80,7 @@ class Critic(NamedTuple):
     """What trains the critic; its parameters, or its adapters and head, are in the train state."""
 
     model: models.ValueModel
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     base: models.Base | None = None  # what its parameters are adapters of
 
 
@@ -91,8 +92,9 @@ class Learner:
     algorithm: Algorithm
     policy: models.Policy
     mesh: Mesh
-    reference: models.Params | None  # the anchor of the KL; None if the algorithm needs none
-    optimizer: optax.GradientTransformation
+    # The anchor of the KL, perhaps in the memory of the host; None if the algorithm needs none.
+    reference: models.Params | None
+    optimizer: Optimizer
     pad_token_id: int
     peers: Peers
     device_lock: threading.Lock  # shared with an embedded replica
@@ -164,7 +166,7 @@ class Learner:
                 )
         if needs.early_reference:
             with clock("ref_logprobs"):
-                reference = self.logprobs(self.reference, batch).logprobs
+                reference = self.logprobs(fetched(self.reference), batch).logprobs
         if needs.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
@@ -337,11 +339,13 @@ class Learner:
             algorithm has a critic. With LoRA, adapters and a head.
         """
         if params is None:
-            params = jax.tree.map(jnp.copy, self.reference)  # an update donates its parameters
+            # An update donates its parameters.
+            params = jax.tree.map(jnp.copy, fetched(self.reference))
         state = init_state(params, self.optimizer, self._first_baselines(), self.mesh)
         if self.critic is not None:
             if critic_params is None:
-                critic_params = models.with_head(jax.tree.map(jnp.copy, state.params))
+                whole = rounded(jax.tree.map(jnp.copy, state.params), "float32")
+                critic_params = models.with_head(whole)
             critic = init_trained(critic_params, self.critic.optimizer, self.mesh)
             state = state._replace(critic=critic)
         lag, earlier = self.config.rollout.max_staleness, ()

@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
-from semrl_jax.models import DecoderConfig
+from typing import NamedTuple
 
-BYTES_PER_PARAMETER = 20  # parameter, two Adam moments, sum of gradients, gradient
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # parameter, two Adam moments
+import jax
+import jax.numpy as jnp
+
+from semrl_jax.models import DecoderConfig, Params
+from semrl_jax.training.optimizer import Optimizer
+
+BYTES_PER_PARAMETER = 20  # parameter, two Adam moments, sum of gradients, gradient; all float32
+
+
+class PerParameter(NamedTuple):
+    """Bytes per parameter of a model that is trained.
+
+    Attributes:
+      parameter: of the parameter itself.
+      state: of the optimiser, with masters; an update has it on the device, wherever it is kept.
+      gradients: of their float32 sum, and of one micro-batch.
+    """
+
+    parameter: int
+    state: float
+    gradients: int
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, shapes: Params) -> PerParameter:
+        """Of an optimiser of parameters of these shapes."""
+        state = jax.eval_shape(optimizer.first_state, shapes)
+        count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / count
+        width = jnp.dtype(optimizer.param_dtype).itemsize
+        return cls(width, size, 4 + width)
+
+    @property
+    def in_update(self) -> float:
+        return self.parameter + self.state + self.gradients
+
+    @property
+    def in_checkpoint(self) -> float:
+        return self.parameter + self.state
 
 
 def update_bytes(
@@ -16,8 +52,9 @@ def update_bytes(
     num_rows: float | int,
     num_columns: float | int,
     num_slots: float | int,
+    per_parameter: float | int = BYTES_PER_PARAMETER,
 ) -> float | int:
-    """20 P + n k L + w n k + 16 l V bytes of one device, in float32 without a reference.
+    """b P + n k L + w n k + 16 l V bytes of one device, in float32 without a reference.
 
     Only the first term is exact. Measured peaks range from 9 % below to 23 % above the sum.
 
@@ -28,6 +65,7 @@ def update_bytes(
         frozen base comes on top.
       num_rows, num_columns: of a micro-batch on the device; n is their product.
       num_slots: l, response tokens of the micro-batch.
+      per_parameter: b, `PerParameter.in_update`.
     """
     width, inner = architecture.hidden_size, architecture.intermediate_size
     queries = architecture.num_heads * architecture.head_dim
@@ -47,7 +85,7 @@ def update_bytes(
     }[remat]
     working = 0 if remat == "none" else whole
     return (
-        BYTES_PER_PARAMETER * num_params
+        per_parameter * num_params
         + 4 * num_rows * num_columns * (kept * architecture.num_layers + working)
         + 16 * num_slots * architecture.vocab_size
     )

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from semrl_jax.algorithms.algorithm import State
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
-
-ADAMW = ("adam_b1", "adam_b2", "weight_decay", "max_grad_norm")  # settings of `clipped_adamw`
+from semrl_jax.training.offload import on_host
+from semrl_jax.training.optimizer import Optimizer, clipped, rounded
 
 
 class DataPosition(NamedTuple):
@@ -30,8 +30,8 @@ class Trained(NamedTuple):
     """A model that is being trained.
 
     Attributes:
-      params: float32.
-      optimizer: Optax state.
+      params: float32, or the dtype of `Optimizer.param_dtype`.
+      optimizer: Optax state, or `WithMasters`.
     """
 
     params: Params
@@ -42,8 +42,8 @@ class TrainState(NamedTuple):
     """Everything a resumed run needs; a pytree that checkpoints see by name.
 
     Attributes:
-      params: float32 policy parameters.
-      optimizer: Optax state.
+      params: of the policy; as `Trained.params`.
+      optimizer: as `Trained.optimizer`.
       shaping: the baselines of the indicators.
       step: int32, updates of the loop done so far.
       skipped_in_row: int32, updates skipped since the last good one.
@@ -89,35 +89,20 @@ def _is_schedule(node: Any) -> bool:
 
 @functools.cache  # static under jit: equal settings give one program
 def make_optimizer(
-    *, learning_rate: float, learning_rate_warmup_steps: int, **adamw: float
-) -> optax.GradientTransformation:
-    """`clipped_adamw` at the rate of `learning_rate_at`; `adamw` are its settings."""
+    *, learning_rate: float, learning_rate_warmup_steps: int, **settings: Any
+) -> Optimizer:
+    """`clipped` with its settings, at the rate of `learning_rate_at`."""
     rate = functools.partial(
         learning_rate_at,
         learning_rate=learning_rate,
         learning_rate_warmup_steps=learning_rate_warmup_steps,
     )
-    return clipped_adamw(rate, **adamw)
-
-
-def clipped_adamw(
-    rate: optax.Schedule,
-    *,
-    adam_b1: float,
-    adam_b2: float,
-    weight_decay: float,
-    max_grad_norm: float,
-) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW."""
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(rate, b1=adam_b1, b2=adam_b2, weight_decay=weight_decay),
-    )
+    return clipped(rate, **settings)
 
 
 def init_state(
     params: Params,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     shaping: ShapingState,
     mesh: Mesh,
 ) -> TrainState:
@@ -135,7 +120,7 @@ def init_state(
 
 def abstract_state(
     params: Params,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     shaping: ShapingState,
     mesh: Mesh,
 ) -> TrainState:
@@ -155,8 +140,12 @@ def abstract_state(
     )
 
 
-def init_trained(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> Trained:
-    """A model before its first update, laid out over the mesh; takes `params` over."""
+def init_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
+    """A model before its first update, laid out over the mesh.
+
+    Args:
+      params: float32, taken over.
+    """
 
     def placed(leaf, sharding):
         in_numpy = isinstance(leaf, np.ndarray)
@@ -166,28 +155,56 @@ def init_trained(params: Params, optimizer: optax.GradientTransformation, mesh: 
     layout = jax.tree.map(
         lambda leaf: leaf.sharding, abstract_trained(params, optimizer, mesh).optimizer
     )
-    return Trained(params, jax.jit(optimizer.init, out_shardings=layout)(params))
+    state = jax.jit(optimizer.first_state, out_shardings=layout)(params)
+    return Trained(rounded(params, optimizer.param_dtype), state)
 
 
-def abstract_trained(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Trained:
-    """Shapes, dtypes and shardings of a model and its optimiser state."""
+def abstract_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Trained:
+    """Shapes, dtypes and shardings of a model and its optimiser state.
+
+    Args:
+      params: float32 arrays, or their shapes.
+    """
     shardings = parameter_shardings(params, mesh)
-    optimizer_shapes = jax.eval_shape(optimizer.init, params)
+    shapes = jax.eval_shape(optimizer.first_state, params)
     # Moments lie as their parameters do. Said here, since the first update would otherwise compile
     # for the layout of `init` and the second for that of the first.
-    optimizer_shardings = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        optimizer_shapes,
+    state_shardings = optax.tree.map_params(
+        optimizer.first_state,
+        lambda leaf, param, sharding: _like_parameter(leaf.shape, param.shape, sharding),
+        shapes,
+        params,
         shardings,
         transform_non_params=lambda _: replicated(mesh),
     )
+    if optimizer.is_offloaded:
+        state_shardings = jax.tree.map(
+            lambda leaf, sharding: on_host(leaf.shape, sharding), shapes, state_shardings
+        )
     return Trained(
-        jax.tree.map(_laid_out, params, shardings),
-        jax.tree.map(_laid_out, optimizer_shapes, optimizer_shardings),
+        jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, optimizer.param_dtype, sharding=sharding
+            ),
+            params,
+            shardings,
+        ),
+        jax.tree.map(_laid_out, shapes, state_shardings),
     )
+
+
+def _like_parameter(
+    shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: NamedSharding
+) -> NamedSharding:
+    """The layout of an array of the optimiser: that of its parameter, without a summed axis."""
+    if shape == param_shape:
+        return sharding
+    spec = (*sharding.spec, *(None,) * (len(param_shape) - len(sharding.spec)))
+    # The last axis that fits: if two are equal, either is right and no number depends on it.
+    for axis in reversed(range(len(param_shape))):
+        if shape == param_shape[:axis] + param_shape[axis + 1 :]:
+            return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+    return replicated(sharding.mesh)  # Optax's (1,) for what an array does not have
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -23,6 +23,7 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Base, Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
 from semrl_jax.programs import compiled_once, num_side_by_side, side_by_side
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import Layout, RowPlan, TokenRows, lay_out, take_values
 from semrl_jax.types import RolloutBatch
 
@@ -133,7 +134,7 @@ def update_policy(
     base: Base | None = None,
     *,
     policy: Policy,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     temperature: float,
     plan: RowPlan,
     algorithm: Algorithm,
@@ -271,7 +272,7 @@ def update_rows(
     reference: Params | None = None,
     base: Base | None = None,
     *,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     **options: Any,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Float[Array, "M R U"]]:
     """`update_policy` in rows: gradients summed over the first `num_micro` micro-batches.
@@ -307,7 +308,7 @@ def apply_gradients(
     opt_state: Any,
     parts: Sequence[tuple[Sums, Float[Array, "M R U"]]],
     *,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Float[Array, "M R U"]]:
     """What `update_rows` returns, from the results of `row_gradients`."""
     sums, logprobs = _sum(parts)
@@ -402,7 +403,7 @@ def optimizer_step(
     loss_of: Callable[[Params, Any], tuple[Float[Array, ""], tuple[Mapping[str, Array], Any]]],
     inputs: Any,
     num_micro: Int[np.ndarray | Array, ""],
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     *,
     prefix: str,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]], Any]:
@@ -440,7 +441,9 @@ def summed_gradients(
 
     _, (scalars, _) = jax.eval_shape(loss_of, params, take(inputs, 0))
     _, (_, outputs) = jax.eval_shape(jax.vmap(loss_of, (None, 0)), params, inputs)
-    start = (jax.tree.map(jnp.zeros_like, params), zeros_of(scalars)), zeros_of(outputs)
+    # float32 also for rounded parameters: a sum of many small gradients would stop growing.
+    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params)
+    start = (zeros, zeros_of(scalars)), zeros_of(outputs)
     sums, outputs = _loop(num_micro, part, accumulate, start)
     return Sums(*sums), outputs
 
@@ -449,19 +452,19 @@ def _applied(
     params: Params,
     opt_state: Any,
     sums: Sums,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     prefix: str,
 ) -> tuple[Params, Any, Mapping[str, Float[Array, ""]]]:
     """One step on the summed gradient, as `optimizer_step` describes it."""
     gradient, scalars = sums
     grad_norm = optax.global_norm(gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(scalars[f"{prefix}/loss"])
-    changes, new_opt_state = optimizer.update(gradient, opt_state, params)
-    new_params = optax.apply_updates(params, changes)
+    opt_state = optimizer.to_device(opt_state)
+    new_params, new_opt_state = optimizer.step(gradient, opt_state, params)
     keep = functools.partial(jnp.where, finite)
     return (
         jax.tree.map(keep, new_params, params),
-        jax.tree.map(keep, new_opt_state, opt_state),
+        optimizer.from_device(jax.tree.map(keep, new_opt_state, opt_state)),
         scalars
         | {
             f"{prefix}/grad_norm": grad_norm,

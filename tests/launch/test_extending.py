@@ -21,6 +21,7 @@ SHOWN = {
     "doubles": "eval/doubles/greedy_accuracy",
     "short": "reward/mean",
     "normed": "policy/loss",
+    "signs": "policy/grad_norm",
 }
 
 

@@ -19,13 +19,13 @@ from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.metrics import flatten
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
 from tests.parity.models import EOS, PAD
@@ -100,25 +100,6 @@ def shaping_state(
         baseline=jnp.asarray(baselines, jnp.float32),
         baseline_set=jnp.ones(len(baselines), bool),
         num_updates=jnp.int32(3),
-    )
-
-
-@functools.cache
-def cached_optimizer(**options) -> optax.GradientTransformation:
-    """The same object for the same options, so that `update_policy` compiles once for them."""
-    return make_optimizer(**options)
-
-
-def optimizer_of(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """As the run builds it."""
-    training = config.training
-    return cached_optimizer(
-        learning_rate=training.learning_rate,
-        learning_rate_warmup_steps=training.learning_rate_warmup_steps,
-        adam_b1=training.adam_b1,
-        adam_b2=training.adam_b2,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
     )
 
 
@@ -222,7 +203,7 @@ def update(
 ) -> dict[str, np.ndarray | Tensors]:
     """The optimiser steps on mini-batches of whole groups, `<name>/<index>` of each."""
     params = jax.device_put(model.params)
-    optimizer = optimizer_of(config)
+    optimizer = optimizer_of(config, "training")
     opt_state = optimizer.init(params)
     size = config.training.prompts_per_minibatch * config.rollout.group_size
     found: dict[str, np.ndarray | Tensors] = {}

@@ -15,6 +15,7 @@ from configs import quickstart
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.state import init_state
 from semrl_jax.training.update import TokenPass
@@ -356,7 +357,7 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     """The update of a whole run, which slices the batch itself."""
     case = CASES["two mini-batches"]
     model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
-    optimizer = system.optimizer_of(config)
+    optimizer = optimizer_of(config, "training")
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     learner = Learner(
         config=config,

@@ -177,11 +177,11 @@ def jax_step(directories, scored, config):
         policy=model.policy,
         mesh=mesh,
         reference=jax.device_put(model.reference),
-        optimizer=optimizer_of(config.training),
+        optimizer=optimizer_of(config, "training"),
         pad_token_id=0,
         peers=Peers(),
         device_lock=threading.Lock(),
-        critic=Critic(value_model, optimizer_of(config.critic)),
+        critic=Critic(value_model, optimizer_of(config, "critic")),
     )
     start = models.load_value_params(critic, value_model)
     state = learner.first_state(model.params, start)

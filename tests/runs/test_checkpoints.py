@@ -30,6 +30,7 @@ from semrl_jax.runs.checkpoint_files import (
 )
 from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.state import (
     DataPosition,
     everywhere,
@@ -114,7 +115,7 @@ def names(directory):
 def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp_path, state):
     def with_critic(state, mesh, value):
         params = models.with_head(jax.tree.map(lambda leaf: leaf + value, state.params), bias=value)
-        critic = init_trained(params, optax.sgd(1.0, momentum=0.9), mesh)
+        critic = init_trained(params, Optimizer(*optax.sgd(1.0, momentum=0.9)), mesh)
         algorithm = everywhere({"kl_coefficient": np.float32(value)}, mesh)
         return state._replace(critic=critic, algorithm=algorithm)
 

@@ -19,6 +19,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.training import update as update_module
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import make_optimizer
 from semrl_jax.training.update import (
@@ -35,7 +36,7 @@ OPTIMIZER = make_optimizer(
     learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
     weight_decay=0.01, max_grad_norm=1.0,
 )  # fmt: skip
-DESCENT = optax.sgd(1.0)  # its step is the gradient
+DESCENT = Optimizer(*optax.sgd(1.0))  # its step is the gradient
 OPTIONS = grpo.Options(entropy_coefficient=0.01, kl_coefficient=0.1)
 VOCAB = 23
 LIMITS = (4, 10)  # longest prompt and response

@@ -1,0 +1,199 @@
+"""The optimiser: clipping, a direction by name, weight decay, rate; its copies and its place.
+
+A direction is a module with these names:
+
+- `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.optimizer`,
+  or `adam_b1` and `adam_b2` of the section of the trained model.
+- `direction(options) -> optax.GradientTransformation`: what becomes of the clipped gradient before
+  weight decay is added and the learning rate multiplies. It is pure and runs under `jax.jit`. Its
+  state is made of trees like the parameters, and of scalars. It is float32 or smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+
+from configs.default import get_config
+from semrl_jax.errors import UserError
+from semrl_jax.models import Params
+from semrl_jax.modules import load_module, running
+from semrl_jax.training import offload
+from semrl_jax.training.optimizers import adamw
+
+PARTS = ("Options", "direction")
+OWN = ("adam_b1", "adam_b2")  # options in the section of the trained model
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """A module and its options; hashable, so that it can be static under `jax.jit`."""
+
+    module: ModuleType
+    options: Any
+
+
+class WithMasters(NamedTuple):
+    """The state of an optimiser whose parameters are rounded.
+
+    Attributes:
+      masters: float32, what the parameters would be without the rounding.
+      inner: Optax state of the masters.
+    """
+
+    masters: Params
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An `optax.GradientTransformation`, and what becomes of the parameters and of the state.
+
+    Attributes:
+      init: state of float32 parameters; see `init_trained`.
+      update: changes of float32 parameters.
+      param_dtype: of the parameters. Unless it is float32, the state holds float32 masters, from
+        which the parameters are rounded after each step.
+      is_offloaded: whether the arrays of the state are in the memory of the host between steps.
+    """
+
+    init: Callable[[Params], Any]
+    update: Callable[..., tuple[Params, Any]]
+    param_dtype: str = "float32"
+    is_offloaded: bool = False
+
+    def step(self, gradient: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        """Parameters and state after an update, both on the device."""
+        if self.param_dtype == "float32":
+            changes, state = self.update(gradient, state, params)
+            return optax.apply_updates(params, changes), state
+        changes, inner = self.update(gradient, state.inner, state.masters)
+        masters = optax.apply_updates(state.masters, changes)
+        return rounded(masters, self.param_dtype), WithMasters(masters, inner)
+
+    def first_state(self, params: Any) -> Any:
+        """The state before the first step, of float32 parameters or a placeholder of Optax."""
+        state = self.init(params)
+        if self.param_dtype == "float32":
+            return state
+        return WithMasters(jax.tree.map(jnp.copy, params), state)
+
+    def to_device(self, state: Any) -> Any:
+        """The state where `step` needs it; under `jax.jit`."""
+        return offload.to_device(state) if self.is_offloaded else state
+
+    def from_device(self, state: Any) -> Any:
+        """The state where it stays between steps; under `jax.jit`."""
+        return offload.to_host(state) if self.is_offloaded else state
+
+
+def rounded(params: Params, dtype: str) -> Params:
+    """Parameters in another dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def clipped(
+    rate: optax.Schedule,
+    *,
+    weight_decay: float,
+    max_grad_norm: float,
+    direction: Direction | None = None,
+    param_dtype: str = "float32",
+    is_offloaded: bool = False,
+    **adamw_options: float,
+) -> Optimizer:
+    """Clip by global norm, then a step along a direction; by default that of AdamW."""
+    if direction is None:
+        direction = Direction(adamw, adamw.Options(**adamw_options))
+    transformation = optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        # As optax.adamw: a checkpoint has its names.
+        optax.chain(
+            direction.module.direction(direction.options),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(rate),
+        ),
+    )
+    return Optimizer(transformation.init, transformation.update, param_dtype, is_offloaded)
+
+
+def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
+    """Loads the direction that a config names.
+
+    Args:
+      config: `optimizer.name` is a module of `semrl_jax.training.optimizers` ("adamw") or of any
+        other package ("my_package.my_module"). The other fields of the section are options. An
+        option that the module does not have is ignored if it has its default.
+      name: of the section of the trained model: "training", "critic" or "sft".
+
+    Raises:
+      UserError: if there is no such module, if a part of it is missing, or for an option that the
+        module does not have or refuses.
+    """
+    field, chosen = "optimizer.name", config.optimizer.name
+    module = load_module(field, chosen, "semrl_jax.training.optimizers", PARTS)
+    if not (isinstance(module.Options, type) and dataclasses.is_dataclass(module.Options)):
+        raise UserError(f"optimizer.name={chosen!r}: Options must be a frozen dataclass.")
+    fields = {each.name for each in dataclasses.fields(module.Options) if each.init}
+    defaults = _paths(get_config(), name)
+    options, paths = {}, {}
+    for path, value in _paths(config, name).items():
+        option = path.rpartition(".")[2]
+        if option in fields:
+            options[option], paths[option] = value, path
+        elif value != defaults.get(path):
+            way_out = (
+                f"set it to its default, {defaults[path]!r}" if path in defaults else "remove it"
+            )
+            raise UserError(
+                f"{path}={value!r} is no option of optimizer.name={chosen!r}, which has "
+                f"{', '.join(sorted(fields))}; {way_out}."
+            )
+    with running(field, module, "Options"):
+        try:
+            found = Direction(module, module.Options(**options))
+        except ValueError as error:
+            option = str(error).partition("=")[0]
+            place = paths.get(option, f"optimizer.{option}").removesuffix(option)
+            raise UserError(" ".join(f"{place}{error}".split())) from None
+        hash(found)
+    if not module.__name__.startswith("semrl_jax."):  # tests check the others
+        with running(field, module, "direction"):
+            _check(field, found)
+    return found
+
+
+def _paths(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
+    """Options by their full names."""
+    place, own = "optimizer", config[name]
+    section = config[place]
+    shared = {key: value for key, value in section.items() if key not in ("name", "options")}
+    return {
+        **{f"{place}.{key}": value for key, value in shared.items()},
+        **{f"{place}.options.{key}": value for key, value in section.options.items()},
+        **{f"{name}.{key}": own[key] for key in OWN},
+    }
+
+
+def _check(field: str, direction: Direction) -> None:
+    """Traces one step as the update does it."""
+    params = {"kernel": jax.ShapeDtypeStruct((2, 256, 128), jnp.float32)}
+    optimizer = clipped(lambda _: 1.0, weight_decay=0.0, max_grad_norm=1.0, direction=direction)
+    state = jax.eval_shape(optimizer.init, params)
+    found = jax.eval_shape(optimizer.step, params, state, params)
+    before, after = (
+        jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
+        for tree in ((params, state), found)
+    )
+    if before != after:
+        raise UserError(
+            f"{field}: direction of {direction.module.__name__} must keep the dtypes and shapes of "
+            "the gradient and of its state."
+        )

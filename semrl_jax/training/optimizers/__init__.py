@@ -1,0 +1,1 @@
+"""Optimisers by name, one module each; `training/optimizer.py` describes the interface."""

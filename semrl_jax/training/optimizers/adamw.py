@@ -1,0 +1,29 @@
+"""AdamW (arXiv:1711.05101), as in Optax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Settings of the optimiser.
+
+    Attributes:
+      adam_b1: decay of the mean of gradients.
+      adam_b2: decay of the mean of squared gradients, which is float32.
+      first_moment_dtype: of the mean of gradients, "float32" or "bfloat16".
+    """
+
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    first_moment_dtype: str = "float32"
+
+
+def direction(options: Options) -> optax.GradientTransformation:
+    """The mean of gradients over the root of the mean of squares, both corrected for the start."""
+    # In float32, None: Optax then takes the gradient as it is, without a cast.
+    dtype = None if options.first_moment_dtype == "float32" else options.first_moment_dtype
+    return optax.scale_by_adam(b1=options.adam_b1, b2=options.adam_b2, mu_dtype=dtype)
