@@ -285,7 +285,7 @@ class _Dispatcher:
         if not self._groups_per_call:
             return float("inf")
         quick = [r for r in usable if r not in self._overtaken]
-        return self._take_over([r for r in quick if not self._num_running(r)], now)
+        return self._take_over([r for r in quick if not r.load.is_busy], now)
 
     def _take_over(self, idle: Sequence[Replica], now: float) -> float:
         """Asks idle replicas for slow units; returns the seconds until the next unit is slow."""
@@ -494,8 +494,12 @@ class _Stream:
         self.thread.start()
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the client began to wait for the next message."""
-        return now - self._waiting_since
+        """Seconds since the client began to wait for the next message.
+
+        A call that waits on the replica for others of this client, such as those of other threads,
+        is not silent before them.
+        """
+        return now - max(self._waiting_since, self.replica.heard_at)
 
     def forgive(self, stopped_s: float) -> None:
         """Does not count these seconds as silence."""
@@ -512,6 +516,8 @@ class _Stream:
                     # consumer checks for stalls only while no response waits for it.
                     self._put(rollout)
                 self._waiting_since = time.monotonic()
+                if self.replica.load.num_calls > self.replica.calls_at_once:
+                    self.replica.heard_at = self._waiting_since
             self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer

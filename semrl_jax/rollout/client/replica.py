@@ -102,6 +102,11 @@ class Load:
     def is_busy(self) -> bool:
         return self._num_calls > 0
 
+    @property
+    def num_calls(self) -> int:
+        """Running now."""
+        return self._num_calls
+
     def begin(self) -> None:
         with self._lock:
             if not self._num_calls:
@@ -140,6 +145,8 @@ class Replica:
       failed_at: the `time.monotonic()` at which it was last set aside.
       answers: whether the last question for its description was answered.
       is_leaving: it gets no further call.
+      heard_at: the `time.monotonic()` of its last message while it had more calls than it runs at
+        once. The others wait their turn.
       answered: kinds of calls it has sent a response to. The first response of another kind may
         have to wait for compilation.
       load: counts its calls; `Load` of its own unless one is given.
@@ -150,7 +157,7 @@ class Replica:
         self.description: ReplicaDescription | None = None
         self.version: WeightVersion | None = None
         self.error = ""
-        self.retry_at = self.failed_at = 0.0
+        self.retry_at = self.failed_at = self.heard_at = 0.0
         self.answers = True
         self.is_leaving = False
         self.load = load or Load()

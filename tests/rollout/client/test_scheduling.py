@@ -1,5 +1,7 @@
 """Which replica gets which call; replicas that are slow, join, leave, or get weights again."""
 
+import asyncio
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -20,7 +22,7 @@ from semrl_jax.sampling.sampler import groups_per_call
 from semrl_jax.types import SamplingParams, TensorSpec
 from tests.rollout.client.test_client import DeafReplica, sync
 from tests.rollout.conftest import assert_complete, make_arrays, make_requests, wait_until
-from tests.rollout.fake_engine import FakeScript
+from tests.rollout.fake_engine import FakeEngine, FakeScript
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
 
@@ -128,6 +130,60 @@ def test_a_call_that_was_overtaken_ends_at_once(world):
     wait_until(lambda: hung[0].engine.num_closed == 1)
     assert hung[1].engine.num_closed == 0
     assert_complete([*received, *rollouts], requests, SAMPLING, version=version)
+
+
+def one_after_the_other(monkeypatch):
+    """Engines generate as the JAX engine does: a call waits until those before it have ended."""
+    generate = FakeEngine.generate
+    locks = collections.defaultdict(asyncio.Lock)
+
+    async def generate_alone(self, call):
+        async with locks[self]:
+            async for rollout in generate(self, call):
+                yield rollout
+
+    monkeypatch.setattr(FakeEngine, "generate", generate_alone)
+
+
+def test_a_call_that_waits_for_another_of_this_client_does_not_stall(world, monkeypatch):
+    """The parts of several batches are asked for at once."""
+    one_after_the_other(monkeypatch)
+    replica = world.replica(FakeScript(delay_s=0.2), calls_at_once=1)
+    client = world.client(replica, stall_timeout_s=1.0)
+    version, requests = sync(client), make_requests(5, 2)
+
+    def generate():
+        return list(client.generate(requests, SAMPLING, version=version))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(generate) for _ in range(2)]:
+            assert_complete(call.result(), requests, SAMPLING, version=version)
+    assert client.counters["replica_failures"] == client.counters["retries"] == 0
+    # Then silence counts again.
+    replica.engine.script.hang_after = 0
+    calls = client.generate(requests[:1], SAMPLING, version=version)
+    threading.Timer(1.5, replica.engine.script.__setattr__, ("hang_after", None)).start()
+    assert len(list(calls)) == 1 and client.counters["replica_failures"] == 1
+
+
+def test_a_replica_with_a_call_of_another_thread_takes_over_none(world, monkeypatch):
+    one_after_the_other(monkeypatch)
+    replicas = [world.replica(FakeScript(delay_s=0.1), calls_at_once=1) for _ in range(2)]
+    client = world.client(*replicas)
+    version, few, many = sync(client), make_requests(3, 2), make_requests(2, 15)
+
+    def generate(requests, **options):
+        found = list(client.generate(requests, SAMPLING, version=version, **options))
+        assert_complete(found, requests, SAMPLING, version=version)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        # The third call waits for a call of the other thread, which is longer on the other replica.
+        first = pool.submit(generate, few, groups_per_call=1)
+        wait_until(lambda: all(replica.engine.asked for replica in replicas))
+        second = pool.submit(generate, many[:5] + many[15:])
+        first.result()
+        second.result()
+    assert client.counters["taken_over"] == 0
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
