@@ -102,6 +102,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._specs: Sequence[TensorSpec] = ()  # of the last sync
         self._leaving: list[Replica] = []
         self._one_sync = threading.Lock()
+        self._one_resync = threading.Lock()
         self._closed = threading.Event()
         self._memory = _new_memory() if share_memory else None
         self._replicas = [self._new_replica(address) for address in addresses]
@@ -288,6 +289,12 @@ class RolloutClient(contextlib.AbstractContextManager):
         def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
             self._restore(replica, version, read, ended, reading)
 
+        def resync_once() -> WeightVersion:
+            with self._one_resync:
+                if any(replica.version == version for replica in self._replicas):
+                    return version  # as another call has done
+                return resync()
+
         return dispatch(
             call,
             lambda: self._replicas,
@@ -295,7 +302,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._waits,
             self._closed,
             groups_per_call=groups_per_call,
-            resync=resync,
+            resync=resync and resync_once,
             restore=restore if read and self._specs else None,
         )
 
@@ -512,7 +519,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         try:
             description = self._describe(replica, _PROBE_TIMEOUT_S)
             with reading, self._one_sync:
-                if ended.is_set():
+                if ended.is_set() or replica.version == version:  # as another call has done
                     return
                 replica.answers = True
                 if description.version == version:

@@ -331,6 +331,32 @@ def test_a_replica_that_lost_its_weights_gets_them_while_others_sample(world):
     assert client.lines[-1] == f"rollout replica {restarted.address} has weights {version} again"
 
 
+@pytest.mark.parametrize("all_lost", [False, True])
+def test_two_calls_at_once_send_lost_weights_once(world, all_lost):
+    """The second call would wait until the first has ended: a commit waits for running calls."""
+    steady, restarted = (world.replica(FakeScript(delay_s=0.05)) for _ in range(2))
+    client = world.client(*([restarted] if all_lost else [steady, restarted]))
+    version, requests = sync(client), make_requests(40, 1)
+    lose(world, restarted)
+
+    def generate():
+        found = client.generate(
+            requests,
+            SAMPLING,
+            version=version,
+            groups_per_call=4,
+            read=lambda: make_arrays(1.0),
+            resync=lambda: sync(client),
+        )
+        assert_complete(list(found), requests, SAMPLING, version=version)
+
+    before = restarted.engine.num_staged
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(generate) for _ in range(2)]:
+            call.result()
+    assert restarted.engine.num_staged == before + 1
+
+
 @pytest.mark.slow
 def test_weights_that_changed_are_not_taken_for_those_of_the_call(world):
     steady, restarted = world.replica(FakeScript(delay_s=0.05)), world.replica()
