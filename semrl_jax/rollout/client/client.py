@@ -17,6 +17,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.broadcast import Ended, send_weights
 from semrl_jax.rollout.client.dispatch import dispatch
 from semrl_jax.rollout.client.replica import (
+    Counters,
     Figures,
     Load,
     Replica,
@@ -90,7 +91,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._run_id = run_id
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
-        self._counters: collections.Counter[str] = collections.Counter()
+        self._counters = Counters()
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
@@ -399,7 +400,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     def _note_weights(self, replica: Replica, version: WeightVersion) -> None:
         replica.version = version
         replica.succeeded()
-        self._counters["weight_bytes"] += sum(spec.num_bytes for spec in self._specs)
+        self._counters.add(weight_bytes=sum(spec.num_bytes for spec in self._specs))
 
     def _ask(self, replicas: Sequence[Replica]) -> dict[Replica, ReplicaDescription | Exception]:
         """The description of each replica, or why there is none; all are asked at once."""
@@ -556,7 +557,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             raise RuntimeError("the rollout client is closed.")
         replica.version = None
         replica.set_aside(error)
-        self._counters["replica_failures"] += 1
+        self._counters.add(replica_failures=1)
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -78,6 +79,21 @@ class Figures(NamedTuple):
     tokens: int = 0
     busy_s: float = 0.0
     failures: int = 0
+
+
+class Counters:
+    """Counts by name; several threads may add to them."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
 
 
 class Load:

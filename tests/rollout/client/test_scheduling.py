@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import re
+import sys
 import threading
 import time
 import types
@@ -16,7 +17,7 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.dispatch import split_into_calls
-from semrl_jax.rollout.client.replica import Figures, Load
+from semrl_jax.rollout.client.replica import Counters, Figures, Load
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.sampling.sampler import groups_per_call
 from semrl_jax.types import SamplingParams, TensorSpec
@@ -493,6 +494,23 @@ def test_figures_of_each_replica(world):
         assert figures.tokens == sum(len(r.response_ids) for r in own)
         assert figures.failures == 0
     assert 0.04 < of_fast.busy_s < of_slow.busy_s and of_slow.busy_s > 0.39
+
+
+def test_several_calls_count_at_once():
+    counters, interval = Counters(), sys.getswitchinterval()
+
+    def count():
+        for _ in range(20_000):
+            counters.add(token_bytes=1, state_bytes=2)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for _ in range(3):
+                pool.submit(count)
+    finally:
+        sys.setswitchinterval(interval)
+    assert (counters["token_bytes"], counters["state_bytes"]) == (60_000, 120_000)
 
 
 def test_busy_time_counts_calls_at_once_only_once(monkeypatch):
