@@ -14,6 +14,7 @@ The process is started, not forked: it has no lock, device or thread of the trai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -41,7 +42,8 @@ MAX_ERROR_CHARS = 200
 def main() -> int:
     """Serves verdicts until standard input ends."""
     if sys.argv[2]:
-        os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+        with contextlib.suppress(OSError):  # the system has moved the parent to other cores
+            os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
     fork_under_guard(int(sys.argv[1]))
     requests, replies = os.fdopen(_hidden(0), "rb"), os.fdopen(_hidden(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

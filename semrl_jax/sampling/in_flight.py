@@ -177,7 +177,8 @@ def joined(before: Rollout, part: Rollout) -> Rollout:
 
     def both(name: str) -> Shaped[np.ndarray, "T ..."] | None:
         values = getattr(before, name), getattr(part, name)
-        return None if values[0] is None else np.concatenate(values)
+        # One engine sends raw log-probabilities, and another one does not.
+        return None if any(value is None for value in values) else np.concatenate(values)
 
     moved = [VersionSpan(s.version, s.start + length, s.end + length) for s in part.versions]
     spans = list(before.versions)

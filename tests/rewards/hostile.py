@@ -114,6 +114,11 @@ def obey(response, reference):
     return response == reference
 
 
+def usable_cores(response, reference):
+    cores = sorted(os.sched_getaffinity(0))
+    return {"score": 1.0, "extracted": json.dumps(cores)}
+
+
 def one_argument(response):
     return 1.0
 

@@ -435,14 +435,22 @@ def test_several_functions_are_imported_at_the_start():
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are not bound here")
 def test_workers_may_use_the_cores_that_the_trainer_left():
     program = (
-        "import json, os\n"
+        "import json, os, sys\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
         "from semrl_jax import cores, rewards\n"
         "before = sorted(os.sched_getaffinity(0))\n"
         "cores.all_cores()\n"  # as `leave_cores` asks
         "cores.bind(before[:1])\n"
-        f"with rewards.VerifierPool(num_workers=1, function={CORES_OF_WORKER!r}) as pool:\n"
+        "with rewards.VerifierPool(num_workers=1, function='hostile:usable_cores') as pool:\n"
         "    print(json.dumps([before, pool.submit('', '').result().extracted]))\n"
     )
     found = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60)
     before, of_worker = json.loads(found)
     assert of_worker == str(before)
+
+
+def test_workers_start_if_the_cores_of_the_start_are_gone(monkeypatch):
+    """The system may move a process to other cores, such as those of another container."""
+    monkeypatch.setattr("semrl_jax.cores.all_cores", lambda: (10_000,))
+    with VerifierPool(num_workers=1) as pool:
+        assert pool.submit(r"\boxed{7}", "7").result().correct

@@ -52,7 +52,10 @@ def start(config, monkeypatch):
         yield start
 
 
-def test_replicas_that_join_leave_and_fail(config, start, tmp_path, monkeypatch, report):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replicas_that_join_leave_and_fail(config, start, tmp_path, monkeypatch, report, parts):
+    if parts > 1:  # of two batches at the same time
+        config.rollout.max_staleness, config.rollout.in_flight = parts, "keep"
     config.rollout.addresses = (start().address,)
     assert train(config, str(tmp_path / "one")) == 0
 

@@ -46,6 +46,14 @@ def test_the_parts_of_a_response_become_one():
     assert whole.rollout_raw_logprobs is None
 
 
+def test_what_the_engine_of_one_part_does_not_send_is_left_out():
+    """The replicas of a run may have several engines."""
+    own, other = part(10, 4, OLD), part(14, 4, NEW)
+    own = dataclasses.replace(own, rollout_raw_logprobs=own.rollout_logprobs)
+    for whole in (joined(own, other), joined(other, own)):
+        assert whole.rollout_raw_logprobs is None and len(whole.rollout_logprobs) == 8
+
+
 def test_the_next_part_begins_after_the_tokens_before_with_other_random_numbers():
     request = SampleRequest("a", 0, 0, PROMPT, seed=7)
     parts = [request, *(continued(request, part(10, 3, OLD), number) for number in (1, 2))]

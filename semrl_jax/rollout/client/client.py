@@ -17,6 +17,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.broadcast import Ended, send_weights
 from semrl_jax.rollout.client.dispatch import dispatch
 from semrl_jax.rollout.client.replica import (
+    Counters,
     Figures,
     Load,
     Replica,
@@ -90,7 +91,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._run_id = run_id
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
-        self._counters: collections.Counter[str] = collections.Counter()
+        self._counters = Counters()
         self._expected: dict[str, str | int] = {}
         self._token = token
         self._authority = read_certificates("rollout.tls_ca_file", tls_ca) if tls_ca else None
@@ -102,6 +103,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._specs: Sequence[TensorSpec] = ()  # of the last sync
         self._leaving: list[Replica] = []
         self._one_sync = threading.Lock()
+        self._one_resync = threading.Lock()
         self._closed = threading.Event()
         self._memory = _new_memory() if share_memory else None
         self._replicas = [self._new_replica(address) for address in addresses]
@@ -288,6 +290,12 @@ class RolloutClient(contextlib.AbstractContextManager):
         def restore(replica: Replica, ended: threading.Event, reading: threading.Lock) -> None:
             self._restore(replica, version, read, ended, reading)
 
+        def resync_once() -> WeightVersion:
+            with self._one_resync:
+                if any(replica.version == version for replica in self._replicas):
+                    return version  # as another call has done
+                return resync()
+
         return dispatch(
             call,
             lambda: self._replicas,
@@ -295,7 +303,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             self._waits,
             self._closed,
             groups_per_call=groups_per_call,
-            resync=resync,
+            resync=resync and resync_once,
             restore=restore if read and self._specs else None,
         )
 
@@ -392,7 +400,7 @@ class RolloutClient(contextlib.AbstractContextManager):
     def _note_weights(self, replica: Replica, version: WeightVersion) -> None:
         replica.version = version
         replica.succeeded()
-        self._counters["weight_bytes"] += sum(spec.num_bytes for spec in self._specs)
+        self._counters.add(weight_bytes=sum(spec.num_bytes for spec in self._specs))
 
     def _ask(self, replicas: Sequence[Replica]) -> dict[Replica, ReplicaDescription | Exception]:
         """The description of each replica, or why there is none; all are asked at once."""
@@ -512,7 +520,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         try:
             description = self._describe(replica, _PROBE_TIMEOUT_S)
             with reading, self._one_sync:
-                if ended.is_set():
+                if ended.is_set() or replica.version == version:  # as another call has done
                     return
                 replica.answers = True
                 if description.version == version:
@@ -549,7 +557,7 @@ class RolloutClient(contextlib.AbstractContextManager):
             raise RuntimeError("the rollout client is closed.")
         replica.version = None
         replica.set_aside(error)
-        self._counters["replica_failures"] += 1
+        self._counters.add(replica_failures=1)
         self._waits.progress(f"{replica.name} is set aside until the next sync of weights: {error}")
 
 

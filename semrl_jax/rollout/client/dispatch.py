@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from semrl_jax import compilation
-from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
+from semrl_jax.rollout.client.replica import Counters, Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
 from semrl_jax.types import Rollout, SampleRequest, WeightVersion
@@ -56,7 +56,7 @@ def split_into_calls(
 def dispatch(
     call: GenerateCall,
     replicas: Callable[[], Sequence[Replica]],
-    counters: collections.Counter[str],
+    counters: Counters,
     waits: Waits,
     client_closed: threading.Event,
     *,
@@ -106,7 +106,7 @@ class _Dispatcher:
     ):
         self._call: GenerateCall = call
         self._find_replicas: Callable[[], Sequence[Replica]] = replicas
-        self._counters: collections.Counter[str] = counters
+        self._counters: Counters = counters
         self._waits: Waits = waits
         self._client_closed: threading.Event = client_closed
         self._groups_per_call: int = groups_per_call
@@ -151,13 +151,13 @@ class _Dispatcher:
                 stream.received.add(event.sample_id)
                 stream.replica.load.add(len(event.response_ids))
                 if event.sample_id not in self._pending:
-                    self._counters["duplicates"] += 1
+                    self._counters.add(duplicates=1)
                     continue
                 if event.finish_reason == "aborted":
                     self._note_abort(stream, event.sample_id)
                     continue
                 self._pending.remove(event.sample_id)
-                self._counters["responses"] += 1
+                self._counters.add(responses=1)
                 self._num_engine_failures = 0
                 stream.replica.succeeded()
                 self._cancel_surplus(stream)
@@ -198,8 +198,7 @@ class _Dispatcher:
 
     def _join(self, stream: _Stream) -> None:
         stream.thread.join()
-        # Counted in this thread: a shared counter is not safe to update from several.
-        self._counters.update(stream.decoder.num_bytes)
+        self._counters.add(**stream.decoder.num_bytes)
 
     @property
     def _replicas(self) -> Sequence[Replica]:
@@ -220,9 +219,9 @@ class _Dispatcher:
         if not requests:
             return
         if unit.streams:
-            self._counters["taken_over"] += len(requests)
+            self._counters.add(taken_over=len(requests))
         elif unit.is_again:
-            self._counters["retries"] += len(requests)
+            self._counters.add(retries=len(requests))
         if self._groups_per_call and replica.is_deterministic:
             # The same call as before gives the same responses. A smaller one would not: rounding
             # depends on the responses that are decoded side by side.
@@ -285,7 +284,7 @@ class _Dispatcher:
         if not self._groups_per_call:
             return float("inf")
         quick = [r for r in usable if r not in self._overtaken]
-        return self._take_over([r for r in quick if not self._num_running(r)], now)
+        return self._take_over([r for r in quick if not r.load.is_busy], now)
 
     def _take_over(self, idle: Sequence[Replica], now: float) -> float:
         """Asks idle replicas for slow units; returns the seconds until the next unit is slow."""
@@ -344,7 +343,7 @@ class _Dispatcher:
     def _note_abort(self, stream: _Stream, sample_id: str) -> None:
         """Counts an aborted response, which stays pending and is requested again."""
         stream.aborted.add(sample_id)
-        self._counters["aborted"] += 1
+        self._counters.add(aborted=1)
         self._num_aborts[sample_id] += 1
         if self._num_aborts[sample_id] >= _MAX_ABORTS:
             raise RuntimeError(
@@ -396,7 +395,7 @@ class _Dispatcher:
         if stream.started < stream.replica.failed_at:
             return  # several of its calls fail together, which is one failure
         stream.replica.set_aside(error, wait_s=wait_s)
-        self._counters["replica_failures"] += 1
+        self._counters.add(replica_failures=1)
         self._waits.progress(
             f"{stream.replica.name} is set aside ({error}); "
             f"{len(self._missing(stream.unit.requests))} responses go elsewhere or are retried"
@@ -494,8 +493,12 @@ class _Stream:
         self.thread.start()
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the client began to wait for the next message."""
-        return now - self._waiting_since
+        """Seconds since the client began to wait for the next message.
+
+        A call that waits on the replica for others of this client, such as those of other threads,
+        is not silent before them.
+        """
+        return now - max(self._waiting_since, self.replica.heard_at)
 
     def forgive(self, stopped_s: float) -> None:
         """Does not count these seconds as silence."""
@@ -512,6 +515,8 @@ class _Stream:
                     # consumer checks for stalls only while no response waits for it.
                     self._put(rollout)
                 self._waiting_since = time.monotonic()
+                if self.replica.load.num_calls > self.replica.calls_at_once:
+                    self.replica.heard_at = self._waiting_since
             self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -80,6 +81,21 @@ class Figures(NamedTuple):
     failures: int = 0
 
 
+class Counters:
+    """Counts by name; several threads may add to them."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+
 class Load:
     """Counts what a replica does; several threads may use it."""
 
@@ -101,6 +117,11 @@ class Load:
     @property
     def is_busy(self) -> bool:
         return self._num_calls > 0
+
+    @property
+    def num_calls(self) -> int:
+        """Running now."""
+        return self._num_calls
 
     def begin(self) -> None:
         with self._lock:
@@ -140,6 +161,8 @@ class Replica:
       failed_at: the `time.monotonic()` at which it was last set aside.
       answers: whether the last question for its description was answered.
       is_leaving: it gets no further call.
+      heard_at: the `time.monotonic()` of its last message while it had more calls than it runs at
+        once. The others wait their turn.
       answered: kinds of calls it has sent a response to. The first response of another kind may
         have to wait for compilation.
       load: counts its calls; `Load` of its own unless one is given.
@@ -150,7 +173,7 @@ class Replica:
         self.description: ReplicaDescription | None = None
         self.version: WeightVersion | None = None
         self.error = ""
-        self.retry_at = self.failed_at = 0.0
+        self.retry_at = self.failed_at = self.heard_at = 0.0
         self.answers = True
         self.is_leaving = False
         self.load = load or Load()

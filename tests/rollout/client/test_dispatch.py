@@ -1,6 +1,5 @@
 """The messages about a wait for responses."""
 
-import collections
 import threading
 import time
 import types
@@ -9,7 +8,7 @@ import pytest
 
 from semrl_jax import compilation
 from semrl_jax.rollout.client.dispatch import _Dispatcher
-from semrl_jax.rollout.client.replica import Replica, Waits
+from semrl_jax.rollout.client.replica import Counters, Replica, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
 from tests.rollout.conftest import make_requests
 
@@ -31,7 +30,7 @@ def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, ex
     replica.succeeded()  # took the weights
     replica.answered = {("sampling", "states" if answered else "none")}
     dispatcher = _Dispatcher(
-        call, lambda: [replica], collections.Counter(), waits, threading.Event(), 0, None, None
+        call, lambda: [replica], Counters(), waits, threading.Event(), 0, None, None
     )
     stream = types.SimpleNamespace(replica=replica, silent_s=lambda now: 10.0)
     dispatcher._streams.append(stream)

@@ -1,9 +1,12 @@
 """Which replica gets which call; replicas that are slow, join, leave, or get weights again."""
 
+import asyncio
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
 import re
+import sys
 import threading
 import time
 import types
@@ -14,13 +17,13 @@ import pytest
 
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.dispatch import split_into_calls
-from semrl_jax.rollout.client.replica import Figures, Load
+from semrl_jax.rollout.client.replica import Counters, Figures, Load
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.sampling.sampler import groups_per_call
 from semrl_jax.types import SamplingParams, TensorSpec
 from tests.rollout.client.test_client import DeafReplica, sync
 from tests.rollout.conftest import assert_complete, make_arrays, make_requests, wait_until
-from tests.rollout.fake_engine import FakeScript
+from tests.rollout.fake_engine import FakeEngine, FakeScript
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
 
@@ -128,6 +131,60 @@ def test_a_call_that_was_overtaken_ends_at_once(world):
     wait_until(lambda: hung[0].engine.num_closed == 1)
     assert hung[1].engine.num_closed == 0
     assert_complete([*received, *rollouts], requests, SAMPLING, version=version)
+
+
+def one_after_the_other(monkeypatch):
+    """Engines generate as the JAX engine does: a call waits until those before it have ended."""
+    generate = FakeEngine.generate
+    locks = collections.defaultdict(asyncio.Lock)
+
+    async def generate_alone(self, call):
+        async with locks[self]:
+            async for rollout in generate(self, call):
+                yield rollout
+
+    monkeypatch.setattr(FakeEngine, "generate", generate_alone)
+
+
+def test_a_call_that_waits_for_another_of_this_client_does_not_stall(world, monkeypatch):
+    """The parts of several batches are asked for at once."""
+    one_after_the_other(monkeypatch)
+    replica = world.replica(FakeScript(delay_s=0.2), calls_at_once=1)
+    client = world.client(replica, stall_timeout_s=1.0)
+    version, requests = sync(client), make_requests(5, 2)
+
+    def generate():
+        return list(client.generate(requests, SAMPLING, version=version))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(generate) for _ in range(2)]:
+            assert_complete(call.result(), requests, SAMPLING, version=version)
+    assert client.counters["replica_failures"] == client.counters["retries"] == 0
+    # Then silence counts again.
+    replica.engine.script.hang_after = 0
+    calls = client.generate(requests[:1], SAMPLING, version=version)
+    threading.Timer(1.5, replica.engine.script.__setattr__, ("hang_after", None)).start()
+    assert len(list(calls)) == 1 and client.counters["replica_failures"] == 1
+
+
+def test_a_replica_with_a_call_of_another_thread_takes_over_none(world, monkeypatch):
+    one_after_the_other(monkeypatch)
+    replicas = [world.replica(FakeScript(delay_s=0.1), calls_at_once=1) for _ in range(2)]
+    client = world.client(*replicas)
+    version, few, many = sync(client), make_requests(3, 2), make_requests(2, 15)
+
+    def generate(requests, **options):
+        found = list(client.generate(requests, SAMPLING, version=version, **options))
+        assert_complete(found, requests, SAMPLING, version=version)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        # The third call waits for a call of the other thread, which is longer on the other replica.
+        first = pool.submit(generate, few, groups_per_call=1)
+        wait_until(lambda: all(replica.engine.asked for replica in replicas))
+        second = pool.submit(generate, many[:5] + many[15:])
+        first.result()
+        second.result()
+    assert client.counters["taken_over"] == 0
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
@@ -275,6 +332,32 @@ def test_a_replica_that_lost_its_weights_gets_them_while_others_sample(world):
     assert client.lines[-1] == f"rollout replica {restarted.address} has weights {version} again"
 
 
+@pytest.mark.parametrize("all_lost", [False, True])
+def test_two_calls_at_once_send_lost_weights_once(world, all_lost):
+    """The second call would wait until the first has ended: a commit waits for running calls."""
+    steady, restarted = (world.replica(FakeScript(delay_s=0.05)) for _ in range(2))
+    client = world.client(*([restarted] if all_lost else [steady, restarted]))
+    version, requests = sync(client), make_requests(40, 1)
+    lose(world, restarted)
+
+    def generate():
+        found = client.generate(
+            requests,
+            SAMPLING,
+            version=version,
+            groups_per_call=4,
+            read=lambda: make_arrays(1.0),
+            resync=lambda: sync(client),
+        )
+        assert_complete(list(found), requests, SAMPLING, version=version)
+
+    before = restarted.engine.num_staged
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(generate) for _ in range(2)]:
+            call.result()
+    assert restarted.engine.num_staged == before + 1
+
+
 @pytest.mark.slow
 def test_weights_that_changed_are_not_taken_for_those_of_the_call(world):
     steady, restarted = world.replica(FakeScript(delay_s=0.05)), world.replica()
@@ -411,6 +494,23 @@ def test_figures_of_each_replica(world):
         assert figures.tokens == sum(len(r.response_ids) for r in own)
         assert figures.failures == 0
     assert 0.04 < of_fast.busy_s < of_slow.busy_s and of_slow.busy_s > 0.39
+
+
+def test_several_calls_count_at_once():
+    counters, interval = Counters(), sys.getswitchinterval()
+
+    def count():
+        for _ in range(20_000):
+            counters.add(token_bytes=1, state_bytes=2)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            for _ in range(3):
+                pool.submit(count)
+    finally:
+        sys.setswitchinterval(interval)
+    assert (counters["token_bytes"], counters["state_bytes"]) == (60_000, 120_000)
 
 
 def test_busy_time_counts_calls_at_once_only_once(monkeypatch):
