@@ -46,9 +46,9 @@ def run(
         rest = _parse(usage)
         if isinstance(main, Mapping):
             if not rest or rest[0] not in main:
-                given = repr(rest[0]) if rest else "nothing"
+                given = f"not {rest[0]!r}" if rest else "but there is none"
                 raise UserError(
-                    f"the first argument must be one of {', '.join(main)}, not {given}; see --help."
+                    f"the first argument must be one of {', '.join(main)}, {given}; see --help."
                 )
             main = main[rest.pop(0)]
         if rest and not names:
@@ -294,4 +294,13 @@ def _wrong_flag(error: Exception) -> str:
 def _first_reason(error: Exception) -> str:
     """The first reason in ml_collections' list of failed attempts."""
     reasons = re.findall(r"^\s+(\[Errno.*|.*Error.*)$", str(error), re.MULTILINE)
-    return reasons[0] if reasons else str(error).rpartition("failure to load: ")[2]
+    reason = reasons[0] if reasons else str(error).rpartition("failure to load: ")[2]
+    reason = re.sub(r"^\[Errno \d+\] ", "", reason)
+    missing = re.fullmatch(r"No such file or directory: '(.+)'", reason)
+    if not missing:
+        return reason
+    there = [str(file) for file in pathlib.Path(missing[1]).parent.glob("*.py")]
+    near = difflib.get_close_matches(missing[1], there, n=1)
+    return f"{reason}; " + (
+        f"did you mean {near[0]}?" if near else f"name one such as {EXAMPLES['config']}."
+    )

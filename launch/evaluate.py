@@ -40,7 +40,7 @@ STEPS = flags.DEFINE_string(
     "checkpoints of runs, 20,40 or all; 0: the first model; default: the newest valid one",
 )
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
-QUIET = flags.DEFINE_bool("quiet", False, "print only what ends and what needs attention")
+QUIET = flags.DEFINE_bool("quiet", False, "print only the last block and what needs attention")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "check everything, sample nothing, and end")
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file; default: the config of the run, or configs/default.py"

@@ -31,7 +31,7 @@ from semrl_jax.runs.config import check_sections
 
 POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
-QUIET = flags.DEFINE_bool("quiet", False, "print only what ends and what needs attention")
+QUIET = flags.DEFINE_bool("quiet", False, "print only the last block and what needs attention")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "check everything, sample nothing, and end")
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file; default: the config of the run, or configs/default.py"

@@ -23,7 +23,7 @@ from semrl_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file, such as configs/sft.py")
 WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
-QUIET = flags.DEFINE_bool("quiet", False, "print only what ends and what needs attention")
+QUIET = flags.DEFINE_bool("quiet", False, "print only the last block and what needs attention")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "check settings, files, model and disk, and end")
 
 

@@ -14,12 +14,13 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax import compilation, cores
+from semrl_jax.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, such as configs/quickstart.py"
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
-QUIET = flags.DEFINE_bool("quiet", False, "print only what ends and what needs attention")
+QUIET = flags.DEFINE_bool("quiet", False, "print only the last block and what needs attention")
 DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "check settings, files, model, replicas, memory and disk, and end"
 )
@@ -27,6 +28,12 @@ DRY_RUN = flags.DEFINE_bool(
 
 def main() -> int:
     config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
+    for field in flags.FLAGS["config"].override_values:
+        if field.startswith("sft."):
+            raise UserError(
+                f"--config.{field} has no meaning in launch.train, only in launch.sft; "
+                "warm_start.* are the supervised steps before the training."
+            )
     cores.leave_cores(config.rollout.jax_processes, config.rollout.jax_process_cores)
     if DRY_RUN.value:
         from semrl_jax.runs.dry_run import dry_run

@@ -64,7 +64,9 @@ def check_file(path: str | os.PathLike[str]) -> None:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, ValueError) as e:  # ValueError: a NUL in the name
-        raise UserError(f"prompt file {name} does not exist.") from e
+        raise UserError(
+            f"prompt file {name} does not exist; name a .jsonl or .parquet file."
+        ) from e
     except OSError as e:
         raise UserError(f"prompt file {name} cannot be opened ({e.strerror}).") from e
     if stat.S_ISDIR(mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -48,8 +49,11 @@ def check_metrics(field: str, names: Any) -> tuple[str, ...]:
     names = tuple(names)
     for name in names:
         if not isinstance(name, str) or not (name in METRICS or _MODULE.fullmatch(name)):
+            near = difflib.get_close_matches(str(name), METRICS, n=1)
             raise UserError(
-                f"{field} has {name!r}; it may have {METRICS} and paths of modules, such as "
+                f"{field} has {name!r}"
+                + (f", did you mean {near[0]!r}" if near else "")
+                + f"; it may have {', '.join(METRICS)}, and paths of modules, such as "
                 "'my_package.my_metric', one for each flag."
             )
         if metric_name(name) in TOKEN_INDICATORS:

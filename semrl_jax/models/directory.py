@@ -75,7 +75,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
             str(path), allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
         )
     except (HTTPError, OSError, ValueError, KeyError) as error:  # offline, or no valid answer
-        reason = " ".join(str(error).split())[:200]
+        reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
             f"model {str(path)!r} is no local directory, and the Hugging Face hub did not give it "
             f"({type(error).__name__}: {reason}); download it elsewhere and give its directory."

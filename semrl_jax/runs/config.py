@@ -274,9 +274,9 @@ def _check_windows(config: ml_collections.ConfigDict, used: Sequence[str]) -> No
         ]
         way_out = f"set a stride of at most {fitting[-1]}" if fitting else "raise that limit"
         raise UserError(
-            f"metrics.stride={metrics.stride} leaves {found} prefixes in "
+            f"metrics.stride={metrics.stride} leaves {found} prefix(es) in "
             f"rollout.max_response_tokens={limit} under metrics.window={metrics.window!r}, but the "
-            f"shaping uses {name!r}, which takes {least}; {way_out}."
+            f"shaping uses {name!r}, which needs {least}; {way_out}."
         )
 
 

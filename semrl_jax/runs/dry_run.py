@@ -76,7 +76,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     if source is not None:
         source.check(inputs.policy)
     resumed = check_workdir(workdir, given, inputs.hashes())
-    _say_model(config, inputs.policy, summary)
+    _say_model(config, source, inputs.policy, summary)
     prompts, problems, data = len(inputs.prompts), len(inputs.problems), config.data
     summary("data", f"{prompts} prompts", f"{problems} held-out problems")
     names = [f.function for f in reward_functions(config.rewards.functions)]
@@ -105,7 +105,7 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     inputs = Conversations(config, mesh, reporter)
     source.check(inputs.policy)
     resumed = check_workdir(workdir, given, inputs.hashes())
-    _say_model(config, inputs.policy, summary)
+    _say_model(config, source, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
     policy = inputs.policy
     per = _per_parameter(config, "training", policy, inputs.lora)
@@ -148,11 +148,17 @@ def _mesh(config: ml_collections.ConfigDict, summary: Summary) -> Mesh:
     return models.make_mesh({"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 1})
 
 
-def _say_model(config: ml_collections.ConfigDict, policy: models.Policy, summary: Summary) -> None:
+def _say_model(
+    config: ml_collections.ConfigDict,
+    source: PolicySource | None,
+    policy: models.Policy,
+    summary: Summary,
+) -> None:
     count = num_parameters(policy.config)
+    checkpoint = source.checkpoint if source is not None else None
     summary(
         "model",
-        config.model.path or "random",
+        str(checkpoint or config.model.path or "random"),
         policy.config.model_type,
         f"{count / 1e6:.3g} M parameters",
         f"adapters of rank {config.lora.rank}" if config.lora.rank else "",

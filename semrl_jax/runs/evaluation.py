@@ -108,7 +108,7 @@ def evaluate(
       sources: the policies. Those of one run share the replicas.
       output: results of a single policy are in it, of several in a directory each below it.
       only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only what ends and what needs attention.
+      quiet: print only the last block and what needs attention.
 
     Returns:
       The exit code: 0, or 75 after a signal.

@@ -278,7 +278,7 @@ def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = Fal
     """Starts a supervised fine-tuning, or resumes the one in the directory.
 
     Args:
-      quiet: print only what ends and what needs attention.
+      quiet: print only the last block and what needs attention.
 
     Returns:
       0 when done, 75 after a signal and a checkpoint, 1 if the last checkpoint could not be written

@@ -97,7 +97,7 @@ def generate(
       output: directory of the results.
       contents: what is generated.
       only_check: check everything that can be checked without sampling, and write nothing.
-      quiet: print only what ends and what needs attention.
+      quiet: print only the last block and what needs attention.
 
     Returns:
       The exit code: 0, or 75 after a signal.

@@ -34,7 +34,7 @@ def at_most(field: str, value: float | int, limit: float | int) -> None:
 def one_of(field: str, value: Any, allowed: Sequence[Any]) -> None:
     """The value is one of those allowed."""
     if value not in allowed:
-        raise UserError(f"{field}={value!r} must be one of {tuple(allowed)}.")
+        raise UserError(f"{field}={value!r} must be one of {', '.join(map(repr, allowed))}.")
 
 
 def items_are(kind: type, name: str, section: Section, *fields: str) -> None:

@@ -154,7 +154,7 @@ def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
         load_prompts(path, tokenizer, row_format="simplerl", template="abel")
     with pytest.raises(UserError, match=r"and answer_field='x' are not read with"):
         load_prompts(path, tokenizer, row_format="simplerl", answer_field="x")
-    with pytest.raises(UserError, match=r"data\.row_format='verl' must be one of \('que"):
+    with pytest.raises(UserError, match=r"data\.row_format='verl' must be one of 'que"):
         load_prompts(path, tokenizer, row_format="verl")
     for fields in ({"question_fields": ()}, {"answer_field": ""}, {"question_fields": ("a", "")}):
         with pytest.raises(UserError, match="must each name a field"):

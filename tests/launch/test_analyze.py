@@ -40,7 +40,7 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "the first argument must be one of metrics, correlation, growth, study, not nothing"),
+        ([], "the first argument must be one of metrics, correlation, growth, study, but there"),
         (["plot"], "not 'plot'"),
         (["metrics", "again"], "'again' is not a flag"),
         (["metrics"], "--input is needed"),

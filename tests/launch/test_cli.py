@@ -78,8 +78,9 @@ def test_flags_override_fields(parse):
         ),
         (["--config.checkpoints.extra_steps=a"], "checkpoints.extra_steps has 'a'; it may have"),
         (["--config.data.files=(1, 2)"], "data.files has 1; it may have texts"),
-        (["--config=nowhere.py", "--config.seed=1"], "No such file or directory: 'nowhere.py'"),
-        (["--config=configs"], "--config: [Errno 21] Is a directory: 'configs'"),
+        (["--config=nowhere.py", "--config.seed=1"], "'nowhere.py'; name one such as configs/"),
+        (["--config=configs/quickstrat.py"], "did you mean configs/quickstart.py?"),
+        (["--config=configs"], "--config: Is a directory: 'configs'"),
         (["--config=configs/recorded.py"], "recorded.py: TypeError: get_config() missing 1 req"),
     ],
 )

@@ -78,7 +78,7 @@ def test_evaluation_settings_follow_data_until_they_are_set():
         ("rollout.top_p", 0.0, r"rollout.top_p=0.0 must be in \(0, 1\]"),
         ("data.num_prompts", 8, r"data.num_prompts=8 must be at least"),
         ("data.task", "chess", "data.task='chess' must be one of"),
-        ("metrics.stride", 40, "leaves 1 prefixes in .* which takes 3; set a stride of at most 18"),
+        ("metrics.stride", 40, "leaves 1 prefix.* which needs 3; set a stride of at most 18"),
         ("metrics.window_growth", 0.9, "metrics.window_growth=0.9 must be at least 1"),
         ("metrics.device_batch", -1, "metrics.device_batch=-1 must be at least 0"),
         ("metrics.stride", 0, r"metrics.stride=0 must be above 0"),
@@ -194,7 +194,7 @@ def test_a_stride_needs_to_allow_only_the_orders_in_use():
     config.metrics.stride = limit // 2
     validate(config)
     config.metrics.stride = limit // 2 + 1
-    with pytest.raises(UserError, match=r"leaves 1 prefixes.*velocity"):
+    with pytest.raises(UserError, match=r"leaves 1 prefix.*velocity"):
         validate(config)
     config.shaping.indicators = ("effective_rank",)
     validate(config)

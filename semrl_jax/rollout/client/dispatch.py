@@ -428,11 +428,11 @@ class _Dispatcher:
         if now - last_report < self._waits.progress_every_s:
             return last_report
         if program := compilation.current():
-            self._waits.progress(f"compiling {program}; {len(self._pending)} responses to come")
+            self._waits.progress(f"compiling {program}; {len(self._pending)} response(s) to come")
             return now
         self._waits.progress(
             f"waiting for {len(self._pending)} responses from {self._awaited(now)};{self._view()} "
-            f"a replica is given up after {self._waits.stall_timeout_s:g} s, the call in "
+            f"a silent replica is given up after {self._waits.stall_timeout_s:g} s, the call in "
             f"{self._deadline - now:.0f} s"
         )
         return now

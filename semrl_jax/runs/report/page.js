@@ -570,12 +570,12 @@ function detail(sample) {
     make("p", "dim", `prompt, with its template; step ${sample.step}, group ${sample.group} of ` +
       `${sample.source}: ${right} of ${group.length} correct; reference ${sample.reference ?? "none"}`),
     withTemplate(sample.text),
-    make("div", "group", ...group.map((s) => card(s, s.place === sample.place)))));
+    make("div", "group", ...group.map((s) => card(s, s.place === sample.place, group)))));
   td.colSpan = columns.length;
   return make("tr", "detail", td);
 }
 
-function card(sample, isChosen) {
+function card(sample, isChosen, group) {
   const facts = make("dl", "");
   const fact = (name, value) => facts.append(make("dt", "", name), make("dd", "", String(value)));
   fact("answer", sample.extracted ?? "none");
@@ -590,14 +590,17 @@ function card(sample, isChosen) {
     make("h3", "", who, make("span", sample.correct ? "correct" : "wrong",
       sample.correct ? "✓ correct" : "✗ wrong"), ` #${sample.sample}`),
     withTemplate(sample.response), facts,
-    ...sparkline("log-probability of the tokens", sample.logprobs),
-    ...sparkline("effective rank of the growing response", sample.ranks));
+    ...sparkline("log-probability of the tokens", sample.logprobs, group.map((s) => s.logprobs)),
+    ...sparkline("effective rank of the growing response", sample.ranks,
+      group.map((s) => s.ranks)));
 }
 
-function sparkline(label, values) {
+// All lines of a group have one scale, so that its cards can be compared.
+function sparkline(label, values, ofGroup) {
   const kept = values.filter((value) => value !== null);
   if (kept.length < 2) return [];
-  const low = Math.min(...kept), high = Math.max(...kept, low + 1e-9);
+  const all = ofGroup.flat().filter((value) => value !== null);
+  const low = Math.min(...all), high = Math.max(...all, low + 1e-9);
   const element = (name, attributes) => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", name);
     for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -608,7 +611,8 @@ function sparkline(label, values) {
   const svg = element("svg", { class: "line", viewBox: "0 0 100 30", preserveAspectRatio: "none",
     role: "img", "aria-label": label });
   svg.append(element("polyline", { points }));
-  return [svg, make("p", "dim", `${label}, between ${number(low)} and ${number(high)}`)];
+  return [svg, make("p", "dim", `${label}, between ${number(Math.min(...kept))} and ` +
+    number(Math.max(...kept)))];
 }
 
 // A page that a server sent asks it for changes.

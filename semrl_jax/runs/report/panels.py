@@ -99,7 +99,7 @@ PANELS = (
     Panel(
         "Learning", "Groups", "share",
         {"reward/zero_variance_group_fraction": "groups of equal rewards"},
-        note="Responses of such a group have no advantage, so nothing is learned from them.",
+        note="Nothing is learned from a group with equal rewards: its advantages are 0.",
     ),
     *(
         Panel(

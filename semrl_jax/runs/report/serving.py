@@ -31,7 +31,7 @@ def serve(paths: Sequence[pathlib.Path], port: int, announce: Callable[[str], No
     Args:
       paths: run directories; a run may have no row yet.
       port: 0 takes a free one.
-      announce: gets the address of the page.
+      announce: gets the address of the page, then a line for the reader.
 
     Raises:
       UserError: if a path holds no run, or the port is taken.
@@ -44,6 +44,7 @@ def serve(paths: Sequence[pathlib.Path], port: int, announce: Callable[[str], No
     server.content = Content(paths)
     with server:
         announce(f"http://{HOST}:{server.server_port}/{server.token}/")
+        announce("open this address in a browser on this machine; Ctrl-C ends the server")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

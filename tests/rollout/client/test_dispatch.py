@@ -16,7 +16,7 @@ from tests.rollout.conftest import make_requests
 @pytest.mark.parametrize(
     "compiling, answered, expected",
     [
-        (True, False, "compiling decode_chunk; 8 responses to come"),
+        (True, False, "compiling decode_chunk; 8 response(s) to come"),
         (False, False, "replica 127.0.0.1:1 (silent for 10 s; a first response may wait for "),
         (False, True, "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);"),
     ],

@@ -179,7 +179,11 @@ def test_responses_are_sorted_filtered_and_found(run_of, opened):
     for text in ("1 of 4 correct", "reference 7", "2 tokens", "eos, 5 tokens", "effective rank",
                  "log-probability of the tokens", "✓ correct #0"):  # fmt: skip
         assert text in shown, shown
-    assert js("all('tr.detail svg polyline').length") == 4
+    assert js("all('tr.detail svg polyline').length") == 8  # log-probabilities, effective ranks
+    # A group has one scale per kind of line: not every line reaches the bottom, y = 29.
+    lines = "all('tr.detail svg polyline')"
+    lowest = js(f"{lines}.map((line) => Math.max(...[...line.points].map((point) => point.y)))")
+    assert max(lowest) == 29 and min(lowest) < 29
 
     # On a phone the chosen one is in view, of however many.
     browser.resize(400)
