@@ -15,12 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import attend_to_cache, self_attention, within_window
 from semrl_jax.models.config import DecoderConfig
-from semrl_jax.models.sharding import constrain, gather_layer
+from semrl_jax.models.sharding import (
+    PARTITION_SPECS,
+    constrain,
+    gather_kernel,
+    kernel_gradient,
+    splits_rows,
+)
 
 
 class KVCache(NamedTuple):
@@ -76,28 +82,49 @@ def _norm(config: DecoderConfig, width: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
     )
 
 
-@jax.custom_vjp
-def _product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+class _Layout(NamedTuple):
+    """Where a kernel [in, out] lies: static."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(
+    x: Float[Array, "B T I"], kernel: Float[Array, "I O"], layout: _Layout | None
+) -> Float[Array, "B T O"]:
     """x @ kernel.
+
+    On a mesh the kernel is gathered for the product and dropped after it. The backward pass gathers
+    it again, and its gradient is scattered.
 
     Its gradient is written by hand. Automatic differentiation transposes that of the kernel; a CPU
     then writes a transposed copy of its other factor, which costs as much as the product.
     """
-    return x @ kernel
+    return x @ _gathered(kernel, layout)
 
 
-def _product_gradients(kept, gradient):
+def _gathered(kernel, layout):
+    return kernel if layout is None else gather_kernel(kernel, layout.spec, layout.mesh)
+
+
+def _product_gradients(layout, kept, gradient):
     x, kernel = kept
-    of_kernel = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
-    return gradient @ kernel.T, of_kernel
+    if layout is not None and splits_rows(x, layout.mesh):
+        of_kernel = kernel_gradient(x, gradient, layout.spec, layout.mesh)
+    else:
+        of_kernel = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
+    return gradient @ _gathered(kernel, layout).T, of_kernel
 
 
-_product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _product_gradients)
+_product.defvjp(
+    lambda x, kernel, layout: (_product(x, kernel, layout), (x, kernel)), _product_gradients
+)
 
 
-def _dot_general(x, kernel, *_, **__):
+def _dot_general(layout, x, kernel, *_, **__):
     """What nnx.Linear calls, for the only case that a layer has."""
-    return _product(x, kernel)
+    return _product(x, kernel, layout)
 
 
 class DecoderLayer(nnx.Module):
@@ -110,27 +137,29 @@ class DecoderLayer(nnx.Module):
         self.mesh = mesh
         hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
 
-        def linear(num_in, num_out, bias=False):
+        def linear(name, num_in, num_out, bias=False):
+            spec = PartitionSpec(*PARTITION_SPECS[f"layers/{name}/kernel"][1:])
+            layout = None if mesh is None else _Layout(mesh, spec)
             # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
             return nnx.Linear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
-                dot_general=_dot_general, rngs=rngs,
+                dot_general=functools.partial(_dot_general, layout), rngs=rngs,
             )  # fmt: skip
 
         norm = functools.partial(_norm, config, dtype=dtype, rngs=rngs)
         self.attention_norm = norm(hidden)
-        self.query = linear(hidden, heads * config.head_dim, config.attention_bias)
-        self.key = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
-        self.value = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
-        self.output = linear(heads * config.head_dim, hidden)
+        self.query = linear("query", hidden, heads * config.head_dim, config.attention_bias)
+        self.key = linear("key", hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.value = linear("value", hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.output = linear("output", heads * config.head_dim, hidden)
         if config.query_key_norm:
             self.query_norm = norm(config.head_dim)
             self.key_norm = norm(config.head_dim)
         self.mlp_norm = norm(hidden)
-        self.gate = linear(hidden, config.intermediate_size)
-        self.up = linear(hidden, config.intermediate_size)
-        self.down = linear(config.intermediate_size, hidden)
+        self.gate = linear("gate", hidden, config.intermediate_size)
+        self.up = linear("up", hidden, config.intermediate_size)
+        self.down = linear("down", config.intermediate_size, hidden)
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -335,7 +364,7 @@ class Decoder(nnx.Module):
 
         def layer_step(carry, scanned):
             index, state, window = scanned
-            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer = nnx.merge(graph, state)
             return step(carry, layer, window, index)
 
         indices = jnp.arange(self.config.num_layers)
@@ -347,21 +376,15 @@ class Decoder(nnx.Module):
         windows = self._windows
         for index in range(self.config.num_layers):
             state = jax.tree.map(operator.itemgetter(index), stacked)
-            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer = nnx.merge(graph, state)
             yield layer, None if windows is None else windows[index]
 
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
-        if self.remat == "none" and (self.mesh is None or self.mesh.shape["fsdp"] == 1):
+        if self.remat == "none":
             return layer_step
         policies = {
-            "none": _all_but_constraints,  # the backward pass gathers the parameters again
             "full": None,
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         return jax.checkpoint(layer_step, policy=policies[self.remat], prevent_cse=False)
-
-
-def _all_but_constraints(primitive, *_, **__) -> bool:
-    """A checkpoint policy: keeps all values except those that only change a layout."""
-    return primitive.name != "sharding_constraint"

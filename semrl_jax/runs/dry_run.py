@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import secrets
@@ -114,6 +115,7 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     return 0
 
 
+@functools.cache
 def num_parameters(architecture: models.DecoderConfig) -> int:
     """Numbers in all weights."""
     return sum(spec.num_bytes for spec in models.tensor_specs(architecture, "float32")) // 4
