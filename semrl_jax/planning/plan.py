@@ -19,6 +19,7 @@ from semrl_jax.planning.programs import (
     Compiled,
     Programs,
     check_compiler,
+    engine_mesh,
     trainer_mesh,
 )
 from semrl_jax.runs.config import validate
@@ -40,6 +41,7 @@ class ProgramPlan(NamedTuple):
       times: its roofline; None if it does not fit.
       runs: executions in one training step.
       flops: of one chip and one run, by the closed form: what the algorithm needs.
+      mesh: of the program; the engine has its own.
     """
 
     compiled: Compiled
@@ -47,6 +49,7 @@ class ProgramPlan(NamedTuple):
     times: roofline.Times | None
     runs: float | int
     flops: float | int
+    mesh: Mapping[str, int]
 
     def mfu(self, peak: float | int) -> float | int:
         """Share of the chips' peak that the needed products take."""
@@ -144,7 +147,7 @@ class Plan(NamedTuple):
             "collectives": [
                 {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent}
                 for (kind, axes), (times, sent) in hlo.by_kind_and_axis(
-                    part.program.collectives, self.mesh
+                    part.program.collectives, part.mesh
                 ).items()
             ],
         }
@@ -227,15 +230,19 @@ def _rows(config: ml_collections.ConfigDict) -> int | str:
 
 def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
     where, rollout = programs.slice_, programs.config.rollout
+    mesh = programs.mesh
     if compiled.name == "decode":
-        chips = rollout.jax_tensor_parallelism * rollout.jax_data_parallelism
+        mesh = engine_mesh(programs)
         count = min(rollout.jax_max_batch, programs.config.training.responses_per_step)
         tokens = count * compiled.passes
         columns = rollout.max_prompt_tokens + rollout.max_response_tokens
         # A token attends to half of the columns of the whole response, as in a causal pass.
-        flops = roofline.products(
-            programs.architecture, num_tokens=tokens, num_columns=columns, num_slots=tokens
-        ).forward / abs(chips)
+        flops = (
+            roofline.products(
+                programs.architecture, num_tokens=tokens, num_columns=columns, num_slots=tokens
+            ).forward
+            / mesh.size
+        )
         runs = rollout.max_response_tokens / compiled.passes
     else:
         layout = programs.layout()
@@ -254,10 +261,11 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
         flops /= where.num_chips
         runs = programs.num_updates
     if not compiled.text:
-        return ProgramPlan(compiled, None, None, runs, flops)
+        return ProgramPlan(compiled, None, None, runs, flops, mesh.shape)
     program = hlo.read(compiled.text, passes=compiled.passes)
-    places = [tuple(device.coords) for device in programs.mesh.devices.flat]
-    return ProgramPlan(compiled, program, roofline.times(program, where, places), runs, flops)
+    places = [tuple(device.coords) for device in mesh.devices.flat]
+    times = roofline.times(program, where, places)
+    return ProgramPlan(compiled, program, times, runs, flops, mesh.shape)
 
 
 def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
@@ -362,7 +370,8 @@ def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
         gathered = 3 * (architecture.num_layers * layer + matrix) * (1 - 1 / mesh["fsdp"])
     states = width * rows * length * architecture.hidden_size * architecture.num_layers
     summed = 2 * (1 - 1 / tensor) * states * (4 + 2 * (remat == "full"))
-    seconds = num_micro * (max(compute, gathered / links) + summed / links)
+    # Added: without flags of its own, the compiler overlaps little of it.
+    seconds = num_micro * (compute + (gathered + summed) / links)
     if mesh["replica"] > 1:
         seconds += 2 * 4 * count / links
     return Candidate(mesh, remat, rows * shards, num_bytes, seconds)

@@ -69,7 +69,8 @@ class Compiled(NamedTuple):
     output: int
     code: int
     passes: int
-    used: float = 0.0
+    used: float | int = 0.0
+    options: Mapping[str, str] = {}
 
     @property
     def total(self) -> float | int:
@@ -273,6 +274,8 @@ def devices_of(where: Slice) -> list[Any]:
     """Descriptions of the chips of a slice, none of which is here."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would wait for a metadata server
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody else's TPU is used
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # else it reports that it found none
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{where.chip.name}-8")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     from jax.experimental import topologies

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from semrl_jax.planning import hlo
-from semrl_jax.planning.plan import Plan
+from semrl_jax.planning.plan import Plan, ProgramPlan
 
 GIB = 2**30
 
@@ -96,19 +96,19 @@ def collective_table(plan: Plan) -> Table:
     for name, part in plan.programs.items():
         if part.program is None:
             continue
-        found = hlo.by_kind_and_axis(part.program.collectives, plan.mesh)
+        found = hlo.by_kind_and_axis(part.program.collectives, part.mesh)
         for (kind, axes), (times, sent) in sorted(found.items(), key=lambda item: -item[1][1]):
-            share = _async_share(part.program, plan, kind, axes)
+            share = _async_share(part, kind, axes)
             table.add_row(name, kind, axes, f"{times}", f"{sent / GIB:.3f}", f"{share:.0%}")
     return table
 
 
-def _async_share(program: hlo.Program, plan: Plan, kind: str, axes: str) -> float | int:
+def _async_share(part: ProgramPlan, kind: str, axes: str) -> float | int:
     """Share of the bytes of a kind that other work may overlap."""
     own = [
         one
-        for one in program.collectives
-        if one.kind == kind and ("+".join(one.axes(plan.mesh)) or "?") == axes
+        for one in part.program.collectives
+        if one.kind == kind and ("+".join(one.axes(part.mesh)) or "?") == axes
     ]
     total = sum(one.sent_bytes for one in own)
     return sum(one.sent_bytes for one in own if one.is_async) / total if total else 0
