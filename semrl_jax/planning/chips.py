@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -119,11 +118,9 @@ def find_slice(text: str) -> Slice:
     known = CHIPS[name].topologies
     if shape not in known:
         near = difflib.get_close_matches(shape, known, n=1, cutoff=0.5)
-        hint = (
-            f"; did you mean {name}:{near[0]}?" if near and re.fullmatch(r"[\dx]+", shape) else ""
-        )
+        hint = f" The nearest is {name}:{near[0]}." if near else ""
         raise UserError(
-            f"--topology={text!r:.100}: {name} slices have the shapes {', '.join(known)}{hint}."
+            f"--topology={text!r:.100}: {name} slices have the shapes {', '.join(known)}.{hint}"
         )
     return Slice(CHIPS[name], tuple(int(size) for size in shape.split("x")))
 

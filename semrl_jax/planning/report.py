@@ -60,7 +60,7 @@ def memory_table(plan: Plan) -> Table:
 def time_table(plan: Plan) -> Table:
     """Roofline of each program."""
     table = Table(title="Roofline of one run of each program")
-    for name in ("program", "runs/step", "TFLOP", "needed", "s", "MXU", "HBM", "ICI", "waits"):
+    for name in ("program", "runs", "TFLOP", "needed", "ms", "MXU", "HBM", "ICI", "waits"):
         table.add_column(name, justify="left" if name == "program" else "right")
     table.add_column("MFU", justify="right")
     table.add_column("bound")
@@ -72,18 +72,18 @@ def time_table(plan: Plan) -> Table:
         table.add_row(
             name,
             f"{part.runs:g}",
-            f"{part.program.dot_flops / 1e12:.4g}",
-            f"{part.flops / 1e12:.4g}",
+            f"{part.program.dot_flops / 1e12:.3g}",
+            f"{part.flops / 1e12:.3g}",
             *(
-                f"{value:.3g}"
+                f"{1e3 * value:.3g}"
                 for value in (times.total, times.compute, times.hbm, times.ici, times.ici_sync)
             ),
             f"{part.mfu(plan.slice_.chip.flops):.1%}",
             times.bound,
         )
     table.caption = (
-        "per chip; MXU, HBM, ICI: seconds at each limit alone; waits: collectives that nothing "
-        "overlaps"
+        "per chip; runs: in a step; MXU, HBM, ICI: ms at each limit alone; waits: collectives that "
+        "nothing overlaps"
     )
     return table
 
