@@ -158,14 +158,14 @@ adds both where the schedule does not overlap them.
 
 {results.table(header, rows)}
 
-*Summed* at 64 shards: 3584 / 64 = 56 rows do not fill tiles of 16. The v5p compiler then gathers and
-scatters by sums of whole arrays, before and now; now the parts are joined by copies too. The v5e
-compiler gathers, overlapped by other work, and still sums gradients. With parts that fill tiles, both
-gather.
+*Summed* at 64 shards: 3584 / 64 = 56 rows do not fill tiles of 16. The v5p compiler then gathers
+and scatters by sums of whole arrays, before and now; now the parts are joined by copies too. The
+v5e compiler gathers, overlapped by other work, and still sums gradients. With parts that fill
+tiles, both gather.
 
 Weak scaling, priced from the v5p program for 64 chips: the same work per chip, `mesh.replica` x
-`mesh.fsdp` with at most {MOST_FSDP} shards. Sums over replicas are left out where the compiler made no
-reduce-scatter (1.6 GiB per step).
+`mesh.fsdp` with at most {MOST_FSDP} shards. Sums over replicas are left out where the compiler made
+no reduce-scatter (1.6 GiB per step).
 
 {results.table(("chips", "replica x fsdp", "sent, GiB", "s", "MFU", "bound"), scaling)}
 """

@@ -194,9 +194,9 @@ def gather_kernel(
 ) -> Float[Array, "I O"]:
     """A kernel as its product needs it: gathered over `fsdp`, still split over `tensor`.
 
-    The parts are gathered as they are stored, beside each other, and joined on the device. TPUs have
-    tiles of 16 rows. If the parts do not fill them, joining is a copy, and the compiler of v5p makes
-    the gather a sum of whole arrays (docs/plan.md).
+    The parts are gathered as they are stored, beside each other, and joined on the device. TPUs
+    have tiles of 16 rows. If the parts do not fill them, joining is a copy, and the compiler of v5p
+    makes the gather a sum of whole arrays (docs/plan.md).
 
     Args:
       spec: of the kernel's two axes in `PARTITION_SPECS`; `fsdp` splits the first one.
@@ -223,8 +223,8 @@ def kernel_gradient(
 ) -> Float[Array, "I O"]:
     """The gradient of a kernel, with the layout of the kernel: its sums are reduce-scattered.
 
-    Each device multiplies its own rows. Without this, compilers sum whole gradients over all devices
-    and then slice them, which sends twice the bytes. TPU compilers still do for parts that do not
+    Each device multiplies its own rows. Without this, compilers sum whole gradients over all
+    devices and then slice them, which sends twice the bytes. TPU compilers still do for parts that do not
     fill tiles.
     """
     whole, is_split = _without_fsdp(spec)
