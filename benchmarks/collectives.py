@@ -14,10 +14,9 @@ parameters need half.
 Bytes are those that a device sends with ring algorithms: (n - 1) / n of what is gathered or
 scattered, and twice that of what is summed. Loops are counted as often as they run. A branch counts
 as always taken, so the floating point operations of attention include all blocks, twice those that
-a causal mask needs. This backend differs from GPU and TPU compilers in two ways. It keeps a sum and
-its slice apart, where they join them to a reduce-scatter of half the bytes. It sums the gradients
-of products that share an input one by one, where they add them first (five sums per layer, not
-two).
+a causal mask needs. This backend differs from GPU and TPU compilers in one way: it sums the
+gradients of products that share an input one by one, where they add them first (five sums per
+layer, not two).
 """
 
 import argparse
@@ -88,8 +87,8 @@ def compiled_update(config, mesh, num_rows: int, num_tokens: int):
 
 def measure(sizes_of_mesh, num_layers: int, num_tokens: int) -> dict:
     """What the program of one mesh holds and sends per device. Runs in a separate process."""
-    from benchmarks import hlo
     from semrl_jax import models
+    from semrl_jax.planning import hlo
 
     started = time.monotonic()
     mesh = models.make_mesh(dict(zip(models.AXES, sizes_of_mesh)))
@@ -111,9 +110,9 @@ def measure(sizes_of_mesh, num_layers: int, num_tokens: int) -> dict:
 def expected(axis: str, n: int, config, num_rows: int, num_tokens: int) -> dict[str, float]:
     """Bytes that a device sends, by kind, if only `axis` has `n` devices. Small terms are left out.
 
-    fsdp: the matrices of a layer are gathered in the forward and in the backward pass. The output
-    matrix is gathered once and its gradient is scattered. Gradients of layers are summed. States of
-    the embedding are exchanged.
+    fsdp: the matrices of a layer are gathered in the forward and in the backward pass, and their
+    gradients are scattered. The output matrix is gathered once and its gradient is scattered.
+    States of the embedding are exchanged.
     tensor: states are summed twice per layer in the forward pass, once more where the backward pass
     computes the layer again, and five times for gradients; also once at the embedding and once at
     the logits.
@@ -132,8 +131,7 @@ def expected(axis: str, n: int, config, num_rows: int, num_tokens: int) -> dict[
     if axis == "fsdp":
         return {
             "all-gather": share * (2 * layers * layer + matrix),
-            "all-reduce": 2 * share * layers * layer,
-            "reduce-scatter": share * matrix,
+            "reduce-scatter": share * (layers * layer + matrix),
             "all-to-all": 2 * share * states / n,
         }
     if axis == "tensor":

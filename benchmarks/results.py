@@ -25,7 +25,15 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import machine
 
-FILES = ("--json", "--directory", "--workdir", "--keep", "--tunix", "--trl")  # name files only
+FILES = (
+    "--json",
+    "--directory",
+    "--workdir",
+    "--keep",
+    "--tunix",
+    "--trl",
+    "--before",
+)  # name files only
 FIELDS = ("title", "command", "date", "machine", "versions", "text")
 
 

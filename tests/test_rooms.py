@@ -6,6 +6,7 @@ import pathlib
 PACKAGE = pathlib.Path(__file__).parents[1] / "semrl_jax"
 # From the top down: a room imports rooms below it, and none beside it in its own line.
 FLOORS = (
+    ("planning",),
     ("runs",),
     ("analysis",),
     ("training",),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import (
@@ -25,8 +25,15 @@ from semrl_jax.models.attention import (
 )
 from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling
 from semrl_jax.models.experts import Kernels, mixture
-from semrl_jax.models.lora import AdaptedLinear
-from semrl_jax.models.sharding import constrain, gather_layer
+from semrl_jax.models.lora import A, AdaptedLinear, B
+from semrl_jax.models.sharding import (
+    constrain,
+    gather_kernel,
+    gather_over_fsdp,
+    kernel_gradient,
+    partition_spec,
+    splits_rows,
+)
 
 NO_WINDOW = jnp.iinfo(jnp.int32).max  # in the place of a window
 ACTIVATIONS = {
@@ -116,28 +123,49 @@ def _norm(
     )
 
 
-@jax.custom_vjp
-def _product(x: Float[Array, "B T I"], kernel: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+class _Layout(NamedTuple):
+    """Where a kernel [in, out] lies: static."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(
+    x: Float[Array, "B T I"], kernel: Float[Array, "I O"], layout: _Layout | None
+) -> Float[Array, "B T O"]:
     """x @ kernel.
+
+    On a mesh the kernel is gathered for the product and dropped after it. The backward pass gathers
+    it again, and its gradient is scattered.
 
     Its gradient is written by hand. Automatic differentiation transposes that of the kernel; a CPU
     then writes a transposed copy of its other factor, which costs as much as the product.
     """
-    return x @ kernel
+    return x @ _gathered(kernel, layout)
 
 
-def _product_gradients(kept, gradient):
+def _gathered(kernel, layout):
+    return kernel if layout is None else gather_kernel(kernel, layout.spec, layout.mesh)
+
+
+def _product_gradients(layout, kept, gradient):
     x, kernel = kept
-    of_kernel = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
-    return gradient @ kernel.T, of_kernel
+    if layout is not None and splits_rows(x, layout.mesh):
+        of_kernel = kernel_gradient(x, gradient, layout.spec, layout.mesh)
+    else:
+        of_kernel = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
+    return gradient @ _gathered(kernel, layout).T, of_kernel
 
 
-_product.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _product_gradients)
+_product.defvjp(
+    lambda x, kernel, layout: (_product(x, kernel, layout), (x, kernel)), _product_gradients
+)
 
 
-def _dot_general(x, kernel, *_, **__):
-    """What a linear module calls, for the only case that a layer has."""
-    return _product(x, kernel)
+def _dot_general(layout, x, kernel, *_, **__):
+    """What nnx.Linear calls, for the only case that a layer has."""
+    return _product(x, kernel, layout)
 
 
 class ExpertKernels(nnx.Module):
@@ -159,20 +187,26 @@ class DecoderLayer(nnx.Module):
         self.mesh = mesh
         hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
 
-        def linear(num_in, num_out, bias=False):
+        def linear(name, num_in, num_out, bias=False):
+            def product(leaf):
+                spec = PartitionSpec(*partition_spec(f"layers/{name}/{leaf}")[1:])
+                return functools.partial(
+                    _dot_general, None if mesh is None else _Layout(mesh, spec)
+                )
+
             # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
             return AdaptedLinear(
                 num_in, num_out, use_bias=bias, dtype=dtype, param_dtype=jnp.float32,
                 kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
-                dot_general=_dot_general, rngs=rngs,
+                dot_general=product("kernel"), of_a=product(A), of_b=product(B), rngs=rngs,
             )  # fmt: skip
 
         norm = functools.partial(_norm, config, dtype=dtype, rngs=rngs)
         self.attention_norm = norm(hidden)
-        self.query = linear(hidden, heads * config.head_dim, config.attention_bias)
-        self.key = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
-        self.value = linear(hidden, kv_heads * config.head_dim, config.attention_bias)
-        self.output = linear(heads * config.head_dim, hidden)
+        self.query = linear("query", hidden, heads * config.head_dim, config.attention_bias)
+        self.key = linear("key", hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.value = linear("value", hidden, kv_heads * config.head_dim, config.attention_bias)
+        self.output = linear("output", heads * config.head_dim, hidden)
         if config.query_key_norm:
             self.query_norm = norm(config.head_dim)
             self.key_norm = norm(config.head_dim)
@@ -182,11 +216,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm(hidden)
         self.is_dense = config.experts is None
         if config.experts is None or config.experts.dense_layers:
-            self.gate = linear(hidden, config.intermediate_size)
-            self.up = linear(hidden, config.intermediate_size)
-            self.down = linear(config.intermediate_size, hidden)
+            self.gate = linear("gate", hidden, config.intermediate_size)
+            self.up = linear("up", hidden, config.intermediate_size)
+            self.down = linear("down", config.intermediate_size, hidden)
         if experts := config.experts:
-            self.router = linear(hidden, experts.num_experts)
+            self.router = linear("router", hidden, experts.num_experts)
             self.expert_gate = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
             self.expert_up = ExpertKernels(experts, hidden, experts.intermediate_size, rngs)
             self.expert_down = ExpertKernels(experts, experts.intermediate_size, hidden, rngs)
@@ -228,8 +262,15 @@ class DecoderLayer(nnx.Module):
     def _feed_forward(self, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.config.declared.activation]
         if not self.is_dense:
-            modules = (self.router, self.expert_gate, self.expert_up, self.expert_down)
-            kernels = Kernels(*(module.kernel[...].astype(normed.dtype) for module in modules))
+            names = ("router", "expert_gate", "expert_up", "expert_down")
+            kernels = Kernels(
+                *(
+                    gather_over_fsdp(
+                        getattr(self, name).kernel[...].astype(normed.dtype), name, self.mesh
+                    )
+                    for name in names
+                )
+            )
             mixed = mixture(normed, kernels, self.config.experts, activation, self.mesh)
             return constrain(mixed, "states", self.mesh)
         features = activation(self.gate(normed)) * self.up(normed)
@@ -444,7 +485,7 @@ class Decoder(nnx.Module):
 
         def layer_step(carry, scanned):
             index, state, window = scanned
-            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer = nnx.merge(graph, state)
             return step(carry, layer, window, index)
 
         indices = jnp.arange(self.config.num_layers)
@@ -460,16 +501,17 @@ class Decoder(nnx.Module):
                 lambda path, leaf, i=index: leaf[self.config.place(_name(path), i) or 0],
                 stacked,
             )
-            layer = nnx.merge(graph, gather_layer(state, self.dtype, self.mesh))
+            layer = nnx.merge(graph, state)
             layer.is_dense = self.config.place("router", index) is None
             yield layer, None if windows is None else windows[index]
 
     def _checkpointed(self, layer_step):
         """Trades memory for recomputation in the backward pass, by option."""
-        if self.remat == "none" and (self.mesh is None or self.mesh.shape["fsdp"] == 1):
+        gathers_experts = self.config.experts is not None and self.mesh is not None
+        if self.remat == "none" and not gathers_experts:
             return layer_step
         policies = {
-            "none": _all_but_constraints,  # the backward pass gathers the parameters again
+            "none": _all_but_constraints,  # the backward pass gathers the experts again
             "full": None,
             "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         }

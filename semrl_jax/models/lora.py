@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 A, B = "lora_a", "lora_b"
 VALUE_HEAD = "value_head"
 Params = dict[str, Any]
+Product = Callable[[Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,15 @@ def adapted(trained: Params, base: Base | None) -> Params:
 
 
 class AdaptedLinear(nnx.Linear):
-    """nnx.Linear, with an adapter where `add_adapters` has added one."""
+    """nnx.Linear, with an adapter where `add_adapters` has added one.
+
+    Args:
+      of_a, of_b: the products with A and with B, as `dot_general` is that with the kernel.
+    """
+
+    def __init__(self, *args: Any, of_a: Product, of_b: Product, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.of_a, self.of_b = of_a, of_b
 
     def __call__(self, x: Float[Array, "*axes I"]) -> Float[Array, "*axes O"]:
         y = super().__call__(x)
@@ -108,7 +117,7 @@ class AdaptedLinear(nnx.Linear):
             return y
         first, second = (getattr(self, name)[...].astype(y.dtype) for name in (A, B))
         # The narrow product first: neither A B nor a merged kernel exists in a forward pass.
-        return y + self.dot_general(self.dot_general(x.astype(y.dtype), first), second)
+        return y + self.of_b(self.of_a(x.astype(y.dtype), first), second)
 
 
 def modules_with_adapters(layers: Params) -> tuple[str, ...]:

@@ -146,9 +146,14 @@ class Policy:
             return of_tokens(states, token_ids, matrix)
 
         def of_shard(states, token_ids, matrix):
-            # Outside the loop over tiles, so that the sums in the gradient are outside too.
-            matrix = jax.lax.all_gather(matrix, "fsdp", axis=1 - vocabulary_axis, tiled=True)
+            # Outside the loop over tiles, so that the sums in the gradient are outside too. `pcast`
+            # is before the gather: the gradient is scattered first, and then a part is summed.
             matrix = jax.lax.pcast(matrix, ("replica", "sequence", "expert"), to="varying")
+            # Gathered beside each other and then joined: see `gather_kernel`.
+            axis, own = 1 - vocabulary_axis, matrix
+            parts = jax.lax.all_gather(own, "fsdp", axis=0)  # [fsdp, _, _]
+            shape = [-1 if i == axis else size for i, size in enumerate(own.shape)]
+            matrix = jnp.moveaxis(parts, 0, axis).reshape(shape)
             states = jax.lax.pcast(states, "tensor", to="varying")
             return of_tokens(states, token_ids, matrix)
 

@@ -21,7 +21,9 @@ DATA_AXES = ("replica", "fsdp", "expert")
 
 # Module name -> spec of its arrays; the leading None of a layer's array is the scanned stack.
 # Kernels are [in, out]. Where the output is split by heads or features, the input axis goes to
-# `fsdp`; for the products that sum over heads or features it is the other way round.
+# `fsdp`. The products that sum over heads or features have all on the input axis: TPUs store the
+# output axis in tiles of 128. They cannot gather smaller parts of a tile, and cannot scatter sums
+# into them. They then sum whole kernels, which sends twice as much and keeps all parts in memory.
 PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "embed/embedding": PartitionSpec("tensor", "fsdp"),
     "layers/attention_norm/scale": PartitionSpec(None, None),
@@ -33,13 +35,13 @@ PARTITION_SPECS: Mapping[str, PartitionSpec] = {
     "layers/value/bias": PartitionSpec(None, "tensor"),
     "layers/query_norm/scale": PartitionSpec(None, None),
     "layers/key_norm/scale": PartitionSpec(None, None),
-    "layers/output/kernel": PartitionSpec(None, "tensor", "fsdp"),
+    "layers/output/kernel": PartitionSpec(None, ("tensor", "fsdp"), None),
     "layers/attention_post_norm/scale": PartitionSpec(None, None),
     "layers/mlp_norm/scale": PartitionSpec(None, None),
     "layers/mlp_post_norm/scale": PartitionSpec(None, None),
     "layers/gate/kernel": PartitionSpec(None, "fsdp", "tensor"),
     "layers/up/kernel": PartitionSpec(None, "fsdp", "tensor"),
-    "layers/down/kernel": PartitionSpec(None, "tensor", "fsdp"),
+    "layers/down/kernel": PartitionSpec(None, ("tensor", "fsdp"), None),
     "layers/router/kernel": PartitionSpec(None, "fsdp", None),
     "layers/expert_gate/kernel": PartitionSpec(None, "expert", "fsdp", "tensor"),
     "layers/expert_up/kernel": PartitionSpec(None, "expert", "fsdp", "tensor"),
@@ -111,15 +113,21 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
         spec = partition_spec(name)
         if len(spec) > leaf.ndim:  # of one layer, not of their stack
             spec = PartitionSpec(*spec[1:])
-        for size, axis in zip(leaf.shape, spec, strict=True):
-            if axis is not None and size % mesh.shape[axis]:
+        for size, axes in zip(leaf.shape, spec, strict=True):
+            if size % math.prod(mesh.shape[axis] for axis in axis_names(axes)):
+                sizes = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axis_names(axes))
                 raise UserError(
-                    f"mesh.{axis}={mesh.shape[axis]} must divide the {size} rows of parameter "
+                    f"{sizes} must divide the {size} rows of parameter "
                     f"{name} {tuple(leaf.shape)}; choose another mesh."
                 )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(of, params)
+
+
+def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a partition spec names."""
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -145,10 +153,18 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
         },
         "fsdp": {"hidden_size": config.hidden_size},
     }
+    tensor, is_dense = mesh.shape["tensor"], config.experts is None or config.experts.dense_layers
+    inner = config.intermediate_size if is_dense else 0
+    if tensor == 1 or config.num_heads % tensor == inner % tensor == 0:
+        divided["fsdp"]["num_heads * head_dim / mesh.tensor"] = (
+            config.num_heads * config.head_dim // tensor
+        )
+        if is_dense:
+            divided["fsdp"]["intermediate_size / mesh.tensor"] = inner // tensor
     if config.experts is not None:
         divided["expert"] = {"num_experts": config.experts.num_experts}
         divided["tensor"]["width of an expert"] = config.experts.intermediate_size
-        if not config.experts.dense_layers:
+        if not is_dense:
             del divided["tensor"]["intermediate_size"]
     elif mesh.shape["expert"] > 1:
         raise UserError(
@@ -174,8 +190,7 @@ def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpe
     spec = ACTIVATION_SPECS[kind]
 
     def fitting(size, axes):
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        return None if size % math.prod(mesh.shape[name] for name in names) else axes
+        return None if size % math.prod(mesh.shape[name] for name in axis_names(axes)) else axes
 
     return PartitionSpec(*(fitting(*pair) for pair in zip(shape, spec, strict=True)))
 
@@ -203,29 +218,93 @@ def shared_heads(
     return constrain(jnp.repeat(x, num_heads // x.shape[axis], axis=axis), kind, mesh)
 
 
-def gather_layer(layer: Any, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
-    """A layer's parameters as its products need them: gathered over `fsdp`, in the compute dtype.
+def gather_kernel(
+    kernel: Float[Array, "I O"], spec: PartitionSpec, mesh: Mesh
+) -> Float[Array, "I O"]:
+    """A kernel as its product needs it: gathered over `fsdp`, still split over `tensor`.
 
-    They are cast before they are gathered. Their gradients are summed and split again.
+    The parts are gathered as they are stored, beside each other, and joined on the device. TPUs
+    have tiles of 16 rows. If the parts do not fill them, joining is a copy, and the compiler of v5p
+    makes the gather a sum of whole arrays (docs/plan.md).
 
     Args:
-      layer: a tree with the names of the table below `layers/`, without the stacked axis.
-      dtype: of the products.
-      mesh: None leaves the tree as it is.
+      spec: of the kernel's two axes in `PARTITION_SPECS`; `fsdp` splits the first one.
+    """
+    whole, is_split = _without_fsdp(spec)
+    if not is_split or mesh.shape["fsdp"] == 1:
+        return kernel
+
+    def of_shard(own):
+        parts = jax.lax.all_gather(own, "fsdp", axis=0)  # [fsdp, I, O]
+        return parts.reshape(-1, own.shape[1])
+
+    # JAX does not infer that gathered values are the same on all devices.
+    return jax.shard_map(
+        of_shard, mesh=mesh, in_specs=spec, out_specs=whole, check_vma=False
+    )(kernel)  # fmt: skip
+
+
+def gather_over_fsdp(
+    kernel: Float[Array, "*E I O"], name: str, mesh: Mesh | None
+) -> Float[Array, "*E I O"]:
+    """A kernel of a mixture of experts, gathered; its gradient is summed and split again.
+
+    Args:
+      name: of the module in a layer.
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
-        return layer
+        return kernel
+    split = PartitionSpec(*PARTITION_SPECS[f"layers/{name}/kernel"][1:])
+    whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
+    # Two constraints: the first one puts the cast before the gather. In the gradient it puts the
+    # slice after the sum, which compilers for accelerators merge into a reduce-scatter.
+    for spec in (split, whole):
+        kernel = jax.lax.with_sharding_constraint(kernel, NamedSharding(mesh, spec))
+    return kernel
 
-    def gathered(path, leaf):
-        name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
-        split = PartitionSpec(*partition_spec(f"layers/{name}")[1:])
-        if "fsdp" not in split:
-            return leaf
-        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in split))
-        # Two constraints: the first one puts the cast before the gather. In the gradient it puts
-        # the slice after the sum, which compilers for accelerators merge into a reduce-scatter.
-        for spec in (split, whole):
-            leaf = jax.lax.with_sharding_constraint(leaf.astype(dtype), NamedSharding(mesh, spec))
-        return leaf
 
-    return jax.tree_util.tree_map_with_path(gathered, layer)
+def kernel_gradient(
+    x: Float[Array, "B T I"],
+    gradient: Float[Array, "B T O"],
+    spec: PartitionSpec,
+    mesh: Mesh,
+) -> Float[Array, "I O"]:
+    """The gradient of a kernel, with the layout of the kernel: its sums are reduce-scattered.
+
+    Each device multiplies its own rows. Without this, compilers sum whole gradients over all
+    devices and slice them, which sends twice the bytes. TPU compilers still do for parts that do
+    not fill tiles.
+    """
+    whole, is_split = _without_fsdp(spec)
+    data = PartitionSpec(DATA_AXES, "sequence")
+    num_parts = mesh.shape["fsdp"]
+
+    def of_shard(x, gradient):
+        own = jax.lax.dot_general(x, gradient, (((0, 1), (0, 1)), ((), ())))
+        if not is_split:
+            return jax.lax.psum(own, (*DATA_AXES, "sequence"))
+        if num_parts > 1:
+            parts = own.reshape(num_parts, -1, own.shape[1])
+            own = jax.lax.psum_scatter(parts, "fsdp", scatter_dimension=0)
+        return jax.lax.psum(own, (*(axis for axis in DATA_AXES if axis != "fsdp"), "sequence"))
+
+    return jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(PartitionSpec(*data, whole[0]), PartitionSpec(*data, whole[1])),
+        out_specs=spec,
+        check_vma=False,
+    )(x, gradient)
+
+
+def splits_rows(x: Float[Array, "B T I"], mesh: Mesh) -> bool:
+    """Whether every device of the data and sequence axes has as many rows and columns."""
+    rows = math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    return x.shape[0] % rows == 0 and x.shape[1] % mesh.shape["sequence"] == 0
+
+
+def _without_fsdp(spec: PartitionSpec) -> tuple[PartitionSpec, bool]:
+    """The spec of a gathered kernel, and whether `fsdp` splits it."""
+    first, second = spec
+    kept = tuple(axis for axis in axis_names(first) if axis != "fsdp")
+    return PartitionSpec(kept or None, second), "fsdp" in axis_names(first)

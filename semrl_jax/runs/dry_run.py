@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pathlib
@@ -114,6 +115,7 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
     return 0
 
 
+@functools.cache
 def num_parameters(architecture: models.DecoderConfig, mesh: Mesh | None = None) -> int:
     """Numbers in all weights, or in those of one device."""
     return models.num_parameters(architecture, {} if mesh is None else mesh.shape)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from benchmarks import collectives, hlo
+from benchmarks import collectives
 from semrl_jax import models
+from semrl_jax.planning import hlo
 
 MESH_SIZES = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import hlo
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.models.sharding import activation_spec
+from semrl_jax.planning import hlo
 from tests.models.caches import widened
 
 MESHES = (

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import hlo
 from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.planning import hlo
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
 from semrl_jax.training.state import abstract_state, init_state, make_optimizer
@@ -295,26 +295,31 @@ def test_what_is_split_stays_split(case):
     rows, columns, slots = sizes_of(case)
     head = WIDTH * VOCAB // tensor
     kernels = [head, *(math.prod(shape) // tensor for shape in layer_kernels(case))]
+    states = (rows, slots * sequence, WIDTH)
     passes = {"layers": 0, "head": 0, "states": 0, "gradients of states": 0}
+    scattered = {"layers": 0, "head": 0}
     found_arrays = moved(case, "update_rows")
     for found, shape in found_arrays:
         place = f"{found.kind} of {shape} from {found.op_name}"
         size = math.prod(shape)
-        if found.kind == "all-gather" and len(shape) == 2:  # one matrix of one layer
+        if found.kind == "all-gather" and shape != states:  # one matrix of one layer
             assert size in kernels and found.group == fsdp, place
             passes["head" if size == head else "layers"] += found.times
         elif found.kind == "all-gather":
-            assert shape == (rows, slots * sequence, WIDTH), place
             assert found.group == sequence, place
             passes["gradients of states"] += found.times
-        elif found.kind == "reduce-scatter" and len(shape) == 3:
-            assert shape == (rows, slots, WIDTH) and found.group == sequence, place
+        elif found.kind == "reduce-scatter" and shape == (rows, slots, WIDTH):
+            assert found.group == sequence, place
             passes["states"] += found.times
+        elif found.kind == "reduce-scatter":  # the gradient of a matrix
+            assert size * fsdp in kernels and found.group == fsdp, place
+            scattered["head" if size * fsdp == head else "layers"] += found.times
         else:
-            assert size <= max(rows * columns * WIDTH, *kernels), place
+            # Sums over other axes are of a device's part of a gradient, or of states.
+            assert size <= max(rows * columns * WIDTH, *(size // fsdp for size in kernels)), place
         # Only the output matrix, the embedding and their gradients have a vocabulary.
         if len(shape) > 1 and {VOCAB, VOCAB // tensor} & set(shape):
-            assert len(shape) == 2 and {WIDTH, WIDTH // fsdp} & set(shape), place
+            assert {WIDTH, WIDTH // fsdp} & set(shape), place
     kinds = {found.kind for found, _ in found_arrays}
     assert ("collective-permute" in kinds) == (sequence > 1)
     # Each layer's matrices forward, and again backward; the states of responses over no axis but
@@ -325,6 +330,7 @@ def test_what_is_split_stays_split(case):
         "states": int(sequence > 1),
         "gradients of states": int(sequence > 1),
     }
+    assert scattered == {"layers": 7 * LAYERS * (fsdp > 1), "head": int(fsdp > 1)}
 
 
 def test_the_forward_pass_moves_and_gives_states_once():

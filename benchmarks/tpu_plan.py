@@ -1,0 +1,176 @@
+"""The update of Qwen2.5-7B on TPU slices: what it sends, and its predicted MFU. Nothing runs.
+
+    python -m benchmarks.tpu_plan --directory=build/plans
+    python -m benchmarks.tpu_plan --directory=build/plans --before=build/plans_of_another_revision
+
+Compiles the update for each slice of `CASES`, which takes minutes of a core each, and keeps what
+the compiler gave in the directory: a program that is there is not compiled again. `--before` has
+the programs that an earlier revision of this package gave. Weak scaling takes the work of a chip
+from the v5p program, and prices its collectives for the mesh of each number of chips.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import pathlib
+import sys
+
+from benchmarks import results
+
+MODEL = "Qwen/Qwen2.5-7B"
+CASES = ("v5p:4x4x4", "v5e:8x8")
+ROWS, PROMPT, RESPONSE, MICRO = 4, 256, 768, 4  # per data shard; tokens; micro-batches
+SCALING = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
+MOST_FSDP = 64
+
+
+def config_of(num_chips: int):
+    """One sequence per row, without a reference: 6 N per token, and attention."""
+    from configs import default
+
+    config = default.get_config()
+    config.model.path, config.model.compute_dtype, config.model.remat = MODEL, "bfloat16", "full"
+    config.algorithms.loss.kl_coefficient = 0.0
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, RESPONSE
+    config.rollout.group_size = 16
+    prompts = num_chips * ROWS * MICRO // 16
+    config.data.prompts_per_step = config.training.prompts_per_minibatch = prompts
+    config.training.micro_batch_size = num_chips * ROWS
+    return config
+
+
+def compiled(topology: str, directory: pathlib.Path) -> dict:
+    """What the compiler gave for a case: from the directory, or compiled now."""
+    file = directory / f"{topology.replace(':', '_')}.json.gz"
+    if not file.exists():
+        from semrl_jax.planning import plan, programs
+
+        where, architecture = plan.check(config_of(plan.find_slice(topology).num_chips), topology)
+        config = config_of(where.num_chips)
+        print(f"compiling for {topology} ...", file=sys.stderr, flush=True)
+        mesh = programs.trainer_mesh(config, where)
+        found = programs.Programs(config, architecture, where, mesh).update()
+        directory.mkdir(parents=True, exist_ok=True)
+        kept = {"text": found.text, "temporary": found.temporary, "total": found.total}
+        file.write_bytes(gzip.compress(json.dumps(kept).encode()))
+    return json.loads(gzip.decompress(file.read_bytes()))
+
+
+def needed_flops(num_chips: int) -> float:
+    """Of a chip: 6 N per token and attention, by the closed form."""
+    from semrl_jax.planning import roofline
+    from semrl_jax.planning.architectures import find_architecture
+
+    rows = ROWS * MICRO
+    return roofline.products(
+        find_architecture(MODEL),
+        num_tokens=rows * (PROMPT + RESPONSE),
+        num_columns=PROMPT + RESPONSE,
+        num_slots=rows * RESPONSE,
+    ).training
+
+
+def places_of(where) -> list:
+    """Coordinates of the chips in the order of the devices, hosts of 2 x 2 first."""
+    hosts = itertools.product(*(range(-(-size // 2)) for size in reversed(where.shape[:2])))
+    planes = range(where.shape[2]) if len(where.shape) == 3 else (0,)
+    hosts = list(hosts)
+    return [
+        (2 * x + dx, 2 * y + dy, z)
+        for z in planes
+        for y, x in hosts
+        for dy in range(min(2, where.shape[1]))
+        for dx in range(min(2, where.shape[0]))
+    ]
+
+
+def row(name: str, topology: str, kept: dict) -> list[str]:
+    """One line of the table of slices."""
+    from semrl_jax.planning import hlo, roofline
+    from semrl_jax.planning.chips import find_slice
+
+    where = find_slice(topology)
+    mesh = {"replica": 1, "fsdp": where.num_chips, "sequence": 1, "tensor": 1}
+    program = hlo.read(kept["text"], passes=MICRO)
+    times = roofline.times(program, where, places_of(where))
+    sent = dict.fromkeys(hlo.COLLECTIVES, 0.0)
+    for (kind, _), (_, num_bytes) in hlo.by_kind_and_axis(program.collectives, mesh).items():
+        sent[kind] += num_bytes / 2**30
+    mfu = needed_flops(where.num_chips) / times.total / where.chip.flops
+    return [
+        f"{topology}, {name}",
+        *(f"{sent[kind]:.1f}" for kind in ("all-gather", "all-reduce", "reduce-scatter")),
+        f"{kept['total'] / 2**30:.1f} of {where.chip.hbm_bytes / 2**30:.1f}",
+        f"{program.dot_flops / 1e12:.0f}",
+        *(f"{value:.2f}" for value in (times.chip, times.ici, times.total)),
+        f"{mfu:.1%}",
+        times.bound,
+    ]
+
+
+def scaling_rows(kept: dict) -> list[list[str]]:
+    """Weak scaling on v5p, from the program of 64 chips."""
+    from semrl_jax.planning import hlo, roofline
+    from semrl_jax.planning.chips import find_slice
+    from semrl_jax.planning.plan import on_chips
+
+    program = hlo.read(kept["text"], passes=MICRO)
+    here = {"replica": 1, "fsdp": 64, "sequence": 1, "tensor": 1}
+    found = []
+    for num_chips, topology in SCALING.items():
+        where, fsdp = find_slice(topology), min(num_chips, MOST_FSDP)
+        mesh = here | {"replica": num_chips // fsdp, "fsdp": fsdp}
+        there = on_chips(program, here, mesh)
+        times = roofline.times(there, where, places_of(where))
+        mfu = needed_flops(num_chips) / times.total / where.chip.flops
+        sent = sum(one.sent_bytes for one in there.collectives) / 2**30
+        found.append(
+            [f"{num_chips} ({topology})", f"{mesh['replica']} x {fsdp}", f"{sent:.0f}",
+             f"{times.total:.2f}", f"{mfu:.1%}", times.bound]
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("build/plans"))
+    parser.add_argument("--before", type=pathlib.Path, help="programs of an earlier revision")
+    results.add_option(parser)
+    arguments = parser.parse_args()
+    rows = []
+    for topology in CASES:
+        if arguments.before is not None:
+            file = arguments.before / f"{topology.replace(':', '_')}.json.gz"
+            if file.exists():
+                rows.append(row("before", topology, compiled(topology, arguments.before)))
+        rows.append(row("now", topology, compiled(topology, arguments.directory)))
+    header = ("slice", "gathered, GiB", "summed", "scattered", "HBM, GiB", "TFLOP", "chip, s",
+              "ICI, s", "total, s", "MFU", "bound")  # fmt: skip
+    scaling = scaling_rows(compiled(CASES[0], arguments.directory))
+    tokens = ROWS * (PROMPT + RESPONSE)
+    text = f"""
+Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, `mesh.fsdp`
+over the whole slice, `model.remat=full`, {MICRO} micro-batches of {ROWS} sequences of
+{PROMPT} + {RESPONSE} tokens per chip ({tokens} tokens), no reference. All figures are per chip and
+optimiser step. *Chip* is the roofline of all instructions, *ICI* that of the collectives. *Total*
+adds both where the schedule does not overlap them.
+
+{results.table(header, rows)}
+
+*Summed* at 64 shards: 3584 / 64 = 56 rows do not fill tiles of 16. The v5p compiler then gathers
+and scatters by sums of whole arrays, before and now; now the parts are joined by copies too. The
+v5e compiler gathers, overlapped by other work, and still sums gradients. With parts that fill
+tiles, both gather.
+
+Weak scaling, priced from the v5p program for 64 chips: the same work per chip, `mesh.replica` x
+`mesh.fsdp` with at most {MOST_FSDP} shards. Sums over replicas are left out where the compiler made
+no reduce-scatter (1.6 GiB per step).
+
+{results.table(("chips", "replica x fsdp", "sent, GiB", "s", "MFU", "bound"), scaling)}
+"""
+    results.show("TPU slices, planned", text, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

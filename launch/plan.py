@@ -1,0 +1,104 @@
+"""Plans a run on a TPU slice without one: memory, collectives, predicted time.
+
+    python -m launch.plan --config=configs/verl/grpo_qwen2_5_7b.py --topology=v5p:4x4x4
+    python -m launch.plan --config=configs/verl/grpo_qwen2_5_7b.py --topology=v5e:8x8 --search=4
+
+It compiles the programs of the run with the compiler of the slice, which takes minutes for each. It
+needs neither a TPU nor weights: pip install -e '.[tpu]'. docs/plan.md explains the tables. Exit
+codes: 0 it fits, 1 it does not fit, 2 wrong setting (one line names it).
+"""
+
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+
+from absl import flags
+from ml_collections import config_flags
+
+from launch import cli
+from semrl_jax.errors import UserError
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "experiment file, such as configs/verl/grpo_qwen2_5_7b.py"
+)
+TOPOLOGY = flags.DEFINE_string("topology", None, "slice, such as v5e:4x4, v5p:4x4x4 or v6e:8x8")
+SEARCH = flags.DEFINE_integer(
+    "search", 0, "compile this many meshes, remat policies and micro-batches; 0: the config's own",
+    lower_bound=0, upper_bound=64,
+)  # fmt: skip
+PROGRAMS = flags.DEFINE_list("programs", ["update", "pass", "decode"], "programs to compile")
+JSON = flags.DEFINE_bool("json", False, "print one JSON object")
+PLOT = flags.DEFINE_string("plot", None, "picture to write, such as plan.png")
+
+KNOWN = ("update", "pass", "decode")
+ALIVE_S = 10.0  # between two lines of progress
+
+
+def main() -> int:
+    if TOPOLOGY.value is None:
+        raise UserError("--topology is needed, such as --topology=v5p:4x4x4; see --help.")
+    if "update" not in PROGRAMS.value or (bad := set(PROGRAMS.value) - set(KNOWN)):
+        named = f" has {min(bad)!r}, and" if "update" in PROGRAMS.value else ""
+        raise UserError(f"--programs{named} must name update, and may name pass and decode.")
+    plot = None if PLOT.value is None else pathlib.Path(PLOT.value)
+    if plot is not None and (plot.is_dir() or not plot.absolute().parent.is_dir()):
+        raise UserError(f"--plot={plot} must be a file in a directory that exists.")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; the slice is not here
+    config = cli.checked_config(CONFIG)
+    from semrl_jax.planning import plan as planning
+    from semrl_jax.planning import report
+
+    where, architecture = planning.check(config, TOPOLOGY.value)
+    with _Progress() as progress:
+        if SEARCH.value:
+            plans = planning.search(config, where, architecture, SEARCH.value, progress)
+        else:
+            names = tuple(PROGRAMS.value)
+            plans = [planning.make_plan(config, where, architecture, progress, names)]
+    best = plans[0]
+    if plot is not None:
+        report.draw(best, plot)
+    if JSON.value:
+        found = best.as_json()
+        if SEARCH.value:
+            found["candidates"] = [one.as_json() for one in plans]
+        print(json.dumps(found))
+        return 0 if best.fits else 1
+    from rich.console import Console
+
+    console = Console(width=100, highlight=False)
+    if SEARCH.value:
+        console.print(report.search_table(plans))
+    for line in report.headline(best):
+        console.print(line, markup=False)
+    for table in (report.memory_table, report.time_table, report.collective_table):
+        console.print(table(best))
+    return 0 if best.fits else 1
+
+
+class _Progress:
+    """Says on stderr what is compiled, again every ten seconds: one program takes minutes."""
+
+    def __enter__(self):
+        self._what, self._since, self._done = "", time.monotonic(), threading.Event()
+        threading.Thread(target=self._repeat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+
+    def __call__(self, what: str) -> None:
+        self._what, self._since = what, time.monotonic()
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+    def _repeat(self) -> None:
+        while not self._done.wait(ALIVE_S):
+            seconds = time.monotonic() - self._since
+            print(f"{self._what} ... {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main, __doc__)

@@ -1,0 +1,471 @@
+"""Collectives, products and memory traffic of a compiled program, read from its HLO text.
+
+Pure functions of text. A loop counts as often as it runs: XLA's own cost analysis counts its body
+once. The number of passes is in the text, as a known trip count or as the constant in the loop's
+condition. Loops whose bound is an argument (over micro-batches) take it from the caller.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
+)  # fmt: skip
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+BYTES |= {"s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5, "s16": 2, "u16": 2}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%([^ ]+) \(.*\{$")
+_INSTRUCTION = re.compile(
+    r"^\s+(ROOT )?%([^ ]+) = (\((?:[^()]|\([^()]*\))*\)|[^ ]+) ([a-z][a-z0-9-]*)\((.*)$"
+)
+_ARRAY = re.compile(r"([a-z]+[0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%([^ ,)]+)")
+_FUSED = re.compile(r"calls=%([^ ,)]+)")
+_CONDITION = re.compile(r"condition=%([^ ,)]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"^(\d+)\)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERAND = re.compile(r"%([^ ,()]+)")
+# On-chip memory of a TPU. Without it, or in space 0, an array is in HBM.
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")
+# Instructions that move nothing themselves.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "after-all", "add-dependency", "partition-id", "replica-id", "opt-barrier", "domain",
+    "copy-done", "async-done", "async-update", "slice-done",
+}  # fmt: skip
+# What these call computes one element.
+_OF_ELEMENTS = {*COLLECTIVES, "reduce", "reduce-window", "sort", "scatter", "map"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One instruction that moves data between devices.
+
+    Attributes:
+      kind: one of `COLLECTIVES`.
+      arrays: dtype and shape of its results on one device.
+      group: number of devices in one group.
+      times: number of executions in one run of the program. Loops count as often as they run. Of
+        several branches, one counts.
+      op_name: the origin in the traced program.
+      members: the devices of the first group, as positions in the mesh; empty if not known.
+      is_async: whether other instructions may run between its start and its end.
+    """
+
+    kind: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    group: int
+    times: int
+    op_name: str
+    members: tuple[int, ...] = ()
+    is_async: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the larger of operand and result (gathered, summed or sent), per execution."""
+        size = sum(BYTES[dtype] * math.prod(shape) for dtype, shape in self.arrays)
+        return int(size * self.group if self.kind == "reduce-scatter" else size)
+
+    @property
+    def sent_bytes(self) -> float | int:
+        """Bytes that a device sends in all executions, by ring algorithms."""
+        share = (self.group - 1) / self.group
+        factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+        return factor * self.num_bytes * self.times
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of the mesh along which the devices of a group differ."""
+        if not self.members:
+            return ()
+        places = np.unravel_index(self.members, tuple(mesh.values()))
+        return tuple(axis for axis, place in zip(mesh, places) if len(set(place.tolist())) > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What executed instructions of one kind need, other than collectives.
+
+    Attributes:
+      flops: floating point operations of products.
+      hbm_bytes: read from and written to memory that is not on the chip.
+      times: executions in one run of the program.
+      op_name: the origin in the traced program.
+    """
+
+    flops: float | int
+    hbm_bytes: float | int
+    times: int
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one run of a compiled program does on each device."""
+
+    collectives: tuple[Collective, ...]
+    work: tuple[Work, ...]
+
+    @property
+    def dot_flops(self) -> int:
+        """Floating point operations of products."""
+        return int(sum(part.flops * part.times for part in self.work))
+
+    @property
+    def hbm_bytes(self) -> float | int:
+        """Bytes read and written outside the chip."""
+        return sum(part.hbm_bytes * part.times for part in self.work)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    is_root: bool = False
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands: those before the parenthesis that closes the list."""
+        depth = 1
+        for end, character in enumerate(self.rest):
+            depth += (character == "(") - (character == ")")
+            if depth == 0:
+                return tuple(_OPERAND.findall(self.rest[:end]))
+        return ()
+
+
+def read(text: str, passes: int | None = None) -> Program:
+    """Reads `compiled.as_text()`. Collectives within one device are left out.
+
+    Args:
+      text: of a scheduled program of any backend.
+      passes: of the loops whose number of passes is not in the text.
+
+    Raises:
+      ValueError: for such a loop with a collective or a product, without `passes`.
+    """
+    computations, entry = _computations(text)
+    collectives, work = [], []
+    for times, instructions, instruction in _executed(computations, entry, 1, passes):
+        opcode = instruction.opcode.removesuffix("-start")
+        is_collective = opcode in COLLECTIVES
+        flops = _flops(instruction, instructions, computations)
+        if math.isnan(times):
+            if is_collective or flops:
+                raise ValueError(f"%{instruction.name} is in a loop of unknown length")
+            continue
+        if is_collective:
+            members = _members(instruction.rest)
+            name = _OP_NAME.search(instruction.rest)
+            if len(members) > 1:
+                collectives.append(
+                    Collective(
+                        opcode,
+                        _arrays(instruction),
+                        len(members),
+                        times,
+                        name.group(1) if name else "",
+                        members,
+                        instruction.opcode.endswith("-start") or _in_fusion(instruction),
+                    )
+                )
+        elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
+            moved = _hbm_bytes(instruction, instructions, computations)
+            if flops or moved:
+                name = _OP_NAME.search(instruction.rest)
+                work.append(Work(flops, moved, times, name.group(1) if name else ""))
+    return Program(tuple(collectives), tuple(work))
+
+
+def by_kind_and_axis(
+    collectives: tuple[Collective, ...], mesh: Mapping[str, int]
+) -> dict[tuple[str, str], tuple[int, float | int]]:
+    """Executions and sent bytes by kind and mesh axes, such as ("all-gather", "fsdp")."""
+    found: dict[tuple[str, str], tuple[int, float | int]] = collections.defaultdict(
+        lambda: (0, 0.0)
+    )
+    for one in collectives:
+        key = one.kind, "+".join(one.axes(mesh)) or "?"
+        times, sent = found[key]
+        found[key] = times + one.times, sent + one.sent_bytes
+    return dict(found)
+
+
+def _in_fusion(instruction: _Instruction) -> bool:
+    return "async_collective" in instruction.rest
+
+
+def _computations(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    """Per computation its instructions by name; and the name of the entry computation."""
+    computations: dict[str, dict[str, _Instruction]] = {}
+    entry, current = "", {}
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = computations[header.group(2)] = {}
+            entry = header.group(2) if header.group(1) else entry
+        elif found := _INSTRUCTION.match(re.sub(r"/\*index=\d+\*/", "", line)):
+            root, *fields = found.groups()
+            current[fields[0]] = _Instruction(*fields, is_root=bool(root))
+    return computations, entry
+
+
+def _executed(computations, name, times, passes) -> Iterator:
+    """Yields (times, the computation, instruction) for everything that a computation executes.
+
+    The inside of a fusion is not executed on its own. Only its collectives are: some compilers
+    put a product beside one.
+    """
+    instructions = computations[name]
+    for instruction in instructions.values():
+        yield times, instructions, instruction
+        inner = times
+        if instruction.opcode == "while":
+            inner = times * _trips(instruction, computations, passes)
+        if instruction.opcode == "fusion":
+            for callee in _FUSED.findall(instruction.rest):
+                for _, inside, part in _executed(computations, callee, times, passes):
+                    if part.opcode.removesuffix("-start") in COLLECTIVES:
+                        yield times, inside, part
+            continue
+        if branches := _BRANCHES.search(instruction.rest):
+            # Take the branch with most instructions: for a block of attention, it is the branch
+            # that computes the block.
+            called = [_computation_name(part) for part in branches.group(1).split(",")]
+            called = [max(called, key=lambda name: _size(computations, name))]
+        elif instruction.opcode.removesuffix("-start") in _OF_ELEMENTS:
+            called = []
+        else:
+            called = _CALLED.findall(instruction.rest)
+        for callee in called:
+            yield from _executed(computations, callee, inner, passes)
+
+
+def _size(computations, name: str) -> int:
+    return sum(1 for _ in _executed(computations, name, 1, 1))
+
+
+def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
+    """How often a loop runs: from its own text, or from the only constant of its condition."""
+    if trips := _TRIPS.search(loop.rest):
+        return int(trips.group(1))
+    found = []
+    condition = computations.get(_computation_name(_CONDITION.search(loop.rest).group(1)), {})
+    for instruction in condition.values():
+        bodies = [condition]
+        if instruction.opcode == "fusion":
+            bodies += [computations[name] for name in _FUSED.findall(instruction.rest)]
+        for body in bodies:
+            found += [
+                int(value.group(1))
+                for other in body.values()
+                if other.opcode == "constant" and (value := _CONSTANT.match(other.rest))
+                and other.shape.startswith("s32[]")
+            ]  # fmt: skip
+    if len(set(found)) == 1:
+        return found[0]
+    return math.nan if passes is None else passes
+
+
+def _computation_name(text: str) -> str:
+    return text.strip().removeprefix("%")
+
+
+def _arrays(instruction: _Instruction) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    found = [
+        (dtype, tuple(int(n) for n in dims.split(",") if n))
+        for dtype, dims, _ in _ARRAY.findall(instruction.shape)
+    ]
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+        # (operands, results, and on a TPU two numbers of its own)
+        found = [array for array in found if array != ("u32", ())]
+        found = found[len(found) // 2 :]
+    return tuple(found)
+
+
+def _hbm_arrays(shape: str) -> list[float | int]:
+    """Bytes of the arrays of a shape that are not on the chip."""
+    return [
+        BYTES.get(dtype, 0) * math.prod(int(n) for n in dims.split(",") if n)
+        for dtype, dims, layout in _ARRAY.findall(shape)
+        if not _ON_CHIP.search(layout)
+    ]
+
+
+def _hbm_bytes(instruction: _Instruction, instructions, computations) -> float | int:
+    """Bytes that an instruction reads and writes outside the chip.
+
+    Of an array that a fusion only slices, it reads the slice. An array that it updates in place is
+    written only where it changes.
+    """
+    opcode = instruction.opcode
+    shapes = [instructions[name].shape for name in instruction.operands if name in instructions]
+    if opcode == "dynamic-slice" or opcode.startswith("slice"):
+        return 2 * sum(_hbm_arrays(instruction.shape)[:1])
+    if opcode == "dynamic-update-slice":
+        return 2 * sum(_hbm_arrays(shapes[1])) if len(shapes) > 1 else 0
+    if opcode == "copy-start":
+        return sum(_hbm_arrays(instruction.shape)[:2])
+    if opcode == "gather":
+        return 2 * sum(_hbm_arrays(instruction.shape))
+    if opcode != "fusion":
+        return sum(map(sum, map(_hbm_arrays, (instruction.shape, *shapes))))
+    (callee,) = _FUSED.findall(instruction.rest)
+    body = computations[callee]
+    parameters = {
+        int(part.rest.partition(")")[0]): part
+        for part in body.values()
+        if part.opcode == "parameter"
+    }
+    read = 0.0
+    updated = 0
+    for index, shape in enumerate(shapes):
+        arrays = _hbm_arrays(shape)
+        if index not in parameters or not arrays:
+            continue
+        size, is_updated = _read_of(parameters[index].name, body, sum(arrays))
+        read += size
+        updated += is_updated
+    written = 0.0
+    for size in _hbm_arrays(instruction.shape):
+        changed = [
+            sum(_hbm_arrays(body[part.operands[1]].shape))
+            for part in body.values()
+            if part.opcode == "dynamic-update-slice" and sum(_hbm_arrays(part.shape)) == size
+        ]
+        written += changed[0] if updated and changed else size
+    return read + written
+
+
+def _read_of(name: str, body, size: float | int) -> tuple[float | int, bool]:
+    """Bytes that a fusion reads of a parameter, and whether it updates a slice of it in place."""
+    users = [part for part in body.values() if name in part.operands]
+    if len(users) == 1 and users[0].opcode == "bitcast":
+        return _read_of(users[0].name, body, size)
+    if users and all(part.opcode in ("dynamic-slice", "slice", "gather") for part in users):
+        return sum(sum(_hbm_arrays(part.shape)) for part in users), False
+    if users and all(
+        part.opcode == "dynamic-update-slice" and part.operands[0] == name for part in users
+    ):
+        return 0.0, True
+    return size, False
+
+
+def _flops(instruction: _Instruction, instructions, computations) -> float | int:
+    """Floating point operations of the products of an instruction, the inside of a fusion too."""
+    if instruction.opcode == "dot":
+        return _dot_flops(instruction, instructions)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction, instructions)
+    if instruction.opcode == "fusion":
+        return sum(
+            _flops(part, computations[name], computations)
+            for name in _FUSED.findall(instruction.rest)
+            for part in computations[name].values()
+        )
+    return 0
+
+
+def _dot_flops(instruction: _Instruction, instructions: dict[str, _Instruction]) -> int:
+    """2 * outputs * terms per output; shapes of operands are those of their instructions."""
+    contracted = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", instruction.rest).group(1)
+    (_, shape), *_ = _arrays(instructions[instruction.operands[0]])
+    (_, result), *_ = _arrays(instruction)
+    terms = math.prod(shape[int(n)] for n in contracted.split(",") if n)
+    return 2 * math.prod(result) * terms
+
+
+def _convolution_flops(instruction: _Instruction, instructions) -> float | int:
+    """2 * outputs * terms: TPUs write every product as a convolution.
+
+    The batch of a product is then a spatial dimension whose padding and dilation leave one term
+    per output, so only places inside the input count.
+    """
+    labels = re.search(r"dim_labels=([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)", instruction.rest)
+    left, right, out = labels.groups()
+    sizes = [
+        dict(zip(names, _arrays(part)[0][1]))
+        for names, part in zip(
+            (left, right, out),
+            (*(instructions[name] for name in instruction.operands[:2]), instruction),
+        )
+    ]
+    lhs, rhs, result = sizes
+    window = _window(instruction.rest)
+    terms = 1
+    for index in sorted(set(out) - set("bf")):
+        get = functools.partial(_entry, window, int(index))
+        terms *= _valid_places(
+            lhs[index], rhs[index], result[index], get("stride", 1), get("pad", 0),
+            get("lhs_dilate", 1), get("rhs_dilate", 1),
+        )  # fmt: skip
+    groups = re.search(r"batch_group_count=(\d+)", instruction.rest)
+    return (
+        2 * result["b"] * result["f"] * rhs["i"] * terms / (int(groups.group(1)) if groups else 1)
+    )
+
+
+def _window(rest: str) -> dict[str, list[str]]:
+    """The entries of `window={size=4x1 pad=0_0x1_1}`, one text per spatial dimension."""
+    found = re.search(r"window=\{([^}]*)\}", rest)
+    pairs = (part.split("=") for part in found.group(1).split()) if found else ()
+    return {name: value.split("x") for name, value in pairs}
+
+
+def _entry(window, index: int, name: str, default: int) -> int:
+    return int(window[name][index].partition("_")[0]) if name in window else default
+
+
+def _valid_places(inputs, kernel, outputs, stride, pad, dilate, kernel_dilate) -> int:
+    """Pairs of an output and a place of the kernel that fall on an input, not on padding."""
+    places = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None] * kernel_dilate
+    inside = (places >= 0) & (places % dilate == 0) & (places // dilate < inputs)
+    return int(inside.sum())
+
+
+def _members(rest: str) -> tuple[int, ...]:
+    """The devices of the first group, for each notation of groups in HLO."""
+    if found := re.search(r"replica_groups=\{\{([0-9,]*)\}", rest):
+        return tuple(int(n) for n in found.group(1).split(","))
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", rest):
+        return tuple(_order(found.group(3)).reshape(int(found.group(1)), -1)[0].tolist())
+    # mesh['a'=2,'b'=4], device_ids=(...) {'a','b':(1)2}; the last one is part of an axis
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{('[^}]*)\}", rest):
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
+        order = re.search(r"device_ids=\((\[[0-9,]+\](?:T\([0-9,]+\))?)\)", found.group(2))
+        order = _order(order.group(1)) if order else np.arange(math.prod(sizes.values()))
+        places = order.reshape(tuple(sizes.values()))
+        parts = {
+            name: (int(before or 1), int(part or sizes[name]))
+            for name, before, part in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found.group(3))
+        }
+        chosen = []
+        for name, size in sizes.items():
+            before, part = parts.get(name, (1, 1))
+            # A part of an axis is the middle of (before, part, after).
+            chosen.append(np.arange(part) * (size // (before * part)))
+        return tuple(places[np.ix_(*chosen)].reshape(-1).tolist())
+    if "source_target_pairs=" in rest:
+        pairs = re.findall(r"\{(\d+),(\d+)\}", rest)
+        return next(((int(a), int(b)) for a, b in pairs if a != b), (0,))
+    raise ValueError(f"no groups in {rest[:200]!r}")
+
+
+def _order(text: str) -> np.ndarray:
+    """The device numbers of an iota such as [2,4]T(1,0)."""
+    sizes, _, axes = text.partition("T")
+    shape = [int(n) for n in sizes.strip("[]").split(",")]
+    order = np.arange(math.prod(shape)).reshape(shape)
+    if axes:
+        order = order.transpose([int(n) for n in axes.strip("()").split(",")])
+    return order.reshape(-1)

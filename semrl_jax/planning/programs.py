@@ -1,0 +1,373 @@
+"""The programs of a run, compiled for a TPU slice that is not here.
+
+The compiler is that of the slice (libtpu), the arrays are abstract, and the functions are those
+that the run calls: `update_rows`, `row_logprobs`, `decode_chunk`. No device, weight or tokenizer is
+needed.
+
+Source: jax.experimental.topologies, "ahead-of-time compilation for devices that are not attached".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from semrl_jax import models
+from semrl_jax.algorithms.algorithm import Algorithm, load_algorithm
+from semrl_jax.errors import UserError
+from semrl_jax.planning.chips import Slice
+from semrl_jax.rollout.engines.decoding import decode_chunk, empty_slots, slot_specs
+from semrl_jax.rollout.engines.sampling import split_sampling
+from semrl_jax.rounding import next_power_of_two
+from semrl_jax.runs.setup import optimizer_of
+from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
+from semrl_jax.training.packing import Layout, lay_out, row_plan
+from semrl_jax.training.state import abstract_copied, abstract_trained
+from semrl_jax.training.update import SlotValues, row_logprobs, update_rows
+from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
+
+# Where this pass fails, the program is compiled without it: libtpu 0.0.42 stops ("RET_CHECK failure
+# ... user->opcode() == kAdd") if gradients are summed by an all-reduce inside the loop over
+# micro-batches. A run needs the same option, in $LIBTPU_INIT_ARGS as --NAME=VALUE.
+FAILING_PASS = "while_loop_all_reduce_code_motion"
+WITHOUT_IT = {"xla_disable_hlo_passes": FAILING_PASS.replace("_", "-")}
+INSTALL = "pip install -e '.[tpu]'"
+
+
+class Compiled(NamedTuple):
+    """One program of the run.
+
+    Attributes:
+      name: "update", "pass" or "decode".
+      text: scheduled HLO; "" if it does not fit.
+      arguments: bytes on one device of each kind of argument.
+      temporary: bytes of what exists only while it runs.
+      output: bytes of results that take no argument's place.
+      code: bytes of the program.
+      passes: of its loop of unknown length: micro-batches, or tokens of a chunk.
+      used: bytes that the compiler would need, if it found that they do not fit; else 0.
+      options: of the compiler, if it needs any.
+    """
+
+    name: str
+    text: str
+    arguments: Mapping[str, int]
+    temporary: int
+    output: int
+    code: int
+    passes: int
+    used: float | int = 0.0
+    options: Mapping[str, str] = {}
+
+    @property
+    def total(self) -> float | int:
+        """Bytes on one device while it runs."""
+        if self.used:
+            return self.used
+        return sum(self.arguments.values()) + self.temporary + self.output + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What a config compiles, on the mesh of a slice.
+
+    Attributes:
+      config: checked; of the run.
+      architecture: of its model.
+      slice_: where it would run.
+      mesh: of the trainer.
+    """
+
+    config: ml_collections.ConfigDict
+    architecture: models.DecoderConfig
+    slice_: Slice
+    mesh: Mesh
+
+    @property
+    def policy(self) -> models.Policy:
+        model = self.config.model
+        return models.Policy(self.architecture, model.compute_dtype, model.remat, self.mesh)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return load_algorithm(self.config.algorithms.to_dict())
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether a pass gives the log-probabilities before the update."""
+        needs = all_needs(self.algorithm, self.config)
+        several = needs.old_logprobs and has_several_minibatches(self.config)
+        return bool(
+            needs.early_old_logprobs or several or self.config.hidden_states.source == "policy"
+        )
+
+    @property
+    def has_reference(self) -> bool:
+        needs = all_needs(self.algorithm, self.config)
+        return bool(needs.reference or needs.early_reference)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser steps of one training step."""
+        data, training = self.config.data, self.config.training
+        return -(-data.prompts_per_step // training.prompts_per_minibatch)
+
+    def layout(self) -> Layout:
+        """The rows of one mini-batch, if all prompts and responses have their greatest length."""
+        rollout = self.config.rollout
+        count = self.config.training.prompts_per_minibatch * rollout.group_size
+        prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
+        whole = np.ones((count, prompt + response), np.int32)
+        batch = RolloutBatch(
+            token_ids=whole,
+            positions=np.broadcast_to(np.arange(prompt + response, dtype=np.int32), whole.shape),
+            segment_ids=whole,
+            response_mask=np.ones((count, response), bool),
+            rollout_logprobs=np.zeros((count, response), np.float32),
+        )
+        return lay_out(batch, row_plan(self.mesh, self.config.training))
+
+    def update(self) -> Compiled:
+        """`update_rows`, one optimiser step."""
+        layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
+        needs = all_needs(self.algorithm, self.config)
+        optimizer = optimizer_of(self.config.training)
+        trained = abstract_trained(self.policy.shapes(), optimizer, self.mesh)
+        rows = _abstract(layout.rows, sharding)
+        values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
+        importance = importance_options(self.config)
+        corrects = not self.needs_old and importance["level"] != "none"
+        given = SlotValues(
+            old_logprobs=values if self.needs_old and needs.old_logprobs else None,
+            ref_logprobs=values if needs.early_reference and needs.reference else None,
+            rollout_logprobs=values if corrects else None,
+            advantages=values,
+            weights=values,
+        )
+        reference = None
+        if needs.reference and not needs.early_reference:
+            reference = self._reference()
+        traced = update_rows.trace(
+            trained.params,
+            trained.optimizer,
+            rows,
+            given,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            reference,
+            optimizer=optimizer,
+            policy=self.policy,
+            temperature=self.config.rollout.temperature,
+            algorithm=self.algorithm,
+            importance=tuple(importance.items()) if corrects else (),
+        )
+        arguments = {
+            "parameters": trained.params,
+            "optimiser": trained.optimizer,
+            "reference": reference,
+            "batch": (rows, given),
+        }
+        return _compiled("update", traced, arguments, layout.num_micro)
+
+    def logprobs(self) -> Compiled:
+        """`row_logprobs`, the pass before the update, over one mini-batch."""
+        layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
+        optimizer = optimizer_of(self.config.training)
+        params = abstract_trained(self.policy.shapes(), optimizer, self.mesh).params
+        rows = _abstract(layout.rows, sharding)
+        traced = row_logprobs.trace(
+            params,
+            rows,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            None,
+            policy=self.policy,
+            temperature=self.config.rollout.temperature,
+            with_states=self.config.hidden_states.source == "policy",
+        )
+        arguments = {"parameters": params, "batch": rows}
+        return _compiled("pass", traced, arguments, layout.num_micro)
+
+    def decode(self) -> Compiled:
+        """`decode_chunk` of the JAX engine, with all slots and columns that the config permits."""
+        rollout, config = self.config.rollout, self.config
+        mesh = engine_mesh(self)
+        policy = dataclasses.replace(self.policy, mesh=mesh)
+        prompt_columns = next_power_of_two(rollout.max_prompt_tokens)
+        sampling = SamplingParams(
+            max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            eos_token_ids=(0,),
+        )
+        kind, values = split_sampling(sampling)
+        shapes = jax.eval_shape(
+            lambda: empty_slots(
+                policy=dataclasses.replace(policy, mesh=None),
+                batch=min(rollout.jax_max_batch, config.training.responses_per_step),
+                columns=prompt_columns + rollout.max_response_tokens,
+            )
+        )
+        slots = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            shapes,
+            slot_specs(shapes, mesh),
+        )
+        params = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.dtype(weight_dtype(config)), sharding=sharding
+            ),
+            *self._engine_params(policy, mesh),
+        )
+        states = HiddenStateParams(
+            layers=(-1,) if config.hidden_states.source == "rollout" else (),
+            dtype=config.hidden_states.dtype,
+        )
+        traced = decode_chunk.trace(
+            params,
+            slots,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            values,
+            jax.ShapeDtypeStruct((8,), jnp.int32),
+            policy=policy,
+            kind=kind,
+            hidden_states=states,
+            num_prompt_columns=prompt_columns,
+            num_tokens=rollout.jax_chunk_tokens,
+        )
+        arguments = {"engine weights": params, "cache": slots}
+        return _compiled("decode", traced, arguments, rollout.jax_chunk_tokens)
+
+    def _reference(self) -> Any:
+        return abstract_copied(self.policy.shapes(), self.config.model.reference_dtype, self.mesh)
+
+    def _engine_params(self, policy, mesh):
+        shapes = jax.eval_shape(models.unstacked, policy.shapes())
+        return shapes, models.parameter_shardings(shapes, mesh)
+
+
+def check_compiler() -> None:
+    """Raises UserError if the compiler for TPUs is not installed."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            "launch.plan needs the compiler for TPUs, libtpu, which runs without a TPU; "
+            f"install it with {INSTALL}."
+        )
+
+
+def devices_of(where: Slice) -> list[Any]:
+    """Descriptions of the chips of a slice, none of which is here."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # it would wait for a metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody else's TPU is used
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # else it reports that it found none
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{where.chip.name}-8")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices)
+
+
+def trainer_mesh(config: ml_collections.ConfigDict, where: Slice) -> Mesh:
+    """The trainer's mesh on a slice.
+
+    Raises:
+      UserError: if its sizes do not multiply to the chips of the slice.
+    """
+    sizes = config.mesh.to_dict()
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = list(sizes.values()).count(-1)
+    if free > 1 or known < 1 or (where.num_chips % known if free else known != where.num_chips):
+        raise UserError(
+            f"mesh={sizes} does not fit --topology={where.name}: its sizes must multiply to "
+            f"{where.num_chips} chips; set config.mesh, or try --search."
+        )
+    return models.make_mesh(sizes, devices_of(where))
+
+
+def engine_mesh(programs: Programs) -> Mesh:
+    """The embedded engine's mesh, on the chips of one host.
+
+    Raises:
+      UserError: if a host has too few chips.
+    """
+    rollout, where = programs.config.rollout, programs.slice_
+    chips = list(programs.mesh.devices.flat)
+    on_host = [chip for chip in chips if chip.process_index == chips[0].process_index]
+    tensor, data = rollout.jax_tensor_parallelism, rollout.jax_data_parallelism
+    tensor = len(on_host) // max(data, 1) if tensor == -1 else tensor
+    data = len(on_host) // max(tensor, 1) if data == -1 else data
+    if not 0 < tensor * data <= len(on_host):
+        raise UserError(
+            f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}: a host "
+            f"of {where.name} has {len(on_host)} chips; lower one of them."
+        )
+    sizes = {"replica": data, "fsdp": 1, "sequence": 1, "tensor": tensor}
+    mesh = models.make_mesh(sizes, on_host[: tensor * data])
+    models.check_mesh(programs.architecture, mesh)
+    return mesh
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of abstract arrays on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _abstract(tree: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+
+
+def _compiled(name: str, traced: Any, arguments: Mapping[str, Any], passes: int) -> Compiled:
+    """Compiles, and reads memory and text; a program that is too large has no text."""
+    sizes = {kind: device_bytes(tree) for kind, tree in arguments.items() if tree is not None}
+    lowered, options = traced.lower(lowering_platforms=("tpu",)), {}
+    try:
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if FAILING_PASS not in str(error):
+                raise
+            options = WITHOUT_IT
+            compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        used = too_large(str(error))
+        if used is None:
+            raise
+        return Compiled(name, "", sizes, 0, 0, 0, passes, used, options)
+    memory = compiled.memory_analysis()
+    return Compiled(
+        name,
+        compiled.as_text(),
+        sizes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+        passes,
+        options=options,
+    )
+
+
+def too_large(message: str) -> float | None:
+    """The bytes that a program would use, from the compiler's refusal; None for another error."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
+    return found and float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]

@@ -1,0 +1,192 @@
+"""Closed forms of a step's products, and the time that a program takes at the limits of a chip.
+
+Source: "How to scale your model" (jax-ml.github.io/scaling-book), chapters on rooflines, sharded
+products and transformers, for the formulas and for the cost of collectives on a torus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from semrl_jax.models import DecoderConfig
+from semrl_jax.planning.chips import Slice
+from semrl_jax.planning.hlo import Collective, Program
+
+
+class Products(NamedTuple):
+    """Floating point operations of one pass forward over all tokens, by where they are.
+
+    Attributes:
+      layers: the kernels of the layers, 2 per parameter and token.
+      head: the output matrix, for the tokens that get logits.
+      attention: scores and attended values of the pairs that a causal mask leaves.
+    """
+
+    layers: float | int
+    head: float | int
+    attention: float | int
+
+    @property
+    def forward(self) -> float | int:
+        return self.layers + self.head + self.attention
+
+    @property
+    def training(self) -> float | int:
+        """Forward and backward, nothing computed twice: 6 N D and three times the attention."""
+        return 3 * self.forward
+
+
+def products(
+    architecture: DecoderConfig,
+    *,
+    num_tokens: float | int,
+    num_columns: float | int,
+    num_slots: float | int,
+) -> Products:
+    """The closed forms: what a model needs, however it is computed.
+
+    Args:
+      num_tokens: in sequences of `num_columns`.
+      num_slots: tokens that get logits.
+    """
+    heads = architecture.num_heads * architecture.head_dim
+    return Products(
+        layers=2 * num_tokens * layer_parameters(architecture) * architecture.num_layers,
+        head=2 * num_slots * architecture.hidden_size * architecture.vocab_size,
+        # Two products of 2 heads each; half of the pairs are in the past.
+        attention=2 * num_tokens * num_columns * heads * architecture.num_layers,
+    )
+
+
+def layer_parameters(architecture: DecoderConfig) -> int:
+    """Numbers in the kernels of one layer."""
+    heads = architecture.num_heads * architecture.head_dim
+    kv_heads = architecture.num_kv_heads * architecture.head_dim
+    return architecture.hidden_size * (
+        2 * heads + 2 * kv_heads + 3 * architecture.intermediate_size
+    )
+
+
+class Times(NamedTuple):
+    """Seconds of one run of a program on a chip, each at its own limit.
+
+    Attributes:
+      compute: all products at the peak rate.
+      hbm: all bytes outside the chip at the bandwidth.
+      chip: instruction by instruction the larger of both, because one waits for the other.
+      ici_async: collectives that other instructions may overlap.
+      ici_sync: collectives during which the chip waits.
+    """
+
+    compute: float | int
+    hbm: float | int
+    chip: float | int
+    ici_async: float | int
+    ici_sync: float | int
+
+    @property
+    def ici(self) -> float | int:
+        return self.ici_async + self.ici_sync
+
+    @property
+    def total(self) -> float | int:
+        """The chip's own work beside the collectives that overlap it, then the others."""
+        return max(self.chip, self.ici_async) + self.ici_sync
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the time: "compute", "HBM" or "ICI"."""
+        if self.ici > self.chip:
+            return "ICI"
+        return "compute" if self.compute >= self.chip - self.compute else "HBM"
+
+    def __add__(self, other: Times) -> Times:
+        return Times(*(a + b for a, b in zip(self, other)))
+
+    def times(self, count: float | int) -> Times:
+        """Of so many runs."""
+        return Times(*(count * seconds for seconds in self))
+
+
+def times(program: Program, where: Slice, places: Sequence[Sequence[int]]) -> Times:
+    """The roofline of a program.
+
+    Args:
+      places: coordinates in the torus of each device of the mesh, in the order of the mesh.
+    """
+    chip = where.chip
+    compute = hbm = together = 0.0
+    for work in program.work:
+        own = work.times * work.flops / chip.flops
+        moved = work.times * work.hbm_bytes / chip.hbm_bandwidth
+        compute, hbm, together = compute + own, hbm + moved, together + max(own, moved)
+    by_kind = {True: 0.0, False: 0.0}
+    for collective in program.collectives:
+        by_kind[collective.is_async] += collective_s(collective, where, places)
+    return Times(compute, hbm, together, by_kind[True], by_kind[False])
+
+
+def collective_s(
+    collective: Collective, where: Slice, places: Sequence[Sequence[int]]
+) -> float | int:
+    """Seconds of all executions of a collective at the bandwidth of the links it can use.
+
+    A group uses the links of the dimensions along which its devices differ: two per dimension, or
+    the work of one if the dimension is no ring. An all-to-all is limited by the links in the middle
+    of the longest dimension. Latency is left out.
+    """
+    members = [places[index] for index in collective.members]
+    extents = [len(set(coordinate)) for coordinate in zip(*members)]
+    rings = [
+        (extent, where.chip.has_ring(size) and extent == size)
+        for extent, size in zip(extents, where.shape)
+        if extent > 1
+    ] or [(2, False)]
+    link = where.chip.link_bandwidth
+    if collective.kind == "collective-permute":
+        return collective.sent_bytes / link
+    if collective.kind == "all-to-all":
+        extent, is_ring = max(rings)
+        own = collective.num_bytes * collective.times
+        return own * extent / (8 if is_ring else 4) / link
+    return collective.sent_bytes / (link * sum(2 if is_ring else 1 for _, is_ring in rings))
+
+
+class ScalingPoint(NamedTuple):
+    """A number of chips, and the predicted time of a micro-batch there."""
+
+    num_chips: int
+    seconds: float | int
+    mfu: float | int
+    bound: str
+
+
+def weak_scaling(
+    here: Times,
+    collectives_s: Mapping[int, tuple[float, float]],
+    flops: float | int,
+    peak: float | int,
+) -> list[ScalingPoint]:
+    """Times with the same work per chip and the collectives of other numbers of chips.
+
+    Args:
+      here: of one chip's work.
+      collectives_s: (async, sync) seconds of the collectives by number of chips.
+      flops: that a chip's work needs, by the closed form.
+      peak: of a chip.
+    """
+    found = []
+    for num_chips, (overlapped, waited) in collectives_s.items():
+        there = here._replace(ici_async=overlapped, ici_sync=waited)
+        mfu = flops / there.total / peak
+        found.append(ScalingPoint(num_chips, there.total, mfu, there.bound))
+    return found
+
+
+def gather_s(num_bytes: float | int, shape: Sequence[int], where: Slice) -> float | int:
+    """Seconds to gather (or to scatter sums of) so many bytes over chips of that shape."""
+    links = sum(2 if where.chip.has_ring(size) else 1 for size in shape if size > 1)
+    share = 1 - 1 / math.prod(shape)
+    return share * num_bytes / (max(links, 1) * where.chip.link_bandwidth)

@@ -1,0 +1,102 @@
+"""What a program executes, counted by hand and on programs compiled here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from semrl_jax.planning import hlo
+
+# As a TPU writes it: products are convolutions, loops have no known trip count, arrays with S(1)
+# are on the chip, and replica groups are those of a mesh.
+TPU = """
+%cond (p: (s32[], bf16[64,32])) -> pred[] {
+  %p = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) parameter(0)
+  %limit = s32[]{:T(128)} constant(7)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%body (p: (s32[], bf16[64,32])) -> (s32[], bf16[64,32]) {
+  %p = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = bf16[64,32]{1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
+  %w = bf16[32,32]{1,0:T(8,128)(2,1)S(1)} all-gather(%x), channel_id=1, \
+replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+  %y = bf16[64,32]{1,0:T(8,128)(2,1)} convolution(%x, %w), dim_labels=bf_io->bf
+  ROOT %t = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) tuple(%i, %y)
+}
+
+ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
+  %a = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %start = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) tuple(%zero, %a)
+  %loop = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) while(%start), \
+condition=%cond, body=%body
+  ROOT %out = bf16[64,32]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
+}
+"""
+MESH = {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
+
+
+def test_a_loop_of_a_tpu_counts_by_its_condition():
+    program = hlo.read(TPU)
+    assert program.dot_flops == 7 * 2 * 64 * 32 * 32
+    # Both arrays of 64 x 32 are outside the chip; the gathered one is not.
+    assert program.hbm_bytes == 7 * 2 * 64 * 32 * 2
+    (gather,) = program.collectives
+    assert (gather.times, gather.num_bytes) == (7, 32 * 32 * 2)
+    assert gather.members == (0, 1, 2, 3) and gather.axes(MESH) == ("fsdp",)
+    assert hlo.by_kind_and_axis(program.collectives, MESH) == {
+        ("all-gather", "fsdp"): (7, 7 * 32 * 32 * 2 * 3 / 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("groups", "members"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}", (0, 2, 4, 6)),
+        ("mesh['x'=8] {'x':(2)2}", (0, 2)),
+        ("mesh['x'=8] {'x':(1)2}", (0, 4)),
+    ],
+)
+def test_members_of_a_group(groups, members):
+    assert hlo._members(f"%x), replica_groups={groups}, to_apply=%add") == members
+
+
+def test_a_batch_of_products_written_as_a_convolution():
+    # f32[4,...] einsum over a batch of 4: one term per output in the dilated dimension.
+    text = """
+ENTRY %main (x: bf16[4,7,256,128], y: bf16[4,7,256,128]) -> f32[4,7,256,256] {
+  %x = bf16[4,7,256,128]{3,2,1,0} parameter(0)
+  %y = bf16[4,7,256,128]{3,2,1,0} parameter(1)
+  ROOT %z = f32[4,7,256,256]{3,2,1,0} convolution(%x, %y), \
+window={size=4x7 stride=3x6 lhs_dilate=4x7}, dim_labels=01bf_01oi->01bf
+}
+"""
+    assert hlo.read(text).dot_flops == 2 * 4 * 7 * 256 * 256 * 128
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_scanned_layers_with_gradients_and_micro_batches(layers):
+    """Forward and backward of a scanned product: 6 N T, a loop counted as often as it runs."""
+    tokens, width, micro = 16, 8, 5
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    def update(w, xs, count):
+        def add(i, total):
+            return total + jax.grad(loss)(w, xs[i])
+
+        return jax.lax.fori_loop(0, count, add, jnp.zeros_like(w))
+
+    shapes = [(layers, width, width), (micro, tokens, width)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = jax.jit(update).lower(*arguments, jnp.int32(0)).compile().as_text()
+    with pytest.raises(ValueError, match="unknown length"):
+        hlo.read(text)
+    # Without the gradient of the first layer's input, where there is only one layer.
+    found = hlo.read(text, passes=micro).dot_flops
+    assert found in (k * micro * layers * 2 * tokens * width**2 for k in (2, 3))

@@ -1,0 +1,99 @@
+"""The command: mistakes in one line, and a small model compiled for a slice that is not here."""
+
+import importlib.util
+import json
+
+import pytest
+
+from configs import default
+from semrl_jax.errors import UserError
+from semrl_jax.planning import plan, programs
+from semrl_jax.planning.chips import find_slice
+from tests.launch.conftest import run
+
+TINY = {
+    "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def config_of(path="Qwen/Qwen2.5-7B"):
+    config = default.get_config()
+    config.model.path = str(path)
+    return config
+
+
+def test_a_model_larger_than_the_slice_names_slices_that_hold_it(monkeypatch):
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+    with pytest.raises(UserError, match="takes 113 GiB; it fits into v5e:2x4"):
+        plan.check(config_of(), "v5e:2x2")
+
+
+def test_other_mistakes_before_any_work(monkeypatch):
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+    with pytest.raises(UserError, match=r"model\.path is empty"):
+        plan.check(default.get_config(), "v5e:2x2")
+    with pytest.raises(UserError, match=r"a plan knows Qwen/Qwen2\.5-0\.5B"):
+        plan.check(config_of("nowhere/at-all"), "v5e:2x2")
+    config = config_of()
+    config.mesh.fsdp = 7
+    with pytest.raises(UserError, match="must multiply to 64 chips"):
+        programs.trainer_mesh(config, find_slice("v5p:4x4x4"))
+
+
+def test_without_the_compiler_the_line_has_the_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e '.\[tpu\]'"):
+        programs.check_compiler()
+
+
+def test_candidates_fit_and_are_sorted():
+    where = find_slice("v5p:4x4x4")
+    _, architecture = where, plan.find_architecture("Qwen/Qwen2.5-7B")
+    config = config_of()
+    config.model.compute_dtype = "bfloat16"
+    config.data.prompts_per_step = config.training.prompts_per_minibatch = 64
+    found = plan.candidates(config, where, architecture)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert all(one.num_bytes <= where.chip.hbm_bytes for one in found)
+    assert {one.mesh["fsdp"] * one.mesh["replica"] * one.mesh["tensor"] for one in found} == {64}
+    changed = found[0].put_into(config)
+    assert changed.model.remat == found[0].remat and changed.mesh.fsdp == found[0].mesh["fsdp"]
+
+
+def test_a_refusal_of_the_compiler():
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm. Exceeded"
+    assert programs.too_large(message) == 20.5 * 2**30
+    assert programs.too_large("INTERNAL: RET_CHECK failure") is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_small_model_on_a_slice(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    done = run(
+        "launch.plan",
+        "--config=configs/default.py",
+        f"--config.model.path={tmp_path}",
+        "--config.model.compute_dtype=bfloat16",
+        "--config.data.prompts_per_step=8",
+        "--config.training.prompts_per_minibatch=8",
+        "--config.training.micro_batch_size=8",
+        "--config.rollout.group_size=2",
+        "--config.rollout.max_prompt_tokens=128",
+        "--config.rollout.max_response_tokens=128",
+        "--topology=v5e:2x4",
+        "--programs=update",
+        "--json",
+        f"--plot={tmp_path / 'plan.png'}",
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    update = found["programs"]["update"]
+    assert found["fits"] and found["chips"] == 8 and found["mesh"]["fsdp"] == 8
+    # remat "dots" computes more than needed; blocks of attention are not skipped.
+    assert 1.0 < update["flops"] / update["needed_flops"] < 1.6
+    kinds = {one["kind"] for one in update["collectives"] if one["sent_bytes"] > 1e6}
+    assert {"all-gather", "reduce-scatter"} <= kinds
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
