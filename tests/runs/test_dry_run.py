@@ -69,3 +69,24 @@ def test_a_dry_run_checks_and_writes_nothing(config, tmp_path, capsys, monkeypat
         with pytest.raises(UserError, match=message):
             dry_run(wrong, str(workdir))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_adapters_and_a_critic_in_a_dry_run(config, tmp_path, capsys):
+    """Adapters take a part of the memory; the base is counted once, for reference and critic."""
+    config.update_from_flattened_dict(
+        {"algorithms.name": "ppo", "rollout.group_size": 1, "algorithms.loss.kl_coefficient": 0.1}
+    )
+    found = []
+    for rank in (0, 2):
+        config.lora.rank = rank
+        assert dry_run(config, str(tmp_path / "run")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if "update" in line and "MiB" in line)
+        parts = [part.rsplit(" ", 2) for part in line.strip().split(", ")]
+        found.append({name: float(size) for name, size, _ in parts})
+    everything, adapters = found
+    assert {"reference", "critic"} < everything.keys() and "base" not in everything
+    assert "base" in adapters and "reference" not in adapters
+    assert adapters["base"] == everything["reference"]
+    assert adapters["critic"] < 0.3 * everything["critic"]
