@@ -74,8 +74,9 @@ def update_bytes(
     products = 2 * inner  # of a feed-forward layer, which "dots" keeps
     whole = 7 * width + 4 * queries + 5 * keys + 4 * inner + attention
     if experts := architecture.experts:
-        # Each token has one row per expert. "dots" computes the experts again.
-        of_experts = experts.experts_per_token * (3 * width + 4 * experts.intermediate_size)
+        # Each token has one row per expert, and their blocks a quarter more. "dots" computes the
+        # experts again.
+        of_experts = 1.25 * experts.experts_per_token * (3 * width + 4 * experts.intermediate_size)
         products = experts.num_experts
         whole += of_experts + 2 * experts.num_experts - 4 * inner
     kept = {

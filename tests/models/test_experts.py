@@ -33,9 +33,8 @@ def every_expert(x, kernels, options):
     return jnp.einsum("bsef,efd,bse->bsd", features, kernels.down, weights)
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("path", ["blocks", "ragged_dot"])
-def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, normalized, path):
+@pytest.mark.parametrize(("path", "normalized"), [("blocks", True), ("ragged_dot", False)])
+def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized):
     """Some experts have no token, others nearly all; `ragged_dot` is what TPUs run."""
     if path == "ragged_dot":
         monkeypatch.setattr(module, "_block_size", lambda _: 1)
@@ -77,9 +76,9 @@ def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, normalized, path
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [
-        ((1, 2, 1, 2, 2), 8),
+        pytest.param((1, 2, 1, 2, 2), 8, marks=pytest.mark.slow),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.soak)
             for case in [
                 ((1, 1, 1, 1, 8), 8), ((2, 1, 2, 1, 2), 8), ((1, 4, 1, 1, 2), 8),
                 ((1, 2, 1, 1, 4), 3),  # too few rows: every device has all of them

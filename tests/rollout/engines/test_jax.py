@@ -614,9 +614,8 @@ def test_windowed_model_samples_as_its_full_pass():
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", pytest.param("gemma3_text", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text"])
 def test_families_with_options_of_their_own_sample_as_their_full_pass(family):
     """Weights come over the wire, expert by expert. A window of 32, 40 sampled tokens."""
     config = models.random_config(

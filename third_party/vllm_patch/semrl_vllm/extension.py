@@ -188,6 +188,7 @@ class RolloutExtension:
             _restore_layers(runner.model)
             raise
         _repack_tied_head(runner.model)
+        _repack_experts(runner.model)
 
 
 @contextlib.contextmanager
@@ -263,6 +264,15 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
         packed = hasattr(module, "cpu_linear") and weight is not None
         if packed and weight.dim() == 2 and weight.numel():
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Packs the kernels of experts: on a CPU, vLLM 0.32 does so at the first load only."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if type(experts).__module__.endswith(".cpu_moe"):
+            experts.process_weights_after_loading(module)
 
 
 def _left_out(model: torch.nn.Module, has_tied_head: bool) -> list[str]:
