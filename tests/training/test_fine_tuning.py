@@ -6,7 +6,6 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +23,7 @@ from semrl_jax.training.fine_tuning import (
     make_optimizer,
 )
 from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.state import init_state
 
@@ -32,7 +32,7 @@ TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"
 MAX_TOKENS = 48
 
 # Keeps the gradient as its state and moves nothing.
-KEEP_GRADIENT = optax.GradientTransformation(
+KEEP_GRADIENT = Optimizer(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
 )
