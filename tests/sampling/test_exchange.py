@@ -24,11 +24,13 @@ from semrl_jax.types import Rollout, VersionSpan, WeightVersion
 @pytest.mark.parametrize(
     ("processes", "shape", "sampling"),
     [
-        ([0, 0, 1, 1], (1, 4, 1, 1), (0, 1)),
-        ([0, 0, 1, 1], (1, 2, 1, 2), (0, 1)),
-        ([0, 0, 1, 1], (1, 1, 1, 4), (0,)),  # one shard over both
-        ([0, 1, 2, 3], (2, 1, 1, 2), (0, 2)),
-        ([3, 2, 1, 0], (2, 1, 2, 1), (0, 2)),
+        ([0, 0, 1, 1], (1, 4, 1, 1, 1), (0, 1)),
+        ([0, 0, 1, 1], (1, 2, 1, 2, 1), (0, 1)),
+        ([0, 0, 1, 1], (1, 1, 1, 4, 1), (0,)),  # one shard over both
+        ([0, 1, 2, 3], (2, 1, 1, 2, 1), (0, 2)),
+        ([3, 2, 1, 0], (2, 1, 2, 1, 1), (0, 2)),
+        ([0, 0, 1, 1], (1, 1, 1, 2, 2), (0,)),  # both have a device of each shard
+        ([0, 1, 2, 3], (1, 1, 1, 1, 4), (0, 1, 2, 3)),
     ],
 )
 def test_the_lowest_process_of_each_data_shard_samples(processes, shape, sampling):
@@ -39,7 +41,7 @@ def test_the_lowest_process_of_each_data_shard_samples(processes, shape, samplin
 
 
 def test_a_single_process_samples_everything():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), AXES)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2, 1), AXES)
     assert sampling_processes(processes_of(mesh), num_addresses=2) == (0,)
     assert share_of(range(7), (0,), 0) == range(7)
 
