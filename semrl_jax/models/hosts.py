@@ -43,12 +43,12 @@ def from_host(array: np.ndarray | np.generic, sharding: jax.sharding.Sharding) -
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def processes_of(mesh: Mesh) -> Int[np.ndarray, "R F S T"]:
+def processes_of(mesh: Mesh) -> Int[np.ndarray, "R F S T *X"]:
     """The process of each device of a mesh."""
     return np.vectorize(lambda device: device.process_index)(mesh.devices)
 
 
-def shard_owners(processes: Int[np.ndarray, "R F S T"]) -> Int[np.ndarray, " shards"]:
+def shard_owners(processes: Int[np.ndarray, "R F S T *X"]) -> Int[np.ndarray, " shards"]:
     """The owner of each data shard: the lowest process that holds it."""
     return processes.min(axis=(2, 3)).ravel()
 

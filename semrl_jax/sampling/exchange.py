@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def sampling_processes(
-    processes: Int[np.ndarray, "R F S T"], num_addresses: int = 0
+    processes: Int[np.ndarray, "R F S T *X"], num_addresses: int = 0
 ) -> tuple[int, ...]:
     """The processes that sample, in ascending order.
 

@@ -39,7 +39,7 @@ def test_the_lowest_process_of_each_data_shard_samples(processes, shape, samplin
 
 
 def test_a_single_process_samples_everything():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2), AXES)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 1, 2, 1), AXES)
     assert sampling_processes(processes_of(mesh), num_addresses=2) == (0,)
     assert share_of(range(7), (0,), 0) == range(7)
 
