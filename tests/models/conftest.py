@@ -112,6 +112,24 @@ def pair(request, tmp_path_factory) -> Pair:
     )
 
 
+def by_file_name(arrays):
+    """By the names in files: transformers holds the experts of a layer in one array."""
+    found = {}
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".")
+        parts = {
+            "gate_up_proj": lambda a: zip(("gate_proj", "up_proj"), np.split(a, 2, axis=1)),
+            "down_proj": lambda a: [("down_proj", a)],
+        }.get(last)
+        if parts is None:
+            found[name] = array
+            continue
+        for part, kernels in parts(array):
+            for expert, kernel in enumerate(kernels):
+                found[f"{stem}.{expert}.{part}.weight"] = kernel
+    return found
+
+
 @dataclasses.dataclass
 class Padded:
     """Ragged sequences in one padded array; `valid` marks tokens."""

@@ -12,7 +12,7 @@ import torch
 
 from semrl_jax import models
 from tests.models.caches import widened
-from tests.models.conftest import Padded, make_pair
+from tests.models.conftest import Padded, by_file_name, make_pair
 from tests.models.test_policy import mean_logprob, relative_error, torch_outputs
 
 LENGTH = 96
@@ -61,24 +61,6 @@ def long_padded():
         segment_ids[row, start:end] = 1
         positions[row, start:end] = np.arange(end - start)
     return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
-
-
-def by_file_name(arrays):
-    """By the names in files: transformers holds the experts of a layer in one array."""
-    found = {}
-    for name, array in arrays.items():
-        stem, _, last = name.rpartition(".")
-        parts = {
-            "gate_up_proj": lambda a: zip(("gate_proj", "up_proj"), np.split(a, 2, axis=1)),
-            "down_proj": lambda a: [("down_proj", a)],
-        }.get(last)
-        if parts is None:
-            found[name] = array
-            continue
-        for part, kernels in parts(array):
-            for expert, kernel in enumerate(kernels):
-                found[f"{stem}.{expert}.{part}.weight"] = kernel
-    return found
 
 
 @pytest.mark.parametrize("family", parameters([*FAST, ("qwen3-moe", False)], SLOW))

@@ -129,8 +129,8 @@ def test_mistakes_of_settings():
 def test_adapters_are_split_as_their_kernels():
     assert partition_spec("layers/query/lora_a") == PartitionSpec(None, "fsdp", None)
     assert partition_spec("layers/query/lora_b") == PartitionSpec(None, None, "tensor")
-    assert partition_spec("layers/down/lora_a") == PartitionSpec(None, "tensor", None)
-    assert partition_spec("layers/down/lora_b") == PartitionSpec(None, None, "fsdp")
+    assert partition_spec("layers/down/lora_a") == PartitionSpec(None, ("tensor", "fsdp"), None)
+    assert partition_spec("layers/down/lora_b") == PartitionSpec(None, None, None)
     assert all(partition_spec(name) == spec for name, spec in PARTITION_SPECS.items())
 
 

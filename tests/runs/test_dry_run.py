@@ -14,18 +14,18 @@ Usage = collections.namedtuple("Usage", "total used free")
 
 
 def test_checkpoints_must_fit_onto_the_disk(config, tmp_path, monkeypatch, capsys):
-    # 1000 parameters: 12 000 bytes per checkpoint, 2 that are kept and one that is written.
+    # 12 000 bytes per checkpoint, 2 that are kept and one that is written.
     summary, workdir = Summary(Reporter()), tmp_path / "new" / "run"
     config.checkpoints.keep = 2
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: Usage(0, 0, 36_000))
-    _check_run(config, str(workdir), False, 1000, summary)
+    _check_run(config, str(workdir), False, 12_000.0, summary)
     disk, state, _ = capsys.readouterr().out.splitlines()
     assert "3 checkpoint(s)" in disk and "a new run" in state
     config.checkpoints.extra_steps = (1,)
     with pytest.raises(UserError, match=r"4 checkpoints .* make room"):
-        _check_run(config, str(workdir), False, 1000, summary)
+        _check_run(config, str(workdir), False, 12_000.0, summary)
     (workdir / "checkpoints" / "1").mkdir(parents=True)  # this one is there already
-    _check_run(config, str(workdir), True, 1000, summary)
+    _check_run(config, str(workdir), True, 12_000.0, summary)
     assert "resumes, checkpoints of steps [1]" in capsys.readouterr().out
 
 
