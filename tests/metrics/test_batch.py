@@ -112,6 +112,7 @@ def test_a_response_is_the_same_alone_and_in_any_batch(batch):
         np.testing.assert_array_equal(together[key], reverse[key][::-1])
 
 
+@pytest.mark.slow
 def test_more_padding_changes_nothing(batch):
     states, mask = batch
     padded = np.pad(states, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)

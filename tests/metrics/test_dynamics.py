@@ -138,6 +138,7 @@ def test_prefix_dynamics_of_any_metric_match_float64(name, window):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_outlier_row_does_not_change_the_prefixes_before_it():
     states = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
     states[20] *= 1e4  # float32 centring on the mean of all would lose four digits
@@ -155,6 +156,7 @@ def test_a_non_finite_row_gives_zeros_and_no_window():
     assert all(x == 0 for x in dynamics()(states, np.ones(26, bool)))
 
 
+@pytest.mark.slow
 def test_vmap_and_vmap_of_vmap_agree_with_one_response():
     states = np.random.default_rng(0).normal(size=(2, 3, 26, 16)).astype(np.float32)
     mask = np.arange(26) < np.array([[26, 9, 0], [1, 12, 20]])[..., None]

@@ -17,6 +17,7 @@ def expected(rows, stride, window):
     return oracle.effective_rank(rows), *oracle.orders(series)
 
 
+@pytest.mark.slow
 def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
     # From 1.7e30 on, 1e-8 divided by the scale is zero.
     states = np.ones((6, 4, 3), np.float32)
@@ -84,6 +85,7 @@ def test_a_huge_offset_hides_no_difference(by_gram, names, size):
     np.testing.assert_allclose(found["effective_rank_velocity"][0], velocity, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_prefixes_before_the_rows_grow_are_measured():
     states = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     states[20:] *= np.float32(1e20)
@@ -116,6 +118,7 @@ def test_one_prefix_that_float32_does_not_resolve_takes_float64():
     np.testing.assert_allclose(series, exact, rtol=1e-4)  # float32 alone: 4 % off in the first
 
 
+@pytest.mark.slow
 def test_the_last_prefix_alone_takes_float64_where_others_are_interpolated():
     # Prefixes of 10, 20, 30, 40 and 60 rows are measured; the 56th row is huge, those past 60 too.
     rng = np.random.default_rng(0)
@@ -152,6 +155,7 @@ def test_subnormal_entries_count_as_zero():
     assert metrics.traditional_rank(states, np.ones(8, bool)) == 0.0
 
 
+@pytest.mark.slow
 def test_gradients_of_metrics_are_zero():
     states, mask = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32), np.ones(9, bool)
     straight = np.arange(9, dtype=np.float32)[:, None] * np.ones(4, np.float32)
@@ -166,6 +170,7 @@ def test_gradients_of_metrics_are_zero():
     assert not np.any(jax.grad(total)(states))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [0, 1, pytest.param(7, marks=pytest.mark.slow)])
 def test_results_are_32_bits_where_64_are_enabled(num_tokens):
     states, mask = np.ones((num_tokens, 3), np.float32), np.ones(num_tokens, bool)

@@ -162,6 +162,7 @@ def test_this_jaxlib_has_the_kernels():
     assert eigenvalue_kernel(np.dtype(np.float64)) == "lapack_dsyevd_ffi"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", pytest.param("gram", marks=pytest.mark.soak)])
 def test_every_composition_gives_the_same_bits(method):
     # Float64 inside: vmap of a jitted function would round its constants to float32.
@@ -272,6 +273,7 @@ def test_neighbours_that_need_float64_change_no_bit_of_a_response_beside_them():
         np.testing.assert_array_equal(beside[name][::2], values[::2], err_msg=name)
 
 
+@pytest.mark.slow
 def test_side_by_side_decomposes_in_one_batch_on_accelerators():
     measure = functools.partial(
         flat_metrics, stride=8, names=("effective_rank",), side_by_side=True

@@ -114,6 +114,7 @@ def gradient_bytes(length, **options):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_blocks_is_linear_in_the_length():
     """And below one [N, S, S] array of scores, which the plain product holds."""
     short, long = (gradient_bytes(n, longest_at_once=1, block=64) for n in (512, 2048))

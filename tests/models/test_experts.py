@@ -138,6 +138,7 @@ def test_a_mesh_that_does_not_split_the_experts_is_refused(sizes, change, messag
         models.check_mesh(config, mesh_of(*sizes))
 
 
+@pytest.mark.slow
 def test_files_and_engines_hold_the_same_experts(tmp_path):
     """With a dense layer among the others: saved, read onto a mesh, and sent to an engine."""
     experts = dataclasses.replace(CONFIG.experts, dense_layers=(0,))

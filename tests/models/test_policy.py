@@ -162,6 +162,7 @@ def test_logits_are_computed_in_blocks(tmp_path):
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_parameters_and_logprobs(pair, padded):
     policy = dataclasses.replace(pair.policy, compute_dtype="bfloat16")
     states = policy.final_states(

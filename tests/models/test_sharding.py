@@ -136,6 +136,7 @@ def cached_tokens(policy, params):
     return np.stack([first, second]), cache, decode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "heads_of_a_device"),
     [

@@ -78,6 +78,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_loaded_onto_a_mesh_it_lies_as_the_table_says(tmp_path):
     classifier(tmp_path, transformers.AutoModelForTokenClassification)
     model, params = load(tmp_path)

@@ -40,13 +40,21 @@ def states_of(rollout, request, sampling, dtype="bfloat16"):
 
 def expected_metrics(states, params=PARAMS):
     """The metrics of one response, computed directly with another padding than the replica's."""
+    return expected(states, params)[0]
+
+
+def expected(states, params=PARAMS):
+    """The same, and the effective ranks of the prefixes."""
     padded = np.full((1, 20, 8), np.nan, np.float32)
     padded[0, : len(states)] = states
     found = metrics.hidden_state_metrics(
         padded, np.arange(20)[None] < len(states), names=params.names, stride=params.stride,
         window=params.window, method=params.method, window_growth=params.window_growth,
+        series=("effective_rank",),
     )  # fmt: skip
-    return {name: float(value[0]) for name, value in metrics.flatten(found).items()}
+    ranks, valid = found.pop(measurer.SERIES)
+    of_response = {name: float(value[0]) for name, value in metrics.flatten(found).items()}
+    return of_response, np.asarray(ranks[0])[np.asarray(valid[0])]
 
 
 def test_a_replica_says_what_it_measures(world):
@@ -65,22 +73,19 @@ def test_metrics_come_in_place_of_states(world, sampling, backwards):
     sizes = []
     for rollout in rollouts:
         states = states_of(rollout, by_id[rollout.sample_id], sampling)
-        expected = expected_metrics(states)
+        expected_values, ranks = expected(states)
         found = encode(rollout.metrics)
-        assert list(found) == sorted(expected) and set(NAMES) < set(found)
-        for name, value in expected.items():
+        assert list(found) == sorted(expected_values) and set(NAMES) < set(found)
+        for name, value in expected_values.items():
             # The same function on a longer, padded array: sums in another order.
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
         np.testing.assert_allclose(rollout.mean_state, states.mean(axis=0), rtol=1e-6)
         assert rollout.mean_state.dtype == np.float32
-        ranks = metrics.rank_series(
-            states, np.ones(len(states), bool), stride=PARAMS.stride, window=PARAMS.window,
-            method=PARAMS.method, window_growth=PARAMS.window_growth,
-        )  # fmt: skip
-        found_ranks = rollout.effective_ranks if ranks.num_windows else np.zeros(0, np.float32)
-        expected = ranks.effective_rank[: ranks.num_windows]
-        np.testing.assert_allclose(found_ranks, expected, rtol=1e-5)
-        sizes.append(4 * (8 + len(found_ranks)) + sum(len(name) + 4 for name in found))
+        if len(ranks):
+            np.testing.assert_allclose(rollout.effective_ranks, ranks, rtol=1e-5)
+        else:
+            assert rollout.effective_ranks is None
+        sizes.append(4 * (8 + len(ranks)) + sum(len(name) + 4 for name in found))
     key = metrics.MetricKey("effective_rank", "acceleration")
     assert {rollout.metrics[key].valid for rollout in rollouts} == {False, True}
     counters = client.counters
@@ -274,6 +279,7 @@ def test_an_unknown_metric_is_refused_in_one_line(world, sampling):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_jax_is_loaded_when_metrics_are_asked_for_and_not_before():
     code = """
 import sys
@@ -313,6 +319,7 @@ def test_functions_of_options_not_used_for_long_are_dropped():
     assert first() is None and measurer._compiled(function, stride=1) is kept
 
 
+@pytest.mark.slow
 def test_what_is_prepared_is_not_compiled_again():
     options = {"stride": 3, "window": "exact", "method": "svd", "names": ("curvature",)}
     with measurer.Measurer(max_tokens=40, num_threads=1, dataset_stride=2, **options) as own:

@@ -112,6 +112,7 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.slow
 def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp_path, state):
     def with_critic(state, mesh, value):
         params = models.with_head(jax.tree.map(lambda leaf: leaf + value, state.params), bias=value)
@@ -145,6 +146,7 @@ def test_an_empty_directory_restores_nothing(tmp_path, state):
     assert restore(tmp_path, state) == (None, [])
 
 
+@pytest.mark.slow
 def test_only_required_checkpoints_are_kept(tmp_path, state):
     save(tmp_path, state, range(1, 8), keep=2, keep_every=3, extra_steps=(1, 4))
     assert names(tmp_path) == ["1", "3", "4", "6", "7"]
@@ -246,6 +248,7 @@ def test_a_flipped_bit_at_any_offset_is_found(saved, state, num_flips):
     assert int(restore(saved, state)[0].step) == 2
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_small_file_is_found(saved):
     file = saved / "2" / "meta" / "metadata"
     content = file.read_bytes()

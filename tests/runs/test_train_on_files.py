@@ -121,6 +121,7 @@ def test_the_reference_may_be_bfloat16(config, tmp_path):
     assert losses["bfloat16"]["policy/kl"] != losses["float32"]["policy/kl"]
 
 
+@pytest.mark.slow
 def test_bad_rows_are_skipped_and_counted_if_configured(config, problems, tmp_path, capsys):
     with problems.open("a") as file:
         file.write('{"question": "no answer"}\n')

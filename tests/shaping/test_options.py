@@ -319,6 +319,7 @@ def test_values_near_the_end_of_float32_leave_finite_baselines():
     assert np.all(np.isfinite(shaped)) and all(np.isfinite(x) for x in report.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixing", CHOICES["mixing"])
 def test_results_are_float32_in_double_precision_too(mixing):
     found = {name: np.arange(1.0, 6) for name in shaping.INDICATORS}

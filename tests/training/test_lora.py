@@ -67,6 +67,7 @@ def test_only_adapters_are_trained_and_the_base_is_the_reference():
     assert of_adapters < 4 * num_params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

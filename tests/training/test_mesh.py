@@ -282,6 +282,7 @@ def layer_kernels(case):
     return [leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim == 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -336,6 +337,7 @@ def test_what_is_split_stays_split(case):
     assert scattered == {"layers": 7 * LAYERS * (fsdp > 1), "head": int(fsdp > 1)}
 
 
+@pytest.mark.slow
 def test_the_forward_pass_moves_and_gives_states_once():
     """Beside the keys and values of the ring."""
     case = Case(alone("sequence", 4))

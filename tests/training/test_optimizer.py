@@ -141,6 +141,7 @@ def assert_near(actual, expected, atol):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
     [
@@ -223,6 +224,7 @@ def test_rounded_parameters_train_like_float32(offloaded):
         assert not np.array_equal(param, master)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_update_that_is_not_finite_changes_nothing(offloaded):
     case = Case(dtype="bfloat16")

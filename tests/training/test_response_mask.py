@@ -46,6 +46,7 @@ def response_with(prompt, *response):
     return batch._replace(token_ids=ids)
 
 
+@pytest.mark.slow
 def test_context_acts_through_attention_alone():
     policy, params = setup()
     plan = plan_of(PLANS["packed"])

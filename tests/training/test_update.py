@@ -265,6 +265,7 @@ def test_no_layout_changes_any_number_of_random_batches(lengths, seed):
             np.testing.assert_allclose(scalars[name], results[0][2][name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["packed, in order", pytest.param("two rows", marks=pytest.mark.slow)]
 )
@@ -315,6 +316,7 @@ def test_rows_stay_on_their_shards():
 
 
 # 3 and 2 micro-batches for 2 cores.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("two rows", marks=pytest.mark.slow), "packed"])
 def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
     policy, params = setup()
@@ -383,6 +385,7 @@ def test_without_kl_the_update_is_the_same_without_a_reference():
         np.testing.assert_allclose(rest[name], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_counts", "num_programs"), [("two rows", 1, 1), ("packed", 4, 3)]
 )

@@ -260,7 +260,7 @@ def test_the_line_about_a_wait_shows_all_replicas(world):
     rollouts = client.generate(make_requests(3, 1), SAMPLING, version=version, groups_per_call=3)
     threading.Timer(0.5, hung.close, (0.0,)).start()
     assert len(list(rollouts)) == 3
-    assert any(" replicas 1/3 busy; a replica is given up" in line for line in client.lines)
+    assert any(" replicas 1/3 busy; a silent replica is given up" in line for line in client.lines)
 
 
 # Weights.

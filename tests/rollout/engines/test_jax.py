@@ -156,6 +156,7 @@ def test_metrics_of_each_layer_are_those_of_its_states(policy, params, of_layers
                     np.testing.assert_allclose(actual.value, expected or 0.0, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "max_bytes", [pytest.param(decoding.MAX_PROMPT_STATE_BYTES, marks=pytest.mark.slow), 1]
 )
@@ -203,6 +204,7 @@ def test_states_of_prompts_are_those_of_their_prefixes(policy, params, max_bytes
         np.testing.assert_array_equal(rollout.prompt_states, exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_bfloat16_states_are_the_float32_ones_rounded(policy, params):
     with synced_client(policy, params) as (client, version):
         exact, rounded = (
@@ -322,6 +324,7 @@ def test_stop_strings_end_responses_whatever_the_chunk(
     assert chunk == 1 or len({place for is_cut, _, place in ends if is_cut}) > 2
 
 
+@pytest.mark.slow
 def test_a_slot_that_a_stop_string_freed_is_inactive(policy, params, tokenizer):
     """Otherwise the device would go on with a response that nobody reads."""
     sampling = SamplingParams(64, eos_token_ids=(EOS,))  # programs of the test below
@@ -516,6 +519,7 @@ def test_a_ring_that_wraps_grows_and_shrinks_changes_no_token(policy, params, mo
         )
 
 
+@pytest.mark.slow
 def test_parts_of_a_call_give_the_tokens_of_the_whole(policy, params):
     sampling = SamplingParams(40, eos_token_ids=(EOS,))
     states = HiddenStateParams((-1,), "float32")
@@ -648,6 +652,7 @@ def test_abort_returns_what_was_sampled(policy, params):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
     """Both calls ask for 4000 tokens; the second waits for the engine behind the first."""
     call = make_requests(2, 2), SamplingParams(4000)
@@ -687,6 +692,7 @@ def test_closing_the_stream_ends_the_work(policy, params, monkeypatch):
     assert num_steps < 25
 
 
+@pytest.mark.slow
 def test_half_an_update_leaves_the_old_weights(policy, params):
     engine = JaxEngine(policy)
     arrays = {

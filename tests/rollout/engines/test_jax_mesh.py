@@ -219,6 +219,7 @@ def compiled_decode(params, mesh, sampling):
     ).compile()  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_a_token_moves_between_devices(params):
     """The states of one token, and no logits; if rows are sorted, each row of logits once."""
     states, logits = 16 * 64, 16 * 32

@@ -140,6 +140,7 @@ def test_factors_of_the_temperature_match_float64(maximum, share, warmup, decay)
         np.testing.assert_allclose(actual, factors_f64(64, annealing), rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.8)])
 def test_each_token_has_the_logprob_of_its_own_temperature(top_k, top_p):
     annealing = Annealing(1.5, 0.25, 2, 8.0)
@@ -218,6 +219,7 @@ def test_tokens_are_those_of_the_inverse_distribution_in_float64(num_tokens):
     assert num_compared > 55
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "spread"), [(600, 0.0), (600, 2.0), (3, 1.0)])
 def test_the_counts_of_many_draws_follow_a_large_vocabulary(num_tokens, spread):
     """Equally likely tokens are the hardest case: each has few of the 2^24 values of a number."""
