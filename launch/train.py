@@ -34,7 +34,10 @@ def main() -> int:
                 f"--config.{field} has no meaning in launch.train, only in launch.sft; "
                 "warm_start.* are the supervised steps before the training."
             )
-    cores.leave_cores(config.rollout.jax_processes, config.rollout.jax_process_cores)
+    rollout = config.rollout
+    cores.leave_cores(
+        rollout.jax_processes, rollout.jax_process_cores, in_turn=not rollout.max_staleness
+    )
     if DRY_RUN.value:
         from semrl_jax.runs.dry_run import dry_run
 

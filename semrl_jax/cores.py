@@ -16,16 +16,25 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def leave_cores(num_children: int, per_child: int) -> None:
+_helper_cores: tuple[int, ...] = ()
+
+
+def leave_cores(num_children: int, per_child: int, *, in_turn: bool) -> None:
     """Binds this process to the cores that are left beside those of its children.
 
     Called before JAX starts its threads, whose number follows from the cores.
 
+    Args:
+      in_turn: whether this process rests while the children work; see `helper_cores`.
+
     Raises:
       UserError: if no core is left.
     """
+    global _helper_cores
     if num_children * per_child:
-        bind([core for core in _first_cores() if core not in _last_cores(num_children * per_child)])
+        of_children = _last_cores(num_children * per_child)
+        _helper_cores = _first_cores() if in_turn else of_children
+        bind([core for core in _first_cores() if core not in of_children])
 
 
 def cores_of_child(number: int, per_child: int) -> tuple[int, ...]:
@@ -34,9 +43,13 @@ def cores_of_child(number: int, per_child: int) -> tuple[int, ...]:
     return _last_cores(end + per_child)[:per_child] if per_child else ()
 
 
-def all_cores() -> tuple[int, ...]:
-    """The cores that this process had before it left some to its children; () if none are known."""
-    return _first_cores() if hasattr(os, "sched_getaffinity") else ()
+def helper_cores() -> tuple[int, ...]:
+    """The cores for short work of other processes, such as verifiers; () if none were left.
+
+    If this process works all the time, on few cores, it would wait for them: then they are the
+    cores of the children. Else they are all cores.
+    """
+    return _helper_cores
 
 
 def bind(cores: Sequence[int]) -> None:

@@ -343,8 +343,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _core_list() -> str:
-    """All cores, not only those of the trainer: a verifier works for a moment, where it can."""
-    return ",".join(map(str, cores.all_cores()))
+    return ",".join(map(str, cores.helper_cores()))
 
 
 class _Worker:
