@@ -189,10 +189,10 @@ class DecoderLayer(nnx.Module):
 
         def linear(name, num_in, num_out, bias=False):
             def product(leaf):
+                if mesh is None or mesh.size == 1:
+                    return functools.partial(_dot_general, None)
                 spec = PartitionSpec(*partition_spec(f"layers/{name}/{leaf}")[1:])
-                return functools.partial(
-                    _dot_general, None if mesh is None else _Layout(mesh, spec)
-                )
+                return functools.partial(_dot_general, _Layout(mesh, spec))
 
             # Scaled by 1/sqrt(fan-in): states keep their size in a random model of any width.
             return AdaptedLinear(

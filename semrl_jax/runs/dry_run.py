@@ -277,7 +277,8 @@ def _say_memory(
         parts = {name: size * count for name, size in parts.items()}
         limit, where = available_bytes(), "free here"
     total = sum(parts.values())
-    summary("memory", f"about {_size(total)} of {_size(limit)} {where}:")
+    have = f"about {_size(total)} of {_size(limit)} {where}"
+    summary("memory", f"arrays take {have}, the process and its compiler more:")
     summary("", *(f"{name} {_size(size)}" for name, size in parts.items()))
     if total > limit:
         summary("", "warning: this may not fit; docs/memory.md says what to change")

@@ -174,6 +174,12 @@ def check_inputs(
     lora, adapter = find_lora(config, policy) or (None, None)
     check_offload(tuple(config.training.offload), mesh.local_devices[0])
     needs = all_needs(algorithm, config)
+    if config.metrics.drift_every and not (needs.reference or needs.early_reference):
+        raise UserError(
+            f"metrics.drift_every={config.metrics.drift_every} compares with the reference, but "
+            f"algorithms.name={config.algorithms.name!r} with these settings has none; set "
+            "algorithms.loss.kl_coefficient above 0, or drift_every=0."
+        )
     if "reference" in config.training.offload and not (needs.reference or needs.early_reference):
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
@@ -412,7 +418,8 @@ def open_measurer(
     """The measurer of a section such as `config.metrics`."""
     options = metrics.to_dict()
     del options["placement"]
-    options.pop("of_groups", None)  # of batches for training
+    for field in ("of_groups", "drift_every"):  # of batches for training
+        options.pop(field, None)
     options |= {name: tuple(options[name]) for name in ("names", "layers")}
     return Measurer(max_tokens=config.rollout.max_response_tokens, **options)
 

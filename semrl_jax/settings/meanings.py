@@ -25,6 +25,7 @@ UNITS = (
     ("_steps", "steps"),
     ("keep_every", "steps"),
     ("compare_every", "steps"),
+    ("drift_every", "steps"),
     ("_s", "seconds"),
     ("_gib", "GiB"),
     ("metrics.stride", "tokens"),

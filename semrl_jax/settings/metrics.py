@@ -34,8 +34,10 @@ def check(metrics: Section, name: str = "metrics") -> None:
             "1 measures every prefix."
         )
     check_metrics(f"{name}.names", metrics["names"])
-    for group_metric in metrics.get("of_groups", ()):  # not in those of evaluations
-        one_of(f"{name}.of_groups", group_metric, GROUP_METRICS)
+    if "of_groups" in metrics:  # evaluations have neither
+        at_least_zero(name, metrics, "drift_every")
+        for group_metric in metrics["of_groups"]:
+            one_of(f"{name}.of_groups", group_metric, GROUP_METRICS)
     _check_layers(metrics, name)
     if metrics["placement"] == "rollout":
         _check_rollout(metrics, name)

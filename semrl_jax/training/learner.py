@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reference_drift import reference_drift
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
@@ -197,6 +198,19 @@ class Learner:
                     **with_also,
                 )
             )
+
+    def measures_drift(self, step: int) -> bool:
+        """Whether this step compares hidden states with the reference."""
+        every = self.config.metrics.drift_every
+        return bool(every) and step % every == 0
+
+    def drift(
+        self, batch: RolloutBatch, states: Mapping[int, Float[np.ndarray, "_ D"]]
+    ) -> dict[str, float]:
+        """`metrics/drift/...` of the policy's `states`; see `reference_drift`."""
+        own = self.logprobs(fetched(self.reference), batch, with_states=True).states
+        found = reference_drift(states, own, self.peers)
+        return {f"metrics/{name}": value for name, value in found.items()}
 
     def prompt_confidence(self, params: models.Params, batch: RolloutBatch) -> Float[Array, " P"]:
         """`low_confidence` of the prompts, for `batch_rules.arm_alpha`."""

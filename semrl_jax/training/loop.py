@@ -86,12 +86,15 @@ def run_steps(
             state,
             batch,
             clock,
-            with_states=sampler.needs_policy_states(step),
+            with_states=sampler.needs_policy_states(step) or learner.measures_drift(step),
             with_entropies=bool(indicators),
         )
         if passes.old is not None:
             logprobs, _, states = passes.old
             scalars |= sampler.mismatch(scored, np.asarray(logprobs), states, step)
+            if learner.measures_drift(step):
+                with clock("drift"):
+                    scalars |= learner.drift(batch, states)
             with clock("metrics"):
                 found = token_indicators(indicators, passes.old, batch.response_mask)
                 scored = sampler.measured(scored, found, states)

@@ -229,6 +229,7 @@ OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
     "metrics.of_groups": "the launcher has none",
+    "metrics.drift_every": "the launcher has no reference",
     "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",
     "evaluation.top_": "of other scores", "evaluation.k": "of other scores",
     "evaluation.responses_per_call": "of another command",

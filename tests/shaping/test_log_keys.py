@@ -121,6 +121,7 @@ def test_a_run_writes_what_the_page_says_and_nothing_else(tmp_path):
     config.shaping.target = "both"
     config.metrics.names = ("effective_rank", "curvature")
     config.metrics.of_groups = ("elliptical_novelty", "log_determinant", "lidar")
+    config.metrics.drift_every = 1
     config.shaping.indicators += ("elliptical_novelty",)
     config.shaping.explore_weights += (1.0,)
     config.shaping.exploit_weights += (1.0,)

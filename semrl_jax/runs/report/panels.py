@@ -59,6 +59,7 @@ STAGES = {
     "time/prompt_logprobs_s": "log-probs of prompts",
     "time/old_logprobs_s": "log-probs",
     "time/ref_logprobs_s": "log-probs of the reference",
+    "time/drift_s": "states of the reference",
     "time/values_s": "values",
     "time/metrics_s": "metrics",
     "time/advantages_s": "advantages",
