@@ -73,7 +73,7 @@ def test_a_mistake_is_named_and_leaves_no_files(config, tmp_path, fields, messag
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_are_fine_tuned(config, tmp_path):
     """The base stays as it is; the model is merged, and a finished run is resumed without loss."""
     config.update_from_flattened_dict(

@@ -104,7 +104,7 @@ def test_a_resumed_run_continues_to_the_bit(finished, tmp_path, rewarded):
         train(lora_config(**fields | {"training.num_steps": 4}), str(tmp_path / "run"))
 
 
-@slow
+@pytest.mark.soak
 def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
     """Runs, checkpoints and directories in PEFT's format are policies and starting models."""
     expected = merged_by_hand(finished, 3)
@@ -133,7 +133,7 @@ def test_commands_read_runs_and_adapters(finished, tmp_path, capsys):
         convert(plain, tmp_path / "no", adapter=True)
 
 
-@slow
+@pytest.mark.soak
 def test_training_goes_on_from_an_adapter(finished, tmp_path, rewarded):
     """`lora.path` continues it upon its base; `model.path` merges it."""
     fields = {

@@ -49,10 +49,11 @@ def assert_same(actual, expected):
     ("name", "fields"),
     [
         ("grpo", FACTORED | ROUNDED | OFFLOADED),
-        (
+        pytest.param(
             "ppo",
             ROUNDED
             | {"optimizer.first_moment_dtype": "bfloat16", "training.offload": ("optimizer",)},
+            marks=pytest.mark.soak,
         ),
     ],
 )
@@ -79,7 +80,7 @@ def test_a_resumed_run_continues_to_the_bit(config, tmp_path, rewarded, name, fi
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_on_the_host_changes_no_number(config, tmp_path, rewarded, monkeypatch):
     sent, read = [], Sampler._read
 

@@ -52,7 +52,7 @@ def start(config, monkeypatch):
         yield start
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_replicas_that_join_leave_and_fail(config, start, tmp_path, monkeypatch, report, parts):
     if parts > 1:  # of two batches at the same time
         config.rollout.max_staleness, config.rollout.in_flight = parts, "keep"

@@ -72,7 +72,7 @@ def test_only_adapters_are_trained_and_the_base_is_the_reference():
     "sizes",
     [
         (1, 2, 1, 2),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 1, 2, 1), (1, 4, 1, 1))),
+        *(pytest.param(s, marks=pytest.mark.soak) for s in ((2, 1, 2, 1), (1, 4, 1, 1))),
     ],
 )
 def test_a_mesh_changes_only_rounding(sizes):
@@ -90,7 +90,7 @@ def test_a_mesh_changes_only_rounding(sizes):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_base_in_bfloat16():
     (first, _), *_ = steps((1, 1, 1, 1), "bfloat16")
     assert 0 <= first[1]["policy/kl"] < 1e-9

@@ -146,7 +146,7 @@ def assert_near(actual, expected, atol):
     "choice",
     [
         "adafactor, momentum",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in CHOICES if c != "adafactor, momentum"),
+        *(pytest.param(c, marks=pytest.mark.soak) for c in CHOICES if c != "adafactor, momentum"),
     ],
 )
 def test_state_on_the_host_changes_no_bit(choice):
@@ -156,7 +156,7 @@ def test_state_on_the_host_changes_no_bit(choice):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("choice", "settings"),
     [
@@ -211,7 +211,7 @@ def test_small_steps_are_not_lost():
     assert moved[0] == moved[190] == 1.0 and moved[-1] == 1 - 2**-8
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_rounded_parameters_train_like_float32(offloaded):
     (trained, losses) = three_updates("adamw", param_dtype="bfloat16", is_offloaded=offloaded)

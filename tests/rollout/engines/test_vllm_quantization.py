@@ -74,7 +74,7 @@ def test_weights_are_rounded_again_at_every_update(tmp_path):
             assert all(error(rollout, other) > 1 for rollout in rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_logs_and_corrects_the_mismatch_of_8_bit_weights(tmp_path):
     result = run(
         "launch.train", *TRAINING_FLAGS, FORMAT, "--config.rollout.weight_dtype=bfloat16",
