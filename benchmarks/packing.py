@@ -95,7 +95,7 @@ def learners(
         policy=models.Policy(architecture, mesh=mesh),
         mesh=mesh,
         reference=None,
-        optimizer=optimizer_of(config.training),
+        optimizer=optimizer_of(config, "training"),
         pad_token_id=0,
         peers=Peers(),
         device_lock=threading.Lock(),

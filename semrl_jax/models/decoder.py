@@ -158,8 +158,9 @@ def _product_gradients(layout, kept, gradient):
     return gradient @ _gathered(kernel, layout).T, of_kernel
 
 
+# Not `_product` itself: rematerialisation must see the product to keep its result.
 _product.defvjp(
-    lambda x, kernel, layout: (_product(x, kernel, layout), (x, kernel)), _product_gradients
+    lambda x, kernel, layout: (x @ _gathered(kernel, layout), (x, kernel)), _product_gradients
 )
 
 

@@ -258,7 +258,7 @@ def _per_parameter(
 
 def _num_trained(
     architecture: models.DecoderConfig, lora: models.Lora | None, mesh: Mesh | None = None
-) -> float:
+) -> float | int:
     """Numbers that are trained, in all or on one device."""
     if lora is None:
         return num_parameters(architecture, mesh)
