@@ -12,7 +12,7 @@ from tests.rollout.caller import Caller
 ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = pathlib.Path(os.environ.get("SEMRL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 TOKEN = "a-token-for-tests-of-vllm"
-START_S = 150.0
+START_S = 400.0
 LAUNCHER = "launch.rollout"
 OBSERVED_LAUNCHER = "tests.rollout.engines.vllm_observed"
 
