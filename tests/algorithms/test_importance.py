@@ -102,6 +102,7 @@ def test_weights_are_one_if_engine_and_policy_agree(seed, level):
     assert share == 0
 
 
+@pytest.mark.slow
 @given(seed=seeds, level=levels)
 def test_a_cap_of_one_raises_no_weight(seed, level):
     arrays = logprobs_of(seed, spread=3.0)

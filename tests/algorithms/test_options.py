@@ -125,6 +125,7 @@ def update_of(settings):
     return np.append(np.ravel(gradients), loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", CHANGES)
 def test_no_option_is_dead(field):
     value, settings = CHANGES[field]

@@ -62,6 +62,7 @@ def test_metrics_are_those_of_the_oracle(batch, measured):
             np.testing.assert_allclose(found[name][i], value, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "window",
     [

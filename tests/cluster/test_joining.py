@@ -267,6 +267,7 @@ def test_exit_without_peers_does_not_wait():
         first.communicate()
 
 
+@pytest.mark.slow
 def test_a_process_that_used_jax_before_is_refused_in_one_line():
     member = MEMBER.replace("import os,", "import jax.numpy; jax.numpy.zeros(1)\nimport os,")
     member = member.replace('assert "jax" not in sys.modules\n', "")

@@ -5,6 +5,7 @@ import csv
 import numpy as np
 import pytest
 
+from tests.cases import slow_after
 from tests.launch.conftest import run
 from tests.launch.test_bad_input import assert_one_line
 
@@ -39,18 +40,24 @@ def test_metrics_prints_a_table_and_writes_its_files(states, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        ([], "the first argument must be one of metrics, correlation, growth, study, but there"),
-        (["plot"], "not 'plot'"),
-        (["metrics", "again"], "'again' is not a flag"),
-        (["metrics"], "--input is needed"),
-        (["metrics", "--input=x.npz", "--stride=0"], "--stride=0"),
-        (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
-        (["metrics", "--input=x.npz", "--stride=4", "--stride=8"], "--stride is given 2 times"),
-        (["correlation"], "--run is needed"),
-        (["metrics", "--nope"], "--nope is unknown"),
-        (["study", "--run=x", "--policy=y"], "--policy belongs to --input"),
-    ],
+    slow_after(
+        4,
+        [
+            (
+                [],
+                "first argument must be one of metrics, correlation, growth, study, but there",
+            ),
+            (["plot"], "not 'plot'"),
+            (["metrics", "again"], "'again' is not a flag"),
+            (["metrics"], "--input is needed"),
+            (["metrics", "--input=x.npz", "--stride=0"], "--stride=0"),
+            (["metrics", "--input=x.npz", "--window=half"], "--window=half"),
+            (["metrics", "--input=x.npz", "--stride=4", "--stride=8"], "--stride is given 2 times"),
+            (["correlation"], "--run is needed"),
+            (["metrics", "--nope"], "--nope is unknown"),
+            (["study", "--run=x", "--policy=y"], "--policy belongs to --input"),
+        ],
+    ),
 )
 def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
     (tmp_path / "jax.py").write_text("raise SystemExit('JAX is loaded')")

@@ -68,6 +68,7 @@ def test_train_needs_config_and_workdir(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_train_leaves_a_foreign_directory_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}")

@@ -128,7 +128,7 @@ def test_greedy_accuracy_of_steps_is_that_in_the_log_of_the_run(trained, tmp_pat
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_benchmarks_can_be_added_to_results_and_other_settings_cannot(
     undisturbed, settings, tmp_path
 ):

@@ -71,6 +71,7 @@ def test_short_flags_name_the_fields_that_they_set():
     assert short_flags(fields, {"n": 0, "seed": None}) == {"evaluation.n": "n"}
 
 
+@pytest.mark.slow
 def test_no_error_if_the_reader_ends_early():
     command = f"{sys.executable} -m launch.train --config=configs/default.py --explain | head -n 1"
     result = subprocess.run(

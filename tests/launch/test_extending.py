@@ -31,7 +31,13 @@ def test_every_example_of_the_page_is_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("leave_one_out", "signs") else pytest.mark.soak)
+        for name in EXAMPLES
+    ],
+)
 def test_an_example_is_one_file_and_trains(name, tmp_path):
     package = tmp_path / "my_package"
     package.mkdir()

@@ -20,15 +20,8 @@ def train_on_full_disk(workdir, refused):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        pytest.param((1,), marks=pytest.mark.slow),
-        pytest.param((0,), marks=pytest.mark.soak),
-        pytest.param((0, 1), marks=pytest.mark.soak),
-    ],
-    ids=str,
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("refused", [(1,), (0,), (0, 1)], ids=str)
 def test_checkpoint_refused_to_one_process_is_reported_and_the_run_continues(tmp_path, refused):
     workdir = tmp_path / "run"
     (code, out, err), (other_code, _, other_err) = train_on_full_disk(workdir, refused)

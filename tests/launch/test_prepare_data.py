@@ -194,6 +194,7 @@ def hub(tmp_path):
     thread.join()
 
 
+@pytest.mark.slow
 def test_fetches_from_the_hub_and_then_from_its_cache(hub, tmp_path):
     files, env = hub
     output = tmp_path / "made.jsonl"

@@ -62,7 +62,7 @@ def test_two_processes_give_the_results_of_one_on_the_same_mesh(uninterrupted, t
     assert_close_rows(uninterrupted, tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_that_sample_ahead_give_the_results_of_one(uninterrupted, warmed, tmp_path):
     """Each samples its groups, in parts, in another thread; a run that a signal ends continues."""
     flags = (
@@ -97,10 +97,8 @@ def test_four_processes_on_a_tensor_mesh_give_the_same_results(uninterrupted, wa
     assert_close_rows(warmed, uninterrupted)
 
 
-@pytest.mark.parametrize(
-    "sequence",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("sequence", [1, 2])
 def test_states_of_the_policy_are_measured_in_their_own_process(tmp_path, sequence):
     """If rows are split over both processes (mesh axis `sequence`), process 0 measures all."""
     flags = (
@@ -185,7 +183,7 @@ def test_process_that_hangs_before_a_collective_ends_all(warmed):
         assert "within distributed.phase_timeout_s=45 s" in line and "last checkpoint" in line
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterrupted, warmed):
     """The owner cannot send the weights alone: every process takes part in gathering them."""
     replicas, addresses = map(list, zip(start_replica(), start_replica()))

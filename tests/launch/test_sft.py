@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from semrl_jax import data, models
+from tests.cases import slow_after
 from tests.fixtures import read_rows, stable
 from tests.launch.conftest import read_until, run, start
 from tests.launch.processes import finish, free_port
@@ -146,13 +147,16 @@ def test_two_processes_train_the_same_model(files, uninterrupted, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        (["--config=configs/gsm8k.py"], "there is nothing to train: name files of conversations"),
-        (
-            ["--config=configs/sft.py", "--config.model.path="],
-            "sft.files needs model.path, the mod",
-        ),
-    ],
+    slow_after(
+        1,
+        [
+            (["--config=configs/gsm8k.py"], "there is nothing to train: name files of conversatio"),
+            (
+                ["--config=configs/sft.py", "--config.model.path="],
+                "sft.files needs model.path, the mod",
+            ),
+        ],
+    ),
 )
 def test_a_command_with_nothing_to_train_is_named(flags, message, tmp_path):
     assert_one_line(run("launch.sft", f"--workdir={tmp_path / 'run'}", *flags), message)

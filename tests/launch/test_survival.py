@@ -70,6 +70,7 @@ def test_sigterm_ends_a_wait_for_a_replica(tmp_path):
     assert "stopped before training began" in out
 
 
+@pytest.mark.soak
 def test_sigterm_ends_the_process_within_the_grace_even_in_a_long_step(warmed):
     """Only the end of the grace period ends the run; there is no checkpoint yet."""
     process = start(

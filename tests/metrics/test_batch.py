@@ -84,6 +84,7 @@ def test_a_series_needs_the_orders_of_its_metric(batch):
         metrics.hidden_state_metrics(*batch, stride=STRIDE, orders=(), series=("effective_rank",))
 
 
+@pytest.mark.slow
 def test_only_the_named_orders_are_measured(batch):
     measured = flat_metrics(*batch, stride=STRIDE, orders=("effective_rank",))
     orders = {key for key in measured if key.endswith(("_velocity", "_acceleration"))}
@@ -150,6 +151,7 @@ def test_an_empty_batch_and_empty_responses_are_allowed():
             assert not value.any(), key
 
 
+@pytest.mark.slow
 def test_dataset_metrics_treat_mean_states_as_one_response(batch):
     states, mask = batch
     means = jax.vmap(metrics.mean_hidden_state)(states, mask)

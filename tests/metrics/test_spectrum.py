@@ -11,6 +11,7 @@ from benchmarks.metrics import cases, errors
 from semrl_jax import metrics
 from semrl_jax.metrics import spectrum
 from semrl_jax.metrics.spectrum import eigenvalue_kernel, symmetric_eigenvalues
+from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
@@ -39,7 +40,7 @@ def beside_one_direction(share, num_rows=96, width=160):
     return ((u * sigma) @ v.T * 99).astype(np.float32)
 
 
-@pytest.mark.parametrize("share", [1e-2, 1.2e-3, 8e-4, 3e-4, 1e-5])
+@pytest.mark.parametrize("share", slow_after(2, [1e-5, 1e-2, 1.2e-3, 8e-4, 3e-4]))
 def test_gram_is_accurate_beside_one_huge_direction(share):
     states, mask = beside_one_direction(share), np.ones(96, bool)
     expected = oracle.effective_rank(states)
@@ -49,7 +50,7 @@ def test_gram_is_accurate_beside_one_huge_direction(share):
     assert measured["traditional_rank"][0] == oracle.traditional_rank(states)
 
 
-@pytest.mark.parametrize("shape", [(45, 40), (20, 30)])
+@pytest.mark.parametrize("shape", [(45, 40), *slow_after(0, [((20, 30),)])])
 def test_svd_is_accurate_beside_a_huge_column(shape):
     # 1e-5 of ER and of its logarithm, which is all that lies beside the column: Gram matrices in
     # float64 lose 6e-5 and 28 % at 3e7.
@@ -67,6 +68,7 @@ def test_svd_is_accurate_beside_a_huge_column(shape):
         np.testing.assert_allclose(found[1:3], oracle.orders(series), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side_by_side", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_metrics_run_inside_the_callers_shard_map(side_by_side):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from semrl_jax import metrics
 from semrl_jax.metrics.windows import interpolated, measured_windows
+from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
@@ -51,7 +52,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", slow_after(2, LAWS))
 @pytest.mark.parametrize(
     "growth", [pytest.param(g, marks=pytest.mark.soak) for g in (1.25, 2.0)] + [1.5]
 )
@@ -101,7 +102,7 @@ def test_orders_hardly_move_when_windows_grow(window):
 
 
 @pytest.mark.parametrize("window", metrics.WINDOWS)
-@pytest.mark.parametrize("num_tokens", [0, 5, 24, 23])
+@pytest.mark.parametrize("num_tokens", slow_after(2, [23, 0, 5, 24]))
 def test_rank_series_are_the_prefixes_of_the_orders(window, num_tokens):
     states = np.random.default_rng(0).normal(size=(30, 16)).astype(np.float32)
     found = metrics.rank_series(states, np.arange(30) < num_tokens, stride=4, window=window)

@@ -44,6 +44,7 @@ def arrays():
     return [jax.random.normal(key, (ROWS, COLUMNS, n, WIDTH)) for key, n in zip(keys, heads)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "window", "windows", "mesh"),
     [

@@ -33,6 +33,7 @@ def every_expert(x, kernels, options):
     return jnp.einsum("bsef,efd,bse->bsd", features, kernels.down, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "normalized"), [("blocks", True), ("ragged_dot", False)])
 def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized):
     """Some experts have no token, others nearly all; `ragged_dot` is what TPUs run."""

@@ -63,7 +63,9 @@ def long_padded():
     return Padded(jnp.asarray(token_ids), jnp.asarray(positions), jnp.asarray(segment_ids))
 
 
-@pytest.mark.parametrize("family", parameters([*FAST, ("qwen3-moe", False)], SLOW))
+@pytest.mark.parametrize(
+    "family", parameters([*FAST[:2], *FAST[4:], ("qwen3-moe", False)], [*FAST[2:4], *SLOW])
+)
 def test_states_logits_and_gradients_match_transformers(pairs, long_padded, family):
     pair, valid = pairs(*family), long_padded.valid
 
@@ -98,7 +100,7 @@ def test_states_logits_and_gradients_match_transformers(pairs, long_padded, fami
         assert relative_error(actual, theirs[spec.name]) < 1e-4, spec.name
 
 
-@pytest.mark.parametrize("family", parameters(FAST, SLOW))
+@pytest.mark.parametrize("family", parameters(FAST[:2], [*FAST[2:], *SLOW]))
 def test_prefill_and_decode_equal_the_full_pass(pairs, family):
     """Left-padded prompts of 3 to 11 tokens, then 12 tokens across the border of the window.
 

@@ -50,6 +50,7 @@ def merged_by_hand(params, adapter, scale):
     return params | {"layers": layers}
 
 
+@pytest.mark.slow
 def test_an_adapter_is_the_merged_model(params):
     """Forward and in the gradient, which the chain rule takes through W + scale A B."""
     adapter, base = trained(), LORA.base(params)

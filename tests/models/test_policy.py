@@ -79,6 +79,7 @@ def test_gradient_of_mean_logprob_matches_torch(pair, padded):
         assert relative_error(actual, expected[spec.name]) < 1e-4, spec.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_no_gradient(pair, padded, remat):
     policy = dataclasses.replace(pair.policy, remat=remat)

@@ -421,6 +421,7 @@ def parse(text: str) -> dict:
         return {name: value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

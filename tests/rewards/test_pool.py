@@ -179,6 +179,7 @@ def test_too_long_text_never_reaches_a_worker(monkeypatch):
         assert pool.counters["num_too_long"] == 2
 
 
+@pytest.mark.slow
 def test_hostile_mathematics_is_wrong_in_time():
     bombs = [
         r"\boxed{9^{9^{9^{9}}}}",
@@ -223,6 +224,7 @@ def test_close_leaves_no_process_and_no_open_future():
     pool.close()
 
 
+@pytest.mark.slow
 def test_many_threads_may_submit():
     results = {}
 

@@ -70,6 +70,7 @@ class FakeEngine(Engine):
       weights: the committed tensors by name.
       script: as given.
       num_yielded: responses so far.
+      num_hung: calls that hung so far, and hang until they are aborted.
       num_closed: generate calls that have ended.
       num_staged: weight updates begun.
       asked: the sample ids of every call.
@@ -95,6 +96,7 @@ class FakeEngine(Engine):
         self.script = script or FakeScript()
         self.weights: dict[str, np.ndarray] = {}
         self.num_yielded = 0
+        self.num_hung = 0
         self.num_closed = 0
         self.num_staged = 0
         self._specs = tuple(specs)
@@ -188,6 +190,7 @@ class FakeEngine(Engine):
         if script.exit_after is not None and count >= script.exit_after:
             os._exit(1)
         hangs = script.hang_after is not None and count >= script.hang_after
+        self.num_hung += hangs
         if hangs or script.delay_s:
             with contextlib.suppress(TimeoutError):  # `abort` ends a delay and even a hang
                 await asyncio.wait_for(aborting.wait(), None if hangs else script.delay_s)

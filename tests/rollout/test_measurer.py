@@ -63,6 +63,7 @@ def test_a_replica_says_what_it_measures(world):
     assert kinds == [metrics.METRICS, ()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backwards", [False, True])
 def test_metrics_come_in_place_of_states(world, sampling, backwards):
     client = world.client(world.replica(FakeScript(backwards=backwards)))
@@ -92,6 +93,7 @@ def test_metrics_come_in_place_of_states(world, sampling, backwards):
     assert (counters["state_bytes"], counters["metric_bytes"]) == (0, sum(sizes))
 
 
+@pytest.mark.slow
 def test_states_may_come_beside_metrics(world, sampling):
     client = world.client(world.replica())
     version, requests = sync(client), make_requests()

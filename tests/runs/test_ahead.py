@@ -75,7 +75,7 @@ def assert_same_run(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, state_of(actual), state_of(expected))
 
 
-@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("lag", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_each_batch_is_sampled_with_the_weights_of_the_lag(tmp_path, config, monkeypatch, lag):
     """The log-probabilities of the engine are those of the weights `lag` steps before."""
     config.rollout.max_staleness, params, batches = lag, {}, {}

@@ -73,7 +73,10 @@ def check_rows(rows, name, config):
     assert any(row["policy/grad_norm"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if i < 2 else pytest.mark.soak) for i, name in enumerate(RUNS)],
+)
 def test_a_run_under_another_algorithm(name, config, tmp_path, rewarded):
     config.training.num_steps = 2
     config.update_from_flattened_dict(RUNS[name])

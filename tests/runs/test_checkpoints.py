@@ -38,6 +38,7 @@ from semrl_jax.training.state import (
     init_trained,
     make_optimizer,
 )
+from tests.cases import slow_after
 from tests.training.recorded import record
 
 MESH = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 2}
@@ -64,9 +65,11 @@ def make_state(mesh_shape, seed=0, hidden_size=16):
 def at_step(state, step):
     """A state that differs at every step."""
     params = jax.tree.map(lambda leaf: leaf + step, state.params)
+    shaping = state.shaping._replace(baseline=state.shaping.baseline + step)
     return state._replace(
-        params=params, step=jnp.int32(step), position=DataPosition(step // 3, step % 3)
-    )
+        params=params, shaping=shaping, step=jnp.int32(step),
+        position=DataPosition(step // 3, step % 3),
+    )  # fmt: skip
 
 
 def assert_same(actual, expected):
@@ -213,7 +216,7 @@ def damaged(damage: str, file: pathlib.Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "delete", "empty", "add"])
+@pytest.mark.parametrize("damage", slow_after(1, ["truncate", "delete", "empty", "add"]))
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(saved, state, damage, fast):
     """Damages each file of a fresh copy, including files of Orbax and tensorstore."""
@@ -262,7 +265,7 @@ def test_every_flipped_bit_of_a_small_file_is_found(saved):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "[]", "null", "{", "{}", '{"a": 1}', "\0", "[" * 100_000]
+    "content", slow_after(2, [None, "{}", "", "[]", "null", "{", '{"a": 1}', "\0", "[" * 100_000])
 )
 def test_a_checkpoint_without_its_manifest_is_not_complete(saved, state, content):
     manifest = saved / "2" / "manifest.0.json"
@@ -490,7 +493,7 @@ def file_size_limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 8000])
+@pytest.mark.parametrize("limit", slow_after(1, [1000, 0, 8000]))
 def test_a_disk_error_in_a_save_is_reported_and_the_next_save_tries_again(saved, state, limit):
     warnings = []
     checkpoints = Checkpoints(saved, keep=2, warn=warnings.append)

@@ -201,6 +201,7 @@ def test_mistakes_of_settings(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_must_fit_the_settings(tmp_path):
     config = lora_config()
     policy, tokenizer = build_policy(config)

@@ -63,6 +63,7 @@ def warm_run(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_run_writes_all_files_that_tools_read(warm_run):
     workdir = warm_run
     rows = read_rows(workdir)
@@ -102,6 +103,7 @@ def test_a_run_writes_all_files_that_tools_read(warm_run):
     assert (workdir / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_the_page_on_run_directories_names_every_file_and_column(warm_run):
     """docs/run_directory.md; Parquet columns with their Arrow types."""
     page = (pathlib.Path(__file__).parents[2] / "docs" / "run_directory.md").read_text()
@@ -124,6 +126,7 @@ def _table(text):
     return [[cell.strip() for cell in line.split(" | ")] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_model_is_written_at_the_end(warm_run):
     directory = warm_run / "model"
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
@@ -133,6 +136,7 @@ def test_the_model_is_written_at_the_end(warm_run):
     assert len(data.load_tokenizer(directory)) == len(data.character_tokenizer())
 
 
+@pytest.mark.slow
 def test_a_run_may_start_from_a_checkpoint_of_another(warm_run, tmp_path, pair):
     config = warm_config()
     config.model.path = str(warm_run / "checkpoints" / "2")
@@ -165,6 +169,7 @@ def test_a_run_from_another_begins_with_its_weights(warm_run, tmp_path, rewarded
     assert train(config, str(tmp_path / "run")) == 0  # resumes
 
 
+@pytest.mark.slow
 def test_the_same_config_gives_the_same_run_and_a_resumed_run_continues_it(
     warm_run, tmp_path, rewarded, capsys
 ):

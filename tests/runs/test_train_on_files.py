@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from semrl_jax import data, models
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train
+from tests.cases import slow_after
 from tests.fixtures import read_rows, stable
 from tests.tiny import tiny_config
 
@@ -193,7 +194,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("mistake", "kl_coefficient"), [*((name, 0.001) for name in MODELS), ("misshapen tensor", 0.0)]
+    ("mistake", "kl_coefficient"),
+    slow_after(2, [*((name, 0.001) for name in MODELS), ("misshapen tensor", 0.0)]),
 )
 def test_a_model_that_cannot_be_used_is_named(mistake, kl_coefficient, config, model, tmp_path):
     spoil, message = MODELS[mistake]
@@ -250,6 +252,7 @@ def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, co
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, tmp_path):
     config.training.num_steps = 0
     config.evaluation.every_steps = 0
@@ -275,6 +278,7 @@ def test_changed_weights_do_not_resume(config, model, tmp_path):
         train(config, str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_run_starts_after_a_kill_during_the_first_write(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.writing").write_text("{")

@@ -83,6 +83,7 @@ def test_the_limit_of_a_replica_is_compared_with_the_actual_number_of_problems(c
         replicas._check_limits(replica, config, num_problems=129, num_processes=2)
 
 
+@pytest.mark.slow
 def test_a_replica_of_another_run_is_refused_before_a_warm_start(config, tmp_path, monkeypatch):
     """It would refuse the weights, but only after the warm start."""
     policy, tokenizer = build_policy(config)

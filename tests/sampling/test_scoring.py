@@ -19,6 +19,7 @@ from semrl_jax.rollout.measurer import Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.scoring import score_and_measure
 from semrl_jax.types import WeightVersion
+from tests.cases import slow_after
 from tests.fixtures import make_scored
 from tests.sampling.parts import sampler_of
 
@@ -114,7 +115,7 @@ def test_states_are_measured_and_released_while_others_are_sampled():
     assert len(scored) == 17 and all(item.rollout.metrics for item in scored)
 
 
-@pytest.mark.parametrize("layers", [(-1,), (0, -1), (-1, 0)])
+@pytest.mark.parametrize("layers", [(-1, 0), *slow_after(0, [((-1,),), ((0, -1),)])])
 def test_each_requested_layer_is_measured_at_any_index(layers):
     for item in score(make_rollouts(2), layers=layers, keep_states=True):
         states = item.rollout.hidden_states  # of layers 0 and -1
@@ -128,6 +129,7 @@ def test_each_requested_layer_is_measured_at_any_index(layers):
             np.testing.assert_allclose(found, rank_series_f64(plane, 4)[0], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_only_policy_tokens_are_measured_in_each_layer():
     random = np.random.default_rng(1)
     with_context, without = [], []
@@ -213,6 +215,7 @@ def rank_series_f64(rows, stride):
     return rank(rows), np.mean(deltas)
 
 
+@pytest.mark.slow
 def test_other_responses_in_a_call_change_no_bit():
     # Groups have 16 places, so the second group of 21 responses is not full.
     random = np.random.default_rng(5)

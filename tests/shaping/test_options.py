@@ -131,6 +131,7 @@ def assert_matches_oracle(seed, options):
 
 
 # Each example compiles; the slow test below goes through all combinations.
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**31 - 1), options=all_options())
 def test_any_options_match_float64_loops(seed, options):
@@ -150,6 +151,7 @@ def test_every_combination_of_choices_matches_float64_loops(target):
         assert_matches_oracle(seed, DEFAULTS | {"target": target} | dict(zip(others, values)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -62,6 +62,7 @@ def test_two_updates_are_those_of_whole_rows_on_one_device(case):
         np.testing.assert_allclose(own, want, rtol=0, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped():
     case, (batch, returns, _) = Case(plan="packed"), recorded()
     model, plan = models.ValueModel.of(case.policy()), RowPlan(case.mesh(), **PLANS["packed"])

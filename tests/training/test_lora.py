@@ -49,6 +49,7 @@ def steps(sizes, dtype="float32"):
     return found, np.asarray(logprobs), params, opt_state, policy
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained_and_the_base_is_the_reference():
     (first, second), _, params, opt_state, policy = steps((1, 1, 1, 1))
     # A new adapter is the reference; the compiler may round their passes differently.

@@ -113,6 +113,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=40),
     options=PLANS,

@@ -160,7 +160,7 @@ def test_token_indicators_are_means_over_the_tokens_of_the_policy():
             assert value == pytest.approx(np.mean(values[row, own].astype(np.float64)))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_responses_hold_context(config, tmp_path, rewarded, monkeypatch):
     """Every third token is context. States from the engine; then from the policy, packed."""
     made = decoding.Rollout

@@ -79,6 +79,7 @@ def load(directory, mesh, dtype="float32"):
     return model, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

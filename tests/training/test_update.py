@@ -30,6 +30,7 @@ from semrl_jax.training.update import (
     update_policy,
     update_rows,
 )
+from tests.cases import slow_after
 from tests.training.test_packing import batch_of, mesh_of
 
 OPTIMIZER = make_optimizer(
@@ -194,7 +195,7 @@ LAYOUTS = [
     pytest.param(window, name, False, marks=MARKS.get((window, name), pytest.mark.soak))
     for window in (None, 4)
     for name in PLANS
-] + [(4, "three rows", True), (4, "packed", True)]
+] + slow_after(0, [(4, "three rows", True), (4, "packed", True)])
 
 
 @pytest.mark.parametrize(("window", "name", "context"), LAYOUTS)
@@ -242,7 +243,7 @@ def test_packing_changes_no_loss_of_whole_responses(surrogate):
     assert max(jax.tree.leaves(differences)) > 1e-4  # it is another loss
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @settings(max_examples=30)
 @given(
     lengths=st.lists(
@@ -302,6 +303,7 @@ def test_an_expert_axis_changes_nothing_but_rounding():
     assert_near(actual, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_rows_stay_on_their_shards():
     """The gather of response states needs nothing from another shard."""
     policy, params = setup()
@@ -439,11 +441,14 @@ def test_the_update_computes_its_own_old_and_reference_log_probabilities():
 
 @pytest.mark.parametrize(
     "importance",
-    [
-        {"level": "token", "outside": "truncate", "floor": 0.0, "cap": 1.05},
-        {"level": "token", "outside": "mask", "floor": 0.9, "cap": 1.1},
-        {"level": "total_variation", "outside": "mask", "floor": 0.0, "cap": 0.005},
-    ],
+    slow_after(
+        1,
+        [
+            {"level": "token", "outside": "truncate", "floor": 0.0, "cap": 1.05},
+            {"level": "token", "outside": "mask", "floor": 0.9, "cap": 1.1},
+            {"level": "total_variation", "outside": "mask", "floor": 0.0, "cap": 0.005},
+        ],
+    ),
 )
 def test_the_update_corrects_for_the_engine_as_weighted_advantages_do(importance):
     policy, params = setup()
@@ -483,6 +488,7 @@ def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=1
     return compiled.memory_analysis(), donated
 
 
+@pytest.mark.slow
 def test_parameters_and_optimiser_state_are_updated_in_place():
     memory, donated = compiled_update(make_policy(hidden_size=128, num_layers=1))
     # Buffers are padded to 64 bytes; a single kernel is 8 KiB and more.

@@ -211,6 +211,7 @@ def test_an_aborted_response_is_sampled_again_in_the_same_call(world):
     version, requests = sync(client), make_requests(2, 2)
     rollouts = client.generate(requests, SAMPLING, version=version, groups_per_call=2)
     received = [next(rollouts), next(rollouts)]
+    wait_until(lambda: replica.engine.num_hung == 1)
     replica.engine.script.hang_after = None
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pool.submit(world.caller(replica).abort)

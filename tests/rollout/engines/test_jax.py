@@ -112,6 +112,7 @@ def of_layers(policy, params):
         return list(client.generate(make_requests(), SamplingParams(20), states, version=version))
 
 
+@pytest.mark.slow
 def test_inner_layers_are_those_of_the_full_pass(policy, params, of_layers):
     """Index i is the input of layer i; index 0 is the embedding of the previous token."""
     table = np.asarray(params["embed"]["embedding"])
@@ -126,6 +127,7 @@ def test_inner_layers_are_those_of_the_full_pass(policy, params, of_layers):
             )
 
 
+@pytest.mark.slow
 def test_metrics_of_each_layer_are_those_of_its_states(policy, params, of_layers):
     """Compared in float64 with embeddings and states of the full pass."""
     layers = (-1, 0)
@@ -236,6 +238,7 @@ def test_truncated_sampling_reports_the_truncated_distribution(policy, params):
     assert above.mean() > 0.1
 
 
+@pytest.mark.slow
 def test_an_annealed_temperature_counts_the_tokens_of_each_response(policy, params):
     """Over the wire; with 8 slots for 20 responses, slots are refilled and their count restarts."""
     annealing = Annealing(1.5, 0.25, 3, 16.0)
@@ -446,6 +449,7 @@ def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
     assert num_programs() != before
 
 
+@pytest.mark.slow
 def test_sampling_settings_compile_no_new_programs(policy, params):
     """All truncating settings with up to eight end tokens share a program."""
     before = decoding.decode_chunk._cache_size()
@@ -600,6 +604,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     }
 
 
+@pytest.mark.slow
 def test_windowed_model_samples_as_its_full_pass():
     """Window 8, prompts of 1 to 13 tokens and 40 sampled ones; slots are refilled and regrouped."""
     config = models.DecoderConfig(
@@ -672,6 +677,7 @@ def test_abort_over_the_wire_ends_running_and_waiting_calls(policy, params):
     assert max(len(r.response_ids) for r in rollouts) < 4000
 
 
+@pytest.mark.slow
 def test_closing_the_stream_ends_the_work(policy, params, monkeypatch):
     """400 responses, 8 at a time, take 50 steps; it is closed after the first few."""
     step, num_steps = decoding.DecodingCall.step, 0
@@ -749,7 +755,7 @@ def synced_replicas(policy, params, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups_per_call", [1, 2])
+@pytest.mark.parametrize("groups_per_call", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_responses_do_not_depend_on_the_replicas_or_their_failures(groups_per_call):
     """To the bit: with calls of whole groups, and of whole calls again after a failure.
 

@@ -236,6 +236,7 @@ def test_what_a_token_moves_between_devices(params):
     assert {size for kind, size in cut if kind == "all-gather"} == {16}
 
 
+@pytest.mark.slow
 def test_slots_are_written_in_place_and_stay_where_they_are():
     mesh = mesh_of(2, 2)
     policy = dataclasses.replace(POLICY, mesh=mesh)
@@ -265,6 +266,7 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
     assert PartitionSpec() not in specs
 
 
+@pytest.mark.slow
 def test_the_mesh_has_devices_of_this_process_alone(monkeypatch, params):
     own = jax.devices()[4:7]
     monkeypatch.setattr(jax, "local_devices", lambda: own)

@@ -18,6 +18,7 @@ from semrl_jax.rollout.engines.sampling import (
     temperature_factors,
 )
 from semrl_jax.types import Annealing, SamplingParams
+from tests.cases import slow_after
 
 FALLING = Annealing(1.2, 0.1, 0, 2.0)
 
@@ -89,6 +90,7 @@ def test_draws_follow_the_distribution_they_report(sampling):
     )
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_its_own_key_and_index_alone():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 6))
@@ -158,6 +160,7 @@ def test_each_token_has_the_logprob_of_its_own_temperature(top_k, top_p):
         np.testing.assert_allclose(raw[row], allowed_f64(logits[row], 1, 0, 1)[token], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [(0.7, 1.0, 0), (0.7, 0.9, 5)])
 def test_a_factor_of_one_changes_no_bit_and_greedy_sampling_has_no_temperature(settings):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
@@ -200,7 +203,7 @@ def inverse_cdf_f64(logits, key, index):
     return block * size + token, min(distance, other)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 34, 300, 5000])
+@pytest.mark.parametrize("num_tokens", slow_after(2, [300, 1, 2, 34, 5000]))
 def test_tokens_are_those_of_the_inverse_distribution_in_float64(num_tokens):
     rng = np.random.default_rng(num_tokens)
     logits = rng.normal(size=(64, num_tokens)).astype(np.float32) * 3

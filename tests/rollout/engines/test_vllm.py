@@ -153,7 +153,13 @@ def assert_prompt_right(rollout, model, tolerance=1e-5):
     assert_near(rollout.prompt_states, states, tolerance)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="untied"),
+        pytest.param(True, id="tied", marks=pytest.mark.soak),
+    ],
+)
 def model(request, tmp_path_factory):
     return Model(tmp_path_factory.mktemp("models"), request.param)
 

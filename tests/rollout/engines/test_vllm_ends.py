@@ -182,7 +182,7 @@ def test_no_process_outlives_a_replica_that_ends_while_it_starts(model, temporar
             assert not temporary()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_last_line_has_the_cause_of_a_failed_engine_process(model, temporary):
     """A trainer shows only the last line of its child; that of vLLM is "See root cause above"."""
     flags = ("--config.rollout.vllm_kv_cache_gib=0.0001", "--config.rollout.max_prompt_tokens=256")

@@ -79,6 +79,7 @@ def test_a_run_that_samples_ahead_survives_the_end_of_its_vllm_child_and_of_itse
         assert row["policy/importance_weight/mean"] > 0 and row["policy/grad_norm"] > 0
 
 
+@pytest.mark.soak
 def test_nothing_of_vllm_outlives_a_trainer_that_is_killed(tmp_path):
     """Neither its processes nor their files in /dev/shm."""
     trainer = start(

@@ -67,6 +67,7 @@ def other_authority(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
+@pytest.mark.slow
 def test_a_replica_loads_nothing_of_the_trainer():
     modules = modules_of(
         "import semrl_jax.rollout.server, semrl_jax.rollout.measurer, "
