@@ -20,6 +20,7 @@ from ml_collections import config_flags
 from launch import cli
 from semrl_jax import compilation
 from semrl_jax.errors import UserError
+from semrl_jax.runs.workdir import check_early
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file, such as configs/sft.py")
 WORKDIR = flags.DEFINE_string("workdir", None, "directory of the run, made if missing")
@@ -29,6 +30,7 @@ DRY_RUN = flags.DEFINE_bool("dry_run", False, "check settings, files, model and 
 
 def main() -> int:
     config, workdir = cli.checked_config(CONFIG), cli.required(WORKDIR)
+    check_early(workdir, config)
     if config.sft.files:
         if not config.model.path:
             raise UserError(

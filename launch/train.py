@@ -15,6 +15,7 @@ from ml_collections import config_flags
 from launch import cli
 from semrl_jax import compilation, cores
 from semrl_jax.errors import UserError
+from semrl_jax.runs.workdir import check_early
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, such as configs/quickstart.py"
@@ -34,6 +35,7 @@ def main() -> int:
                 f"--config.{field} has no meaning in launch.train, only in launch.sft; "
                 "warm_start.* are the supervised steps before the training."
             )
+    check_early(workdir, config)
     rollout = config.rollout
     cores.leave_cores(
         rollout.jax_processes, rollout.jax_process_cores, in_turn=not rollout.max_staleness

@@ -11,11 +11,13 @@ import pathlib
 import re
 import secrets
 import subprocess
+from collections.abc import Iterator
 from typing import IO, Any
 
 import ml_collections
 
 from configs.default import get_config
+from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
@@ -167,6 +169,18 @@ def open_workdir(path: str, config: ml_collections.ConfigDict) -> Workdir:
         raise
 
 
+def check_early(path: str, config: ml_collections.ConfigDict) -> None:
+    """Checks a directory before the trainer is loaded. Several processes check it together later.
+
+    Raises:
+      UserError: if it belongs to no run or to one with another config.
+    """
+    if find_place(config.distributed, os.environ).num_processes > 1:
+        return
+    with _named_errors(path):
+        _check_contents(path, pathlib.Path(path).absolute(), jsonable(config.to_dict()))
+
+
 def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str, str]) -> bool:
     """Checks a directory as `open_workdir` and `Workdir.check_inputs` do, and writes nothing.
 
@@ -177,7 +191,7 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
       UserError: as these two.
     """
     directory = pathlib.Path(path).absolute()
-    try:
+    with _named_errors(path):
         _check_contents(path, directory, jsonable(config.to_dict()))
         existing = next(d for d in (directory, *directory.parents) if d.exists())
         if not os.access(existing, os.W_OK):
@@ -188,6 +202,13 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
         if (directory / "inputs.json").exists():
             _compare_inputs(directory, read_json_object(directory / "inputs.json"), hashes)
         return (directory / "config.json").exists()
+
+
+@contextlib.contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """Raises an error of the file system as a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
 
@@ -210,13 +231,11 @@ def _make_and_lock(
     path: str, directory: pathlib.Path, settings: Any
 ) -> tuple[tuple[pathlib.Path, ...], IO[str]]:
     """Checks the directory before it makes anything; returns the new directories and the lock."""
-    try:
+    with _named_errors(path):
         _check_contents(path, directory, settings)
         made = tuple(d for d in (directory, *directory.parents) if not d.exists())
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "a", opener=through_no_link)  # noqa: SIM115 - for the run
-    except OSError as error:
-        raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
     try:
         _lock(path, lock)
     except UserError:

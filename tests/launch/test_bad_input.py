@@ -68,12 +68,26 @@ def test_train_needs_config_and_workdir(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_train_leaves_a_foreign_directory_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("")
-    result = run("launch.train", f"--config={TINY}", f"--workdir={tmp_path}")
-    assert_one_line(result, "holds no run")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("thesis.tex", "", "holds no run"),
+        ("config.json", '{"run_id": "a", "config": {"seed": 17}}', "config (seed: 17 -> 0)"),
+    ],
+)
+def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
+    tmp_path, name, content, message
+):
+    (tmp_path / "module").mkdir()
+    (tmp_path / "module" / "optax.py").write_text("raise SystemExit('the trainer is loaded')")
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / name).write_text(content)
+    flags = f"--config={TINY}", f"--workdir={workdir}"
+    for command in ("launch.train", "launch.sft"):
+        result = run(command, *flags, env={"PYTHONPATH": str(tmp_path / "module")})
+        assert_one_line(result, message)
+    assert [path.name for path in workdir.iterdir()] == [name]
 
 
 @pytest.mark.slow
