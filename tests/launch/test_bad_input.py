@@ -79,7 +79,7 @@ def test_a_directory_of_something_else_is_named_before_the_trainer_is_loaded(
     tmp_path, name, content, message
 ):
     (tmp_path / "module").mkdir()
-    (tmp_path / "module" / "optax.py").write_text("raise SystemExit('the trainer is loaded')")
+    (tmp_path / "module" / "orbax.py").write_text("raise SystemExit('the trainer is loaded')")
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / name).write_text(content)
