@@ -65,6 +65,7 @@ def test_single_process_does_not_join():
     assert not jax.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_all_join_and_still_receive_signals():
     # An address without a proxy: gRPC would wait for it until the deadline.
     proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "elsewhere"}

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from semrl_jax import data, models
+from tests.cases import slow_after
 from tests.launch.conftest import ROOT, TINY, environment, run
 
 MISTAKES = {
@@ -222,7 +223,7 @@ from transformers import AutoTokenizer
         assert ("PyTorch was not found" in result.stderr) == advised, result.stderr
 
 
-@pytest.mark.parametrize("command", ["launch.train", "launch.rollout", "launch.sft"])
+@pytest.mark.parametrize("command", slow_after(1, ["launch.train", "launch.rollout", "launch.sft"]))
 def test_help_says_what_the_command_does(command):
     result = run(command, "--help")
     assert result.returncode == 0

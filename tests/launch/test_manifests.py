@@ -25,6 +25,7 @@ from semrl_jax.cluster import SINGLE, find_place
 from semrl_jax.cluster.environment import JOBSET_PORT
 from semrl_jax.cluster.peers import EXIT_PEER_LOST
 from semrl_jax.runs import EXIT_PREEMPTED, validate
+from tests.cases import slow_after
 from tests.launch.conftest import ROOT, run
 
 JOBSET = ROOT / "launch" / "gke_jobset.yaml"
@@ -331,7 +332,7 @@ def test_slurm_leaves_time_to_save(tmp_path):
     assert before_end >= config.training.grace_s + 60  # Slurm may be a minute early or late
 
 
-@pytest.mark.parametrize("code", RESTARTS)
+@pytest.mark.parametrize("code", slow_after(2, RESTARTS))
 def test_slurm_queues_the_job_again(tmp_path, code):
     result, recorded = sbatch(tmp_path, f"0,{code}")
     assert result.returncode == code and "queued again" in result.stdout

@@ -64,7 +64,7 @@ def test_orders_grow_as_derived():
     [
         ("exact", "gram"),
         ("release", "svd"),
-        ("later", "svd"),
+        pytest.param("later", "svd", marks=pytest.mark.slow),
         pytest.param("exact", "svd", marks=pytest.mark.soak),
         pytest.param("release", "gram", marks=pytest.mark.soak),
         pytest.param("later", "gram", marks=pytest.mark.soak),

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax import metrics
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import parallel
+from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 
 OPTIONS = {"stride": 8, "names": ("effective_rank", "curvature"), "orders": ("effective_rank",)}
@@ -29,9 +30,7 @@ def check(found, expected):
         np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "kind", ["numpy", "jax", pytest.param("bfloat16", marks=pytest.mark.slow), "jit"]
-)
+@pytest.mark.parametrize("kind", slow_after(1, ["jit", "numpy", "jax", "bfloat16"]))
 def test_a_batch_has_the_numbers_of_its_responses(batch, kind):
     states, mask = batch
     if kind == "bfloat16":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.models.token_logprobs import Tiles, token_logprobs
+from tests.cases import slow_after
 
 ROWS, WIDTH, VOCAB = 23, 16, 101
 TEMPERATURE = 0.7
@@ -38,7 +39,7 @@ def tiles_of(name, vocabulary_axis):
     return Tiles(vocabulary_axis, TEMPERATURE, TILES[name])
 
 
-@pytest.mark.parametrize("name", list(TILES))
+@pytest.mark.parametrize("name", slow_after(1, TILES))
 @pytest.mark.parametrize("vocabulary_axis", [0, 1])
 def test_values_and_gradients(name, vocabulary_axis):
     states, ids, matrix, weights = inputs()

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.models.value_model import VALUE_HEAD
+from tests.cases import slow_after
 from tests.models.conftest import make_pair
 
 IDS = np.random.default_rng(0).integers(2, 90, (2, 9))
@@ -39,7 +40,7 @@ def classifier(directory, kind, family="qwen2"):
     return model
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", slow_after(1, ["qwen2", "llama", "mistral", "qwen3"]))
 def test_a_token_classifier_has_the_values_of_transformers(tmp_path, family):
     theirs = classifier(tmp_path, transformers.AutoModelForTokenClassification, family)
     with torch.no_grad():

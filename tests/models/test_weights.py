@@ -7,6 +7,7 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.models.weights import LAYER_NAMES
+from tests.cases import slow_after
 
 CONFIG = models.DecoderConfig(
     vocab_size=48, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -49,7 +50,8 @@ def expected_tensors(params, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "devices"), [("bfloat16", 1), ("bfloat16", 4), ("float32", 1), ("float32", 4)]
+    ("dtype", "devices"),
+    slow_after(1, [("bfloat16", 4), ("bfloat16", 1), ("float32", 1), ("float32", 4)]),
 )
 def test_tensors_are_those_of_numpy_bit_by_bit(dtype, devices):
     policy = models.Policy(CONFIG)

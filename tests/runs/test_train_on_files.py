@@ -221,7 +221,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("mistake", FILES)
+@pytest.mark.parametrize("mistake", slow_after(2, FILES))
 def test_a_prompt_file_that_cannot_be_used_is_named(mistake, config, problems, tmp_path):
     text, message = FILES[mistake]
     problems.unlink()
@@ -243,7 +243,7 @@ VERIFIERS = {
 }
 
 
-@pytest.mark.parametrize("function", VERIFIERS)
+@pytest.mark.parametrize("function", slow_after(2, VERIFIERS))
 def test_a_verifier_that_cannot_work_stops_the_run_before_it_starts(function, config, tmp_path):
     config.rewards.function = function
     with pytest.raises(UserError, match=VERIFIERS[function]) as caught:

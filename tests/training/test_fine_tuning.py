@@ -141,6 +141,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [name if name == "packed" else pytest.param(name, marks=slow) for name in LAYOUTS]
 )

@@ -15,6 +15,7 @@ from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
 from semrl_jax.training.token_indicators import token_indicators
 from semrl_jax.training.update import TokenPass, batch_logprobs
+from tests.cases import slow_after
 from tests.fixtures import read_rows
 from tests.oracles import algorithms as oracle
 from tests.oracles import metrics as metrics_oracle
@@ -79,7 +80,7 @@ def test_context_acts_through_attention_alone():
     assert not embedding[[9, 10, 20, 21, 22]].any()
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "response_mean"])
+@pytest.mark.parametrize("aggregation", slow_after(1, ["token_mean", "response_mean"]))
 def test_the_loss_matches_float64_over_the_tokens_of_the_policy(aggregation):
     policy, params = setup()
     batch = make_batch(context=True)

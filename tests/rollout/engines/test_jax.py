@@ -363,6 +363,7 @@ def test_a_call_repeats_bit_for_bit_whatever_ran_before(policy, params):
         )
 
 
+@pytest.mark.slow
 def test_new_weights_over_the_wire_change_what_is_sampled(policy, params):
     """bfloat16 on the wire: the replica samples with the rounded weights."""
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params)
@@ -644,6 +645,7 @@ def test_families_with_options_of_their_own_sample_as_their_full_pass(family):
         np.testing.assert_allclose(rollout.rollout_raw_logprobs, raw, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_abort_returns_what_was_sampled(policy, params):
     call = make_call(policy, params, make_requests(20, 1), SamplingParams(50), max_batch=8)
     call.step()
