@@ -144,7 +144,7 @@ class Programs:
         """`update_rows`, one optimiser step."""
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
         needs = all_needs(self.algorithm, self.config)
-        optimizer = optimizer_of(self.config.training)
+        optimizer = optimizer_of(self.config, "training")
         trained = abstract_trained(self.policy.shapes(), optimizer, self.mesh)
         rows = _abstract(layout.rows, sharding)
         values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
@@ -184,7 +184,7 @@ class Programs:
     def logprobs(self) -> Compiled:
         """`row_logprobs`, the pass before the update, over one mini-batch."""
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
-        optimizer = optimizer_of(self.config.training)
+        optimizer = optimizer_of(self.config, "training")
         params = abstract_trained(self.policy.shapes(), optimizer, self.mesh).params
         rows = _abstract(layout.rows, sharding)
         traced = row_logprobs.trace(

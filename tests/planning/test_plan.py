@@ -69,7 +69,9 @@ def test_a_refusal_of_the_compiler():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
 def test_a_small_model_on_a_slice(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     done = run(
