@@ -11,6 +11,7 @@ the page then refreshes itself until Ctrl-C. docs/report.md explains the page. E
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
@@ -53,6 +54,9 @@ def main(names: list[str]) -> int:
     from semrl_jax.runs.report.reading import read_runs
 
     logs = read_runs(runs)
+    for log in logs:
+        for line in log.damage():
+            print(line, file=sys.stderr)
     written = []
     try:
         if csv_file is not None:

@@ -110,11 +110,16 @@ class _Found:
         self.metric_names += sorted(names - set(self.metric_names))
         read = parquet.read([c for c in columns if c in READ or c.startswith("metrics/")])
         kept = self._fitting(groups, read, max_bytes)
-        self._num_recorded += parquet.metadata.num_rows
         table = read.take([index for key in kept for index in groups[key]]).to_pylist()
         keys = [key for key in kept for _ in groups[key]]
-        for (source, group), row in zip(keys, table):
-            self.rows.append(self._row(run, source, group, row))
+        # All rows of a file or none: one of them may be damaged.
+        num_cut = self._num_cut
+        try:
+            self.rows += [self._row(run, *key, row) for key, row in zip(keys, table)]
+        except BaseException:
+            self._num_cut = num_cut
+            raise
+        self._num_recorded += parquet.metadata.num_rows
 
     def _fitting(
         self, groups: dict[tuple[str, int], list[int]], read: pa.Table, max_bytes: int
@@ -143,18 +148,18 @@ class _Found:
         logprobs = row.get("rollout_logprobs") or []
         return [
             run,
-            source,
-            row["step"],
-            group,
-            row["sample_index"],
+            str(source),
+            int(row["step"]),
+            int(group),
+            int(row["sample_index"]),
             self.prompts.setdefault(prompt, len(self.prompts)),
             cut(row["response"], MAX_CHARACTERS),
             _short(row["reference"]),
             _short(row["extracted"]),
             rounded(row["score"]),
-            bool(row["correct"]),
+            verdict(row["correct"]),
             _short(row.get("verifier_error")),
-            row.get("finish_reason") or "",
+            str(row.get("finish_reason") or ""),
             len(logprobs),
             _line(logprobs),
             _line(row.get("effective_ranks") or []),
@@ -175,6 +180,13 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
+
+
+def verdict(value: Any) -> bool:
+    """Whether a response is correct; TypeError for what is no verdict, which is not "wrong"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"the verdict is {value!r:.40}")
+    return value
 
 
 def _short(text: str | None) -> str | None:
