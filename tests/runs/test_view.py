@@ -68,6 +68,15 @@ def test_another_problem_of_the_same_name_is_not_compared():
     assert view.chosen_problems([first, second], (), "all", 9) == ["problem 0"]
 
 
+def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
+    def refuse(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr("semrl_jax.runs.policies.os.scandir", refuse)
+    with pytest.raises(UserError, match=f"--policy={tmp_path} cannot be read: Permission denied"):
+        view.find_columns([str(tmp_path)], None, None)
+
+
 def test_damaged_rows_are_named(tmp_path):
     for prompt, response in (([], [4]), (None, [4]), ([3], None), ([3], [-1]), ([3], [2**40]),
                              ([3], [None]), ("3", [4]), ([[3]], [4])):  # fmt: skip

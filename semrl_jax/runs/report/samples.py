@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from semrl_jax.errors import UserError
 from semrl_jax.metrics.records import value_names
 from semrl_jax.pages import cut, rounded, shortened
 from semrl_jax.runs.report.reading import RunLog
@@ -59,11 +61,22 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
-    """The files of recorded responses of a run by step; `kind` is "step" or "eval"."""
+    """The files of recorded responses of a run by step; `kind` is "step" or "eval".
+
+    Raises:
+      UserError: if the directory cannot be read; a glob would find nothing in it.
+    """
+    directory = path / "rollouts"
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
     found = {}
-    for file in path.glob(f"rollouts/{kind}_*.parquet"):
-        if name := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", file.name):
-            found[int(name[1])] = file
+    for name in names:
+        if step := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", name):
+            found[int(step[1])] = directory / name
     return dict(sorted(found.items()))
 
 

@@ -177,6 +177,15 @@ def test_a_log_that_cannot_be_read_is_named(run, monkeypatch):
         reading.read_runs([run])
 
 
+def test_responses_that_may_not_be_read_are_not_called_missing(run, monkeypatch):
+    def refuse(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr(samples.os, "listdir", refuse)
+    with pytest.raises(UserError, match="rollouts cannot be read: Permission denied"):
+        samples.samples(reading.read_runs([run]))
+
+
 def test_quantities_that_are_never_finite_are_not_called_zero(config, tmp_path):
     run = make_run(tmp_path / "run", config, num_steps=0)
     for step, value in enumerate((None, float("nan"), float("inf"), 10**400)):
