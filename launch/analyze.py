@@ -125,9 +125,9 @@ def correlation() -> int:
 
 
 def growth() -> int:
-    from semrl_jax.analysis.growth import growth_study
-
     output = output_directory()
+    from semrl_jax.analysis.growth import growth_study  # not at the top: mistakes are quick
+
     compilation.keep_programs()
     found = growth_study(
         num_responses=RESPONSES.value,
@@ -213,8 +213,9 @@ def output_directory() -> pathlib.Path | None:
     output = pathlib.Path(OUTPUT.value)
     try:
         output.mkdir(parents=True, exist_ok=True)
+        cli.check_writable(output)
     except OSError as error:
-        raise UserError(f"--output={output} cannot be made: {error.strerror}.") from None
+        raise UserError(f"--output={output} cannot be made or written: {error.strerror}.") from None
     return output
 
 

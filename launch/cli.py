@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -105,6 +106,30 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
         for neighbour in neighbours:
             shutil.rmtree(neighbour, ignore_errors=True)
         raise
+
+
+def output_file(flag: str, path: str) -> pathlib.Path:
+    """The file that a flag names, checked before any work.
+
+    Raises:
+      UserError: if it cannot be written. A device or a pipe is refused too: files are replaced as a
+        whole, so with root's rights --output=/dev/null would put a file in place of /dev/null.
+    """
+    file = pathlib.Path(path)
+    try:
+        directory = file.absolute().parent
+        if not directory.is_dir() or (file.exists() and not file.is_file()):
+            raise UserError(f"--{flag}={file} must be a file in a directory that exists.")
+        check_writable(directory)
+    except OSError as error:
+        raise UserError(f"--{flag}={file} cannot be written: {error.strerror}.") from None
+    return file
+
+
+def check_writable(directory: pathlib.Path) -> None:
+    """Raises OSError if no file can be made in a directory; rights alone do not tell."""
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def required(flag: flags.FlagHolder[Any]) -> Any:

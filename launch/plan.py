@@ -10,7 +10,6 @@ codes: 0 it fits, 1 it does not fit, 2 wrong setting (one line names it).
 
 import json
 import os
-import pathlib
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ PROGRAMS = flags.DEFINE_list("programs", ["update", "pass", "decode"], "programs
 JSON = flags.DEFINE_bool("json", False, "print one JSON object")
 PLOT = flags.DEFINE_string("plot", None, "picture to write, such as plan.png")
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that Matplotlib writes
 KNOWN = ("update", "pass", "decode")
 ALIVE_S = 10.0  # between two lines of progress
 
@@ -43,9 +43,9 @@ def main() -> int:
     if "update" not in PROGRAMS.value or (bad := set(PROGRAMS.value) - set(KNOWN)):
         named = f" has {min(bad)!r}, and" if "update" in PROGRAMS.value else ""
         raise UserError(f"--programs{named} must name update, and may name pass and decode.")
-    plot = None if PLOT.value is None else pathlib.Path(PLOT.value)
-    if plot is not None and (plot.is_dir() or not plot.absolute().parent.is_dir()):
-        raise UserError(f"--plot={plot} must be a file in a directory that exists.")
+    plot = None if PLOT.value is None else cli.output_file("plot", PLOT.value)
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise UserError(f"--plot={plot} must end with one of {', '.join(PICTURES)}.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; the slice is not here
     config = cli.checked_config(CONFIG)
     from semrl_jax.planning import plan as planning

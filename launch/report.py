@@ -11,6 +11,7 @@ the page then refreshes itself until Ctrl-C. docs/report.md explains the page. E
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
@@ -38,13 +39,10 @@ def main(names: list[str]) -> int:
 
         serve(runs, PORT.value, lambda line: print(line, flush=True))
         return 0
-    output = pathlib.Path(OUTPUT.value) if OUTPUT.value is not None else None
-    csv_file = pathlib.Path(CSV.value) if CSV.value is not None else None
+    output = None if OUTPUT.value is None else cli.output_file("output", OUTPUT.value)
+    csv_file = None if CSV.value is None else cli.output_file("csv", CSV.value)
     if len(runs) > 1 and output is None and csv_file is None:
         raise UserError("--output is needed to compare runs; name an HTML file.")
-    for flag, file in (("output", output), ("csv", csv_file)):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise UserError(f"--{flag}={file} must be a file in a directory that exists.")
     if output is not None and csv_file is not None and output.absolute() == csv_file.absolute():
         raise UserError(f"--output and --csv are both {output}; name two files.")
     from semrl_jax.runs.report import write_report
@@ -53,6 +51,9 @@ def main(names: list[str]) -> int:
     from semrl_jax.runs.report.reading import read_runs
 
     logs = read_runs(runs)
+    for log in logs:
+        for line in log.damage():
+            print(line, file=sys.stderr)
     written = []
     try:
         if csv_file is not None:

@@ -39,13 +39,11 @@ OUTPUT = flags.DEFINE_string("output", None, "HTML file to write")
 
 
 def main() -> int:
-    output = pathlib.Path(cli.required(OUTPUT))
+    output = cli.output_file("output", cli.required(OUTPUT))
     if not POLICY.value:
         raise UserError("--policy is needed: a run or a model; see --help.")
     if bad := [step for step in STEPS.value if not step.strip().isdecimal()]:
         raise UserError(f"--steps has {bad[0]!r}; it must be whole numbers separated by commas.")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise UserError(f"--output={output} must be a file in a directory that exists.")
     samples = None if SAMPLES.value is None else pathlib.Path(SAMPLES.value)
     from semrl_jax import compilation
     from semrl_jax.runs import view  # here: mistakes and --help are quick

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
+from semrl_jax.parquet import check_token_ids
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 
@@ -117,7 +118,18 @@ def response_states(
     prompts: list[np.ndarray],
     responses: list[np.ndarray],
 ) -> list[Float[np.ndarray, "_ D"]]:
-    """Final states of each response, from one right-padded forward pass per micro-batch."""
+    """Final states of each response, from one right-padded forward pass per micro-batch.
+
+    Raises:
+      UserError: if a token is not of the policy's vocabulary. Its embedding would be that of
+        another token.
+    """
+    largest = max(int(ids.max(initial=0)) for ids in (*prompts, *responses))
+    if largest >= policy.config.vocab_size:
+        raise UserError(
+            f"token {largest} is beyond the {policy.config.vocab_size} tokens of the policy: the "
+            "responses are of another model."
+        )
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
     columns = np.arange(-(-max(lengths) // 64) * 64, dtype=np.int32)
     forward = jax.jit(policy.final_states)
@@ -144,11 +156,12 @@ def _read_responses(
     try:
         masked = MASK in pq.read_schema(file).names
         table = pq.read_table(file, columns=[*COLUMNS, *([MASK] if masked else [])])
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
     missing = set(COLUMNS) - set(table.column_names)
     if missing or not len(table):
         raise UserError(f"{file} must hold responses with the columns {', '.join(COLUMNS)}.")
+    check_token_ids(table, file)
     prompts, responses = (
         [np.asarray(ids, np.int32) for ids in table[name].to_pylist()] for name in COLUMNS
     )

@@ -27,6 +27,7 @@ from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
 from semrl_jax.metrics.names import FINAL_LAYER
+from semrl_jax.parquet import check_token_ids
 from semrl_jax.runs.generated_files import RESPONSES, STATES_INDEX
 
 TOP_K = 20  # of the confidence
@@ -83,6 +84,7 @@ def of_run(
             f"--step={step}: {workdir} has responses and weights of the steps {list(run.steps)}."
         )
     table = _read(run.rollouts[step], ("group_id", "sample_index", "prompt_ids", "response_ids"))
+    check_token_ids(table, run.rollouts[step])
     rows = sorted(table.to_pylist(), key=lambda row: row["group_id"])
     params = run.params(step)
     prompts, ids = (
@@ -258,10 +260,13 @@ def _read(file: pathlib.Path, needed: Sequence[str]) -> pa.Table:
     """The table of a file; UserError if it cannot be read, lacks a needed column or is empty."""
     try:
         table = pq.read_table(file)
+        table.validate(full=True)  # that texts are UTF-8
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split()):.200}") from None
     if missing := [name for name in needed if name not in table.column_names]:
         raise UserError(f"{file} has no column {missing[0]!r}.")
+    if damaged := [name for name in needed if table[name].null_count]:
+        raise UserError(f"{file} has a row without {damaged[0]!r}; it is damaged.")
     if not len(table):
         raise UserError(f"{file} has no response.")
     return table

@@ -260,6 +260,10 @@ def _until_end(questions: Callable[[], str]) -> Iterator[str]:
             return
         except UnicodeDecodeError as error:
             raise UserError(f"standard input is not UTF-8 text ({error.reason}).") from None
+        try:
+            question.encode()
+        except UnicodeEncodeError:  # in the locale C, Python reads any byte, as a surrogate
+            raise UserError("standard input is not UTF-8 text (invalid byte).") from None
         if question == "/quit":
             return
         if question:

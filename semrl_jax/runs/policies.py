@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,6 +74,12 @@ def find_policies(
       UserError: if there is no policy, or no checkpoint of a step.
     """
     directory = pathlib.Path(path)
+    try:
+        os.scandir(directory).close()
+    except PermissionError as error:
+        raise UserError(f"{field}={path} cannot be read: {error.strerror}.") from None
+    except OSError:  # not there, perhaps a hub id, or no directory
+        pass
     if directory.parent.name == "checkpoints" and directory.name.isdigit():
         if steps:
             raise UserError(

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from semrl_jax.errors import UserError
 from semrl_jax.files import parse_json, replacing
 
 STARTS = "starts.jsonl"
@@ -20,9 +21,23 @@ def append_start(workdir: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 
 def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl up to the first invalid one: a kill may leave part of a line."""
+    """Rows of a metrics.jsonl up to the first invalid one: a kill may leave part of a line.
+
+    Raises:
+      UserError: if there is a file that cannot be read.
+    """
+    return read_log(file)[0]
+
+
+def read_log(file: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
+    """Rows as `read_rows`, and how many lines are left out; a last line without end is no line."""
+    try:
+        content = file.read_bytes() if file.is_file() else b""
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from None
+    lines = content.splitlines()
     rows: list[dict[str, Any]] = []
-    for line in file.read_bytes().splitlines() if file.is_file() else ():
+    for line in lines:
         try:
             row = parse_json(line)
         except ValueError:
@@ -30,4 +45,5 @@ def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             break
         rows.append(row)
-    return rows
+    cut = len(rows) < len(lines) and not content.endswith(b"\n")
+    return rows, len(lines) - len(rows) - cut

@@ -18,6 +18,7 @@ from semrl_jax.analysis.along import Along, along_responses
 from semrl_jax.errors import UserError
 from semrl_jax.files import replacing
 from semrl_jax.pages import content_policy, data_element, filled, rounded, shortened
+from semrl_jax.parquet import check_token_ids
 from semrl_jax.runs.policies import PolicySource, find_policies
 from semrl_jax.runs.run_directory import record_of, run_of
 
@@ -120,7 +121,8 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
     try:
         names = pq.read_schema(file).names
         wanted = [name for name in (*_COLUMNS, *_OPTIONAL) if name in names]
-        rows = pq.read_table(file, columns=wanted).to_pylist()
+        table = pq.read_table(file, columns=wanted)
+        table.validate(full=True)  # that texts are UTF-8
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
     if missing := [name for name in _COLUMNS if name not in names]:
@@ -128,8 +130,9 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
             f"{file} has no column {missing[0]}: the view needs the token ids, as in rollouts/ of "
             "a run and in the files of launch.generate."
         )
+    check_token_ids(table, file)
     found = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(table.to_pylist()):
         ids = np.asarray(row["response_ids"], np.int32)
         if not len(ids) or not all(row.get("response_mask") or [True]):
             continue  # an environment's text in between has no values
@@ -151,10 +154,20 @@ def chosen_problems(
 ) -> list[str]:
     """The first `limit` problems that all policies have and that fit `show`, one of SHOWN.
 
+    A problem that has another reference in another column is another problem of the same name: the
+    policies were evaluated on other data. Prompts may differ, since runs may have other templates.
+
     Raises:
       UserError: if there is none, or one of `problems`, if any are given, is not there.
     """
-    common = [name for name in columns[0].responses if all(name in c.responses for c in columns)]
+    common = [
+        name
+        for name, response in columns[0].responses.items()
+        if all(
+            name in column.responses and column.responses[name].reference == response.reference
+            for column in columns
+        )
+    ]
     if not common:
         raise UserError(
             "the policies have no problem in common: they were evaluated on other problems."

@@ -7,17 +7,21 @@ import pathlib
 import re
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from semrl_jax.analysis import measures, study
+from semrl_jax.analysis import measures, study, study_sources
+from semrl_jax.analysis.runs import response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.analysis.study_files import write_study
 from semrl_jax.analysis.study_sources import StudiedResponse, of_file, of_generated
 from semrl_jax.errors import UserError
+from semrl_jax.model_setup import build_policy
 from tests.oracles import metrics as oracle
 from tests.oracles import observatory
+from tests.tiny import tiny_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 STRIDE = 8
@@ -44,6 +48,22 @@ def responses():
 @pytest.fixture(scope="module")
 def measured(responses):
     return measures.measure(responses, stride=STRIDE, method="svd")
+
+
+def test_tokens_of_another_model_are_refused():
+    """Their embeddings would be those of other tokens."""
+    policy, _ = build_policy(tiny_config())
+    size = policy.config.vocab_size
+    ids = [np.array([1, size], np.int32)], [np.array([3], np.int32)]
+    with pytest.raises(UserError, match=f"token {size} is beyond the {size} tokens of the policy"):
+        response_states(policy, {}, *ids)
+
+
+def test_rows_without_a_group_are_named(tmp_path):
+    table = pa.table({"group_id": pa.array([1, None]), "sample_index": [0, 0]})
+    pq.write_table(table, tmp_path / "step.parquet")
+    with pytest.raises(UserError, match=r"step\.parquet has a row without 'group_id'"):
+        study_sources._read(tmp_path / "step.parquet", table.column_names)
 
 
 def test_the_release_has_ten_and_twenty_eight_measures(measured):

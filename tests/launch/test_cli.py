@@ -1,5 +1,6 @@
 """Wrong flags and settings are reported in one line, before anything slow is loaded."""
 
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ from launch import cli
 from launch.__main__ import NO_COMMANDS, commands
 from semrl_jax.errors import UserError
 from semrl_jax.settings import moved
-from tests.launch.conftest import ROOT, environment
+from tests.launch.conftest import ROOT, environment, run
+from tests.launch.test_bad_input import assert_one_line
 
 QUICKSTART = "--config=configs/quickstart.py"
 
@@ -32,6 +34,35 @@ def parse(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     return checked_config
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for name in ("new.html", "link"):
+        assert cli.output_file("output", str(tmp_path / name)) == tmp_path / name
+    assert {file.name for file in tmp_path.iterdir()} == {"pipe", "link"}
+    # With root's rights a device would be replaced by the page.
+    for bad in ("/dev/null", tmp_path / "pipe", tmp_path, tmp_path / "no" / "x.html"):
+        with pytest.raises(UserError, match="must be a file in a directory that exists"):
+            cli.output_file("output", str(bad))
+    for bad, reason in (
+        (tmp_path / ("x" * 300), "File name too long"),
+        ("/proc/x.html", "No such"),
+    ):
+        with pytest.raises(UserError, match=f"--output={bad} cannot be written: {reason}"):
+            cli.output_file("output", str(bad))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan --topology=v5e:1x1 --plot=plan.txt", "--plot=plan.txt must end with one of .png"),
+        ("analyze growth --output=/proc", "--output=/proc cannot be made or written: No such"),
+    ],
+)
+def test_commands_check_their_output_first(command, message):
+    assert_one_line(run(*f"launch.{command}".split()), message)
 
 
 def test_flags_override_fields(parse):

@@ -36,6 +36,15 @@ def test_responses_cannot_control_the_terminal():
     assert chat.printable("a\x1b[31mb\x07\n\tü\u202e") == "a�[31mb�\n\tü�"
 
 
+def test_questions_that_are_not_utf8_are_refused():
+    """In the locale C, Python reads such a byte as an unpaired surrogate, with no error."""
+    questions = iter(["1+2", b"\xff".decode(errors="surrogateescape")])
+    found = chat._until_end(lambda: next(questions))
+    assert next(found) == "1+2"
+    with pytest.raises(UserError, match="standard input is not UTF-8 text"):
+        next(found)
+
+
 def test_the_template_is_that_of_the_task_or_of_the_tokenizer(config):
     tokenizer = data.character_tokenizer()
     template = chat.own_template(config, tokenizer)

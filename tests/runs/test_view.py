@@ -61,6 +61,35 @@ def test_problems_are_chosen_by_verdict_and_name():
         view.chosen_problems([columns[0], column([])], (), "all", 9)
 
 
+def test_another_problem_of_the_same_name_is_not_compared():
+    """Runs may have been evaluated on other data; both number its problems from 0."""
+    first, second = column([True, False]), column([True, True])
+    second.responses["problem 1"] = second.responses["problem 1"]._replace(reference="7")
+    assert view.chosen_problems([first, second], (), "all", 9) == ["problem 0"]
+
+
+def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
+    def refuse(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr("semrl_jax.runs.policies.os.scandir", refuse)
+    with pytest.raises(UserError, match=f"--policy={tmp_path} cannot be read: Permission denied"):
+        view.find_columns([str(tmp_path)], None, None)
+
+
+def test_damaged_rows_are_named(tmp_path):
+    for prompt, response in (([], [4]), (None, [4]), ([3], None), ([3], [-1]), ([3], [2**40]),
+                             ([3], [None]), ("3", [4]), ([[3]], [4])):  # fmt: skip
+        file = write_samples(tmp_path / "x.parquet", ["1"], prompt_ids=[prompt],
+                             response_ids=[response])  # fmt: skip
+        with pytest.raises(UserError, match=r"x\.parquet: a row has no token ids in the column"):
+            view.read_responses(file)
+    binary = pa.array([b"\xff"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 1, binary.buffers())
+    with pytest.raises(UserError, match=r"x\.parquet cannot be read: .*UTF8"):
+        view.read_responses(write_samples(tmp_path / "x.parquet", ["1"], reference=text))
+
+
 def test_files_without_token_ids_are_refused(tmp_path):
     pq.write_table(pa.table({"response": ["1"]}), tmp_path / "text.parquet")
     with pytest.raises(UserError, match="has no column prompt_ids: the view needs the token ids"):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from semrl_jax.files import replacing
 from semrl_jax.runs.report.reading import RunLog
-from semrl_jax.runs.report.samples import recorded, spread
+from semrl_jax.runs.report.samples import recorded, spread, verdict
 
 MAX_STEPS = 20  # of the paired differences
 Z_95 = 1.96
@@ -23,12 +23,16 @@ Z_95 = 1.96
 Problem = tuple[str, int, str]  # benchmark, number, reference
 
 
-def paired(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
+def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[str, Any]]:
     """Differences of accuracy from the first run, at steps that both have evaluated.
 
     The accuracy of a problem is the mean over all its recorded responses of that step. The interval
     is that of the mean of differences by problem, so what makes a problem hard for both runs is no
     part of it.
+
+    Args:
+      runs: the first is compared with each other one.
+      notes: gets a sentence for every step that is left out, because a file cannot be read.
 
     Returns:
       One dict per step, benchmark and run: `step`, `benchmark`, `run` (index), `problems`, `first`
@@ -41,8 +45,14 @@ def paired(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
         files = recorded(run.path, "eval")
         for step in spread(sorted(first.keys() & files.keys()), MAX_STEPS):
             try:
-                ours, theirs = _accuracies(first[step]), _accuracies(files[step])
-            except (OSError, KeyError, pa.ArrowException):
+                damaged = f"{runs[0].name}/rollouts/{first[step].name}"
+                ours = _accuracies(first[step])
+                damaged = f"{run.name}/rollouts/{files[step].name}"
+                theirs = _accuracies(files[step])
+            except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
+                text = f"{damaged} cannot be read; no accuracies are compared at step {step}."
+                if notes is not None and text not in notes:
+                    notes.append(text)
                 continue
             for benchmark in dict.fromkeys(problem[0] for problem in ours):
                 problems = [problem for problem in ours if problem[0] == benchmark]
@@ -69,12 +79,12 @@ def paired(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
 
 
 def _accuracies(file: pathlib.Path) -> dict[Problem, float]:
-    """Share of correct responses of each problem."""
+    """Share of correct responses of each problem; TypeError if one has no verdict."""
     table = pq.read_table(file, columns=["benchmark", "group_id", "reference", "correct"])
     found: dict[Problem, list[bool]] = {}
     columns = (table[name].to_pylist() for name in table.column_names)
     for benchmark, group, reference, correct in zip(*columns):
-        found.setdefault((benchmark, group, reference), []).append(bool(correct))
+        found.setdefault((benchmark, group, reference), []).append(verdict(correct))
     return {problem: float(np.mean(verdicts)) for problem, verdicts in found.items()}
 
 

@@ -114,13 +114,9 @@ function stacked(panel) {
   const shown = figures.runs.filter((run) => !hidden.has(run.name));
   const stages = panel.keys.map(([key, label], k) => [key, label, k]);
   if (several()) {
-    const mean = (values) => {
-      const kept = values.filter((value) => value !== null);
-      return kept.reduce((sum, value) => sum + value, 0) / Math.max(1, values.length);
-    };
     return stages.map(([key, label, k]) => ({
       type: "bar", name: plain(label), marker: { color: colour(k), opacity: k > 8 ? 0.6 : 1 },
-      x: shown.map((run) => plain(run.name)), y: shown.map((run) => mean(run.series[key] ?? [])),
+      x: shown.map((run) => plain(run.name)), y: shown.map((run) => run.stage_means[key] ?? 0),
       hovertemplate: "%{y:.3g} s",
     }));
   }
@@ -321,8 +317,10 @@ function head() {
 }
 
 // The last evaluation comes after the last training step, so a value may be of an earlier step.
-const at = (run, key, step) =>
-  run.series[key]?.findLast((value, i) => value !== null && run.steps[i] <= step) ?? null;
+const placeOf = (run, key, step) =>
+  run.series[key]?.findLastIndex((value, i) => value !== null && run.steps[i] <= step) ?? -1;
+const at = (run, key, step) => run.series[key]?.[placeOf(run, key, step)] ?? null;
+const stepOf = (run, key, step) => run.steps[placeOf(run, key, step)];
 const isAt = (run, key, step) => (run.series[key]?.[run.steps.indexOf(step)] ?? null) !== null;
 const isMain = (key) => /^eval\/.*(accuracy|score|mean_length|loss|@\d+)$/.test(key) ||
   ["reward/mean", "reward/correct", "response/length/mean", "policy/entropy", "policy/kl",
@@ -351,17 +349,22 @@ function figureTable() {
     (byId("all-keys").checked || isMain(key)) && figures.runs.some((run) => at(run, key, step) !== null));
   const value = (run, key) => {
     const found = at(run, key, step), error = at(run, key + STDERR, step);
+    const earlier = found !== null && stepOf(run, key, step) !== step;
     return make("td", "number", number(found) +
-      (error === null || found === null ? "" : ` ± ${number(Z_95 * error)}`));
+      (error === null || found === null ? "" : ` ± ${number(Z_95 * error)}`) +
+      (earlier ? ` (step ${stepOf(run, key, step)})` : ""));
   };
   const change = (from, to) => make("td", "number",
     from === null || to === null ? "" : (to >= from ? "+" : "") + number(to - from));
+  // Values of different steps are not compared.
+  const compared = (run, key) => (stepOf(run, key, step) === stepOf(first, key, step) ?
+    change(at(first, key, step), at(run, key, step)) : make("td", ""));
   const start = (key) => first.series[key].find((found) => found !== null) ?? null;
   byId("figure-table").replaceChildren(several() ?
     table(["quantity", ...figures.runs.map((run) => run.name),
       ...figures.runs.slice(1).map((run) => `${run.name} - ${first.name}`)],
     keys.map((key) => [key, ...figures.runs.map((run) => value(run, key)),
-      ...figures.runs.slice(1).map((run) => change(at(first, key, step), at(run, key, step)))])) :
+      ...figures.runs.slice(1).map((run) => compared(run, key))])) :
     table(["quantity", "first", `step ${byId("step").value}`, "change"],
       keys.map((key) => [key, make("td", "number", number(start(key))), value(first, key),
         change(start(key), at(first, key, step))])));

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from semrl_jax.files import replacing
-from semrl_jax.pages import content_policy, data_element, filled
+from semrl_jax.pages import content_policy, data_element, filled, shortened
 from semrl_jax.runs.report import comparison, reading
 from semrl_jax.runs.report.panels import panels_of
 from semrl_jax.runs.report.reading import RunLog
 from semrl_jax.runs.report.samples import samples
 
+MAX_KEYS = 12  # named in a note
+MAX_KEY = 80  # characters
 _HERE = pathlib.Path(__file__).parent
 
 
@@ -34,6 +36,11 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
     """All that the page shows but the responses; only JSON values."""
     shown, notes = [], []
     for run in runs:
+        notes += run.damage()
+        if unknown := reading.never_finite(run.rows):
+            names = ", ".join(shortened(key, MAX_KEY) for key in unknown[:MAX_KEYS])
+            rest = f" and {len(unknown) - MAX_KEYS} more" if len(unknown) > MAX_KEYS else ""
+            notes.append(f"{run.name}: not a finite number at any step: {names}{rest}.")
         rows = reading.thinned(run.rows)
         if len(rows) < len(run.rows):
             notes.append(
@@ -47,9 +54,11 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
                 "id": run.record["run_id"],
                 "steps": [row["step"] for row in rows],
                 "series": reading.series(rows),
+                # Not of the thinned rows: evaluations are a larger part of them.
+                "stage_means": reading.stage_means(run.rows),
                 "events": reading.events(run),
                 "starts": run.starts,
-                "versions": run.record.get("versions", {}),
+                "versions": _texts(run.record.get("versions")),
             }
         )
     keys = {key: None for run in shown for key in run["series"]}
@@ -63,8 +72,15 @@ def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
         "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
         "notes": notes,
         "settings": reading.settings_table(runs),
-        "paired": comparison.paired(runs) if len(runs) > 1 else [],
+        "paired": comparison.paired(runs, notes) if len(runs) > 1 else [],
     }
+
+
+def _texts(value: Any) -> dict[str, str]:
+    """The entries that are there, as texts; {} for what is no object."""
+    if not isinstance(value, dict):
+        return {}
+    return {key: str(entry) for key, entry in value.items() if entry is not None}
 
 
 def _varies(keys, shown: Sequence[dict[str, Any]]) -> bool:

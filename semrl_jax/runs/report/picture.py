@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from semrl_jax.runs.report.panels import PANELS
+from semrl_jax.runs.report.reading import series
 
 matplotlib.use("Agg")
 
@@ -24,7 +25,9 @@ MAX_LABELS_INSIDE = 5  # of a panel; a longer legend is drawn below it
 
 def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
     """Draws one panel per quantity over the steps; leaves out quantities that were not logged."""
-    present = {key for row in rows for key, value in row.items() if value is not None}
+    steps = [row["step"] for row in rows]
+    values = series(rows)
+    present = set(values)
     panels = [panel.present(present) for panel in PANELS if panel.in_picture]
     panels = [panel for panel in panels if panel.keys]
     num_columns = 3
@@ -38,11 +41,10 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
         axes = figure.add_subplot(num_rows, num_columns, index + 1)
         styles = itertools.cycle(itertools.product(LINE_STYLES, COLOURS))
         for (style, colour), (key, label) in zip(styles, keys.items()):
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            points = [point for point in zip(steps, values[key]) if point[1] is not None]
             marker = "o" if len(points) < 30 else None
-            # The label may come from a prompt file. Matplotlib reads $...$ as mathematics.
             look = {"color": colour, "ls": style, "marker": marker, "ms": 3, "lw": 1.4}
-            axes.plot(*zip(*points), label=label.replace("$", r"\$"), **look)
+            axes.plot(*zip(*points), label=_plain(label), **look)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_ylabel(panel.unit, fontsize=8)
@@ -56,7 +58,8 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
             axes.set_ylim(bottom=0)
         elif title == "Time of a step":
             # The first step compiles and is slow. Its value would make all others look like zero.
-            usual = statistics.median(row["time/step_s"] for row in rows if "time/step_s" in row)
+            times = [value for value in values.get("time/step_s", ()) if value is not None]
+            usual = statistics.median(times or [1.0])
             axes.set_ylim(0, 2.5 * usual)
         elif title == "Critic":
             # A new critic can be much worse than a constant. Its first values would hide the rest.
@@ -68,3 +71,11 @@ def draw_curves(rows: Sequence[dict[str, float | int | None]]) -> Figure:
                 place = {"loc": "upper left", "bbox_to_anchor": (0, -0.18), "ncols": 2}
             axes.legend(fontsize=7, frameon=False, **place)
     return figure
+
+
+def _plain(label: str) -> str:
+    """The text of a label, which may come from a prompt file, as Matplotlib draws it.
+
+    Matplotlib reads $...$ as mathematics, and fails at unpaired surrogates.
+    """
+    return label.encode(errors="replace").decode().replace("$", r"\$")

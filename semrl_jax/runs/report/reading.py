@@ -13,7 +13,7 @@ from semrl_jax.files import jsonable, read_json_object
 from semrl_jax.pages import rounded
 from semrl_jax.runs.config import flatten
 from semrl_jax.runs.report.panels import OTHER, STAGES
-from semrl_jax.runs.rows import STARTS, read_rows
+from semrl_jax.runs.rows import STARTS, read_log, read_rows
 from semrl_jax.settings.moved import with_present_names
 
 MAX_ROWS = 1500  # per run, of each kind: with an evaluation, with an event, others
@@ -27,6 +27,7 @@ EVENTS = {
     "rollout/replica_failures": "replica failure",
 }
 RESUME = "resume"
+START_FIELDS = ("time", "devices", "processes", "cores", "system", "python")
 
 Row = Mapping[str, Any]
 
@@ -39,6 +40,7 @@ class RunLog(NamedTuple):
       record: `config.json`.
       rows: of `metrics.jsonl`.
       starts: of `starts.jsonl`, one per attempt; [] for a run that is older than this file.
+      num_left_out: lines of `metrics.jsonl` from the first damaged one on.
     """
 
     name: str
@@ -46,6 +48,16 @@ class RunLog(NamedTuple):
     record: dict[str, Any]
     rows: list[dict[str, Any]]
     starts: list[dict[str, Any]]
+    num_left_out: int = 0
+
+    def damage(self) -> list[str]:
+        """What of the log cannot be read, in at most one sentence."""
+        if not self.num_left_out:
+            return []
+        return [
+            f"{self.name}: line {len(self.rows) + 1} of metrics.jsonl is damaged; it and the lines "
+            f"after it are left out ({self.num_left_out} in all)."
+        ]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -77,14 +89,27 @@ def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> l
                 f"{path} is not the directory of a run (no config.json of one); name what was "
                 "--workdir of launch.train or launch.sft."
             )
-        rows = read_rows(path / "metrics.jsonl")
+        rows, num_left_out = read_log(path / "metrics.jsonl")
+        if not rows and num_left_out:
+            raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
         if not rows and not may_be_empty:
             raise UserError(
                 f"{path} has no log yet (metrics.jsonl has no row); wait for the first step, or "
                 "follow the run with --serve."
             )
-        runs.append(RunLog(name, path, record, rows, read_rows(path / STARTS)))
+        starts = [_shown_start(start) for start in read_rows(path / STARTS)]
+        runs.append(RunLog(name, path, record, rows, starts, num_left_out))
     return runs
+
+
+def _shown_start(start: Row) -> dict[str, Any]:
+    """The fields that a page shows, as texts: a damaged file may have anything."""
+    changed = start.get("changed")
+    return {
+        "step": start["step"],
+        **{name: str(start[name]) for name in START_FIELDS if start.get(name) is not None},
+        "changed": list(map(str, changed)) if isinstance(changed, list) else [],
+    }
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
@@ -110,9 +135,21 @@ def thinned(rows: Sequence[Row]) -> list[Row]:
     return [rows[index] for index in sorted(kept | {len(rows) - 1})] if rows else []
 
 
+def never_finite(rows: Sequence[Row]) -> list[str]:
+    """Keys that were logged and had no finite value at any step."""
+    keys = {key for row in rows for key in row}
+    return sorted(key for key in keys if all(_number(row.get(key)) is None for row in rows))
+
+
+def stage_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean times of the stages over all rows; a row without a stage counts as 0 seconds."""
+    found = series(rows)
+    return {key: sum(v or 0.0 for v in found[key]) / len(rows) for key in STAGES if key in found}
+
+
 def series(rows: Sequence[Row]) -> dict[str, list[float | None]]:
     """The values of every key, one per row; None where it was not logged or not finite."""
-    keys = sorted({key for row in rows for key, value in row.items() if _is_number(value)})
+    keys = sorted({k for row in rows for k, value in row.items() if _number(value) is not None})
     found = {
         key: [_number(row.get(key)) for row in rows] for key in keys if key not in ("step", OTHER)
     }
@@ -132,7 +169,7 @@ def events(run: RunLog) -> list[dict[str, Any]]:
     found = []
     for row in run.rows:
         for key, kind in EVENTS.items():
-            if _is_number(value := row.get(key)) and value:
+            if value := _number(row.get(key)):
                 text = f"{100 * value:.3g} % of the mini-batches"
                 if not key.endswith("update_skipped"):
                     text = f"{value:g} in this step"
@@ -140,7 +177,7 @@ def events(run: RunLog) -> list[dict[str, Any]]:
     for start in run.starts:
         if start is run.starts[0] and not start["step"]:
             continue  # the begin of the run
-        text = ", ".join(map(str, start.get("changed", ()))) or "no setting changed"
+        text = ", ".join(start["changed"]) or "no setting changed"
         found.append({"step": start["step"], "kind": RESUME, "text": text})
     return sorted(found, key=lambda event: event["step"])[-MAX_EVENTS:]
 
@@ -164,4 +201,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    return rounded(value, DIGITS) if _is_number(value) else None
+    try:
+        return rounded(value, DIGITS) if _is_number(value) else None
+    except OverflowError:  # a whole number with hundreds of digits
+        return None

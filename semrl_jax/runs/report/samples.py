@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from semrl_jax.errors import UserError
 from semrl_jax.metrics.records import value_names
 from semrl_jax.pages import cut, rounded, shortened
 from semrl_jax.runs.report.reading import RunLog
@@ -59,11 +61,22 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
-    """The files of recorded responses of a run by step; `kind` is "step" or "eval"."""
+    """The files of recorded responses of a run by step; `kind` is "step" or "eval".
+
+    Raises:
+      UserError: if the directory cannot be read; a glob would find nothing in it.
+    """
+    directory = path / "rollouts"
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
     found = {}
-    for file in path.glob(f"rollouts/{kind}_*.parquet"):
-        if name := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", file.name):
-            found[int(name[1])] = file
+    for name in names:
+        if step := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", name):
+            found[int(step[1])] = directory / name
     return dict(sorted(found.items()))
 
 
@@ -110,11 +123,16 @@ class _Found:
         self.metric_names += sorted(names - set(self.metric_names))
         read = parquet.read([c for c in columns if c in READ or c.startswith("metrics/")])
         kept = self._fitting(groups, read, max_bytes)
-        self._num_recorded += parquet.metadata.num_rows
         table = read.take([index for key in kept for index in groups[key]]).to_pylist()
         keys = [key for key in kept for _ in groups[key]]
-        for (source, group), row in zip(keys, table):
-            self.rows.append(self._row(run, source, group, row))
+        # All rows of a file or none: one of them may be damaged.
+        num_cut = self._num_cut
+        try:
+            self.rows += [self._row(run, *key, row) for key, row in zip(keys, table)]
+        except BaseException:
+            self._num_cut = num_cut
+            raise
+        self._num_recorded += parquet.metadata.num_rows
 
     def _fitting(
         self, groups: dict[tuple[str, int], list[int]], read: pa.Table, max_bytes: int
@@ -143,18 +161,18 @@ class _Found:
         logprobs = row.get("rollout_logprobs") or []
         return [
             run,
-            source,
-            row["step"],
-            group,
-            row["sample_index"],
+            str(source),
+            int(row["step"]),
+            int(group),
+            int(row["sample_index"]),
             self.prompts.setdefault(prompt, len(self.prompts)),
             cut(row["response"], MAX_CHARACTERS),
             _short(row["reference"]),
             _short(row["extracted"]),
             rounded(row["score"]),
-            bool(row["correct"]),
+            verdict(row["correct"]),
             _short(row.get("verifier_error")),
-            row.get("finish_reason") or "",
+            str(row.get("finish_reason") or ""),
             len(logprobs),
             _line(logprobs),
             _line(row.get("effective_ranks") or []),
@@ -175,6 +193,13 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
+
+
+def verdict(value: Any) -> bool:
+    """Whether a response is correct; TypeError for what is no verdict, which is not "wrong"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"the verdict is {value!r:.40}")
+    return value
 
 
 def _short(text: str | None) -> str | None:

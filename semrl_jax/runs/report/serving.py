@@ -131,8 +131,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 30  # seconds for a request
 
     def do_GET(self) -> None:
-        address = urllib.parse.urlsplit(self.path)
-        _, token, *rest = address.path.split("/", 2)
+        try:
+            address = urllib.parse.urlsplit(self.path)
+            _, token, *rest = address.path.split("/", 2)
+        except ValueError:  # no address: any process of the machine may send anything
+            token, rest = "", []
         if not rest or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(404, "text/plain", b"not found: the address has no or another token\n")
             return

@@ -3,11 +3,13 @@
 import csv
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import comparison, page, reading
-from tests.runs.report.making import make_run, scored, text_of
+from tests.runs.report.making import add_row, make_run, scored, text_of
 from tests.tiny import tiny_config
 
 
@@ -45,6 +47,34 @@ def test_several_samples_of_a_problem_are_averaged_and_other_problems_are_left_o
     assert [row["benchmark"] for row in rows] == ["sums", "twice"]
     assert (rows[1]["first"], rows[1]["other"], rows[1]["problems"]) == (0.5, 1.0, 2)
     assert rows[1]["half"] == pytest.approx(1.96 * np.sqrt(0.5 / 2), rel=1e-12)
+
+
+def test_an_unreadable_evaluation_is_named(tmp_path):
+    runs = [make_run(tmp_path / name, tiny_config(), num_steps=5) for name in ("a", "b")]
+    file = runs[1] / "rollouts" / "eval_000004.parquet"
+    table = pq.read_table(file)
+    without = table.drop(["correct"])
+    for damaged in (without, without.append_column("correct", pa.nulls(8, pa.bool_()))):
+        pq.write_table(damaged, file)
+        notes = []
+        rows = comparison.paired(reading.read_runs(runs), notes)
+        assert [row["step"] for row in rows] == [0]
+        assert notes == [
+            "b/rollouts/eval_000004.parquet cannot be read; no accuracies are compared at step 4."
+        ]
+
+
+def test_mean_times_are_of_all_rows_although_evaluations_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_ROWS", 10)
+    run = make_run(tmp_path / "run", tiny_config(), num_steps=0)
+    for step in range(100):
+        evaluated = {"eval/a/mean_score": 1.0, "time/evaluate_s": 9.0} if step % 10 == 0 else {}
+        add_row(run, step, {"time/step_s": 10.0, "time/sample_s": 1.0, **evaluated})
+    (shown,) = page.figures(reading.read_runs([run]))["runs"]
+    assert len(shown["steps"]) < 25
+    assert shown["stage_means"] == pytest.approx(
+        {"time/sample_s": 1.0, "time/evaluate_s": 0.9, "time/other_s": 8.1}
+    )
 
 
 def test_the_page_of_several_runs_has_the_settings_that_differ(runs):

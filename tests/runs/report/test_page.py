@@ -4,8 +4,11 @@ import base64
 import hashlib
 import itertools
 import json
+import pathlib
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import UserError
@@ -145,6 +148,82 @@ def test_the_page_says_how_much_of_a_long_run_it_draws(config, tmp_path, monkeyp
     figures = page.figures(reading.read_runs([run]))
     assert len(figures["runs"][0]["steps"]) == 22  # of 199 every tenth, the first and the last
     assert figures["notes"][0].startswith("run has 200 rows; the plots have 22 of them")
+
+
+def test_lines_after_a_damaged_one_are_counted(config, tmp_path):
+    run = make_run(tmp_path / "run", config, num_steps=4)
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines, lines[0][:20]]))  # a write that was cut
+    assert reading.read_runs([run])[0].damage() == []
+    log.write_text("".join([lines[0], "\0" * 9 + "\n", *lines[2:]]))
+    figures = page.figures(reading.read_runs([run]))
+    assert figures["runs"][0]["steps"] == [0]
+    assert figures["notes"][0] == (
+        "run: line 2 of metrics.jsonl is damaged; it and the lines after it are left out "
+        "(3 in all)."
+    )
+    log.write_text("\0\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 1 is damaged"):
+        reading.read_runs([run])
+
+
+def test_a_log_that_cannot_be_read_is_named(run, monkeypatch):
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Permission denied\."):
+        reading.read_runs([run])
+
+
+def test_responses_that_may_not_be_read_are_not_called_missing(run, monkeypatch):
+    def refuse(directory):
+        raise PermissionError(13, "Permission denied", str(directory))
+
+    monkeypatch.setattr(samples.os, "listdir", refuse)
+    with pytest.raises(UserError, match="rollouts cannot be read: Permission denied"):
+        samples.samples(reading.read_runs([run]))
+
+
+def test_quantities_that_are_never_finite_are_not_called_zero(config, tmp_path):
+    run = make_run(tmp_path / "run", config, num_steps=0)
+    for step, value in enumerate((None, float("nan"), float("inf"), 10**400)):
+        add_row(run, step, {"reward/mean": 1.0, "policy/loss": value, "rollout/staleness": 0.0})
+    figures = page.figures(reading.read_runs([run]))
+    assert figures["notes"] == [
+        "run: not a finite number at any step: policy/loss.",
+        "0 at every step and not drawn: Staleness.",
+    ]
+
+
+def test_a_damaged_record_does_not_prevent_a_page(config, tmp_path):
+    run = make_run(tmp_path / "run", config, num_steps=2, starts=())
+    rows = [{"step": 0, "time": 5, "changed": None}, {"step": 1, "cores": float("nan")}]
+    (run / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(record | {"versions": {"jax": float("nan")}}))
+    page.write_page(tmp_path / "page.html", [run])
+    (shown,) = data_of(tmp_path / "page.html", "figures")["runs"]
+    assert shown["versions"] == {"jax": "nan"}
+    assert shown["starts"] == [
+        {"step": 0, "time": "5", "changed": []}, {"step": 1, "cores": "nan", "changed": []}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", [("correct", None), ("correct", "no"), ("group_id", None)])
+def test_a_response_without_a_verdict_is_not_called_wrong(run, name, value):
+    file = run / "rollouts" / "step_000099.parquet"
+    table = pq.read_table(run / "rollouts" / "step_000000.parquet")
+    values = [*table[name].to_pylist()[:-1], value]
+    values = list(map(str, values)) if isinstance(value, str) else values
+    place = table.column_names.index(name)
+    pq.write_table(table.set_column(place, name, pa.array(values)), file)
+    try:
+        found = samples.samples(reading.read_runs([run]))
+    finally:
+        file.unlink()
+    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
 
 
 def test_hostile_text_is_only_data(config, tmp_path):

@@ -266,3 +266,19 @@ def test_several_runs_are_compared_and_followed(config, tmp_path, opened):
     assert browser.errors
     assert all("ERR_CONNECTION_REFUSED" in error["text"] for error in browser.errors)
     browser.errors.clear()
+
+
+def test_values_of_another_step_are_marked_and_not_compared(run_of, opened, tmp_path):
+    first, second = (run_of(name, num_steps=0) for name in ("first", "second"))
+    for step in range(7):
+        for run, every in ((first, 2), (second, 3)):
+            score = {"eval/sums/mean_score": 0.5 + step / 10} if step % every == 0 else {}
+            add_row(run, step, {"reward/mean": 0.25, **score})
+    page.write_page(tmp_path / "page.html", [first, second])
+    browser = opened(tmp_path / "page.html")
+    assert ["eval/sums/mean_score", "1.1", "1.1", "+0"] in browser.run("values('figure-table')")
+    browser.run("set('step', '5')")
+    assert ["eval/sums/mean_score", "0.9 (step 4)", "0.8 (step 3)", ""] in (
+        browser.run("values('figure-table')")
+    )
+    assert ["reward/mean", "0.25", "0.25", "+0"] in browser.run("values('figure-table')")

@@ -38,6 +38,17 @@ def test_the_accuracy_of_every_benchmark_has_its_own_line():
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(axes.lines)
 
 
+def test_damaged_values_are_left_out():
+    rows = [
+        {"step": step, "time/step_s": value, "reward/mean": value, "eval/\ud800/pass@1": 0.5}
+        for step, value in enumerate((1.0, None, float("inf"), "2", [3.0], 4.0))
+    ]
+    figure = draw_curves(rows)
+    figure.savefig(io.BytesIO())
+    reward = next(axes for axes in figure.axes if axes.get_title(loc="left") == "Reward")
+    assert reward.lines[0].get_xydata().tolist() == [[0, 1], [5, 4]]
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
 def test_ticks_of_steps_are_whole_numbers(num_steps):
     (axes,) = draw_curves([{"step": step, "reward/mean": 1.0} for step in range(num_steps)]).axes

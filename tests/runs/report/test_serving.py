@@ -1,6 +1,7 @@
 """The server of a live report: its token, its interface, and what it sends after a change."""
 
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -82,6 +83,16 @@ def test_only_the_address_with_the_token_is_answered(served):
     add_row(run, 0, {})
     status, _, body = get(address + "data?figures=&samples=")
     assert status == 503 and "is not the directory of a run" in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("path", [b"*", b"x", b"http://[x/"])
+def test_a_malformed_address_is_not_found(served, capfd, path):
+    _, address = served
+    port = int(address.split(":")[2].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"GET " + path + b" HTTP/1.0\r\n\r\n")
+        assert b" 404 " in connection.makefile("rb").readline()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_named(served, config, tmp_path):
