@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from semrl_jax.files import remove, replacing, through_no_link
 from semrl_jax.metrics.records import encode
 from semrl_jax.parquet import strings
-from semrl_jax.runs.rows import read_rows
+from semrl_jax.runs.rows import read_log, read_rows
 from semrl_jax.runs.trackers import TensorBoard, Tracker
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import TOKEN_ARRAYS
@@ -81,6 +81,20 @@ class MetricWriter:
         for tracker in self._trackers:
             if tracker.repeats or step >= self._last_step:
                 tracker.write(step, scalars)
+
+
+def keep_damaged_log(workdir: pathlib.Path, warn: Callable[[str], None]) -> None:
+    """Copies a log with a damaged line, because opening it removes that line and those after it."""
+    file, copy = workdir / "metrics.jsonl", workdir / "metrics.damaged.jsonl"
+    rows, num_left_out = read_log(file)
+    if not num_left_out:
+        return
+    with replacing(copy) as out:
+        out.write(file.read_bytes())
+    warn(
+        f"line {len(rows) + 1} of {file} is damaged; it and what follows ({num_left_out} lines) "
+        f"are kept in {copy.name} alone"
+    )
 
 
 def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:

@@ -20,7 +20,12 @@ from semrl_jax.console import Bar, Reporter, evaluation_line, summary_line
 from semrl_jax.cores import usable_cores
 from semrl_jax.files import replacing
 from semrl_jax.runs.checkpoints import Checkpoints
-from semrl_jax.runs.records import MetricWriter, remove_rollouts, write_rollouts
+from semrl_jax.runs.records import (
+    MetricWriter,
+    keep_damaged_log,
+    remove_rollouts,
+    write_rollouts,
+)
 from semrl_jax.runs.report import write_report
 from semrl_jax.runs.rows import append_start
 from semrl_jax.runs.trackers import open_trackers
@@ -47,6 +52,7 @@ class Run:
         if self.leads:
             remove_rollouts(self.workdir.path / "rollouts", first_step)
             path, run_id, warn = self.workdir.path, self.workdir.run_id, self.reporter.notice
+            keep_damaged_log(path, warn)
             trackers = open_trackers(self.config, path, run_id, warn)
             self._writer = MetricWriter(path, first_step, trackers)
             append_start(path, self._start(first_step))

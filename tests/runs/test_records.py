@@ -15,7 +15,12 @@ from semrl_jax.console import summary_line
 from semrl_jax.data import character_tokenizer, full_text
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.runs.records import MetricWriter, remove_rollouts, write_rollouts
+from semrl_jax.runs.records import (
+    MetricWriter,
+    keep_damaged_log,
+    remove_rollouts,
+    write_rollouts,
+)
 from semrl_jax.runs.report import write_report
 from semrl_jax.runs.rows import read_rows
 from semrl_jax.runs.trackers import TensorBoard
@@ -53,6 +58,22 @@ def event_steps(path):
             steps += [event.step for value in event.summary.value if value.tag == "reward/mean"]
             offset += length + 16
     return steps
+
+
+def test_a_damaged_log_is_kept(tmp_path):
+    lines = []
+    write_rows(tmp_path, range(4))
+    keep_damaged_log(tmp_path, lines.append)
+    assert lines == [] and not (tmp_path / "metrics.damaged.jsonl").exists()
+    file = tmp_path / "metrics.jsonl"
+    content = file.read_bytes()
+    file.write_bytes(content[:-5])  # of a kill: the last line has no end
+    keep_damaged_log(tmp_path, lines.append)
+    assert lines == []
+    file.write_bytes(content.replace(b'"step": 1', b'"step" 1'))
+    keep_damaged_log(tmp_path, lines.append)
+    assert [line.startswith("line 2 of ") and "(3 lines)" in line for line in lines] == [True]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == file.read_bytes()
 
 
 def test_tensorboard_has_the_settings_and_the_final_figures(tmp_path):
