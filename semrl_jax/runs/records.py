@@ -85,7 +85,7 @@ class MetricWriter:
 
 def keep_damaged_log(workdir: pathlib.Path, warn: Callable[[str], None]) -> None:
     """Copies a log with a damaged line, because opening it removes that line and those after it."""
-    file, copy = workdir / "metrics.jsonl", workdir / "metrics.damaged.jsonl"
+    file, copy = workdir / "metrics.jsonl", workdir / "damaged_metrics.jsonl"
     rows, num_left_out = read_log(file)
     if not num_left_out:
         return

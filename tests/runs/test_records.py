@@ -64,7 +64,7 @@ def test_a_damaged_log_is_kept(tmp_path):
     lines = []
     write_rows(tmp_path, range(4))
     keep_damaged_log(tmp_path, lines.append)
-    assert lines == [] and not (tmp_path / "metrics.damaged.jsonl").exists()
+    assert lines == [] and not (tmp_path / "damaged_metrics.jsonl").exists()
     file = tmp_path / "metrics.jsonl"
     content = file.read_bytes()
     file.write_bytes(content[:-5])  # of a kill: the last line has no end
@@ -73,7 +73,7 @@ def test_a_damaged_log_is_kept(tmp_path):
     file.write_bytes(content.replace(b'"step": 1', b'"step" 1'))
     keep_damaged_log(tmp_path, lines.append)
     assert [line.startswith("line 2 of ") and "(3 lines)" in line for line in lines] == [True]
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == file.read_bytes()
+    assert (tmp_path / "damaged_metrics.jsonl").read_bytes() == file.read_bytes()
 
 
 def test_tensorboard_has_the_settings_and_the_final_figures(tmp_path):
