@@ -390,6 +390,9 @@ def search(
       UserError: if no candidate is estimated to fit.
     """
     found = candidates(config, where, architecture)
+    # Of each mesh and policy, the best micro-batch: the others would differ little.
+    best = {(*one.mesh.values(), one.remat): one for one in reversed(found)}
+    found = sorted(best.values(), key=lambda one: one.seconds)
     if not found:
         raise UserError(
             f"--search: no mesh of --topology={where.name} is estimated to hold "

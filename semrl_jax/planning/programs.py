@@ -368,6 +368,13 @@ def _compiled(name: str, traced: Any, arguments: Mapping[str, Any], passes: int)
 
 
 def too_large(message: str) -> float | None:
-    """The bytes that a program would use, from the compiler's refusal; None for another error."""
-    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
-    return found and float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]
+    """The bytes that a program would use, from the compiler's refusal; None for another error.
+
+    If the temporaries alone do not fit, the compiler names only these.
+    """
+    size = r"([\d.]+)([KMGT])"
+    found = re.search(rf"Used {size} of [\d.]+[KMGT] hbm|HLO temporaries \({size}\)", message)
+    if found is None:
+        return None
+    number, unit = filter(None, found.groups())
+    return float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]

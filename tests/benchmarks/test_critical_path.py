@@ -50,7 +50,7 @@ def test_every_side_is_as_often_at_every_place_and_each_order_is_followed_by_its
         assert order == reverse[::-1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_sides_of_a_step_are_taken_and_reported(monkeypatch, capsys):
     config = tiny_config()
     monkeypatch.setattr(critical_path.quickstart, "get_config", lambda: config)

@@ -80,7 +80,7 @@ def test_a_last_checkpoint_that_fails_after_a_signal_ends_with_code_1(uninterrup
     assert_same_run(workdir, uninterrupted, NUM_STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_failed_row_ends_the_run_and_the_same_command_continues(uninterrupted, workdir):
     result = train_on_full_disk("row:3", workdir)
     assert result.returncode == 1

@@ -205,7 +205,7 @@ def start_two(workdir, *words):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_train_one_run(tmp_path):
     process = start_two(tmp_path / "run", "--config.training.num_steps=1")
     output = process.communicate(timeout=600)[0]

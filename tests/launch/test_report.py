@@ -53,6 +53,7 @@ def test_the_server_ends_with_ctrl_c(runs):
     address = read_until(process, "http://127.0.0.1:").strip()
     with urllib.request.urlopen(address, timeout=20) as answer:
         assert answer.status == 200
+    read_until(process, "Ctrl-C ends")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "stopped\n", "")

@@ -65,6 +65,11 @@ def test_candidates_fit_and_are_sorted():
 def test_a_refusal_of_the_compiler():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm. Exceeded"
     assert programs.too_large(message) == 20.5 * 2**30
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (107.52G) exceeds available HBM (95.74G)."
+    )
+    assert programs.too_large(message) == 107.52 * 2**30
     assert programs.too_large("INTERNAL: RET_CHECK failure") is None
 
 

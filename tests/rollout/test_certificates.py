@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_one_line_within_the_limit(made, expired, world, na
     assert replica.address in message and "\n" not in message and TOKEN not in message
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_printed_commands_work(tmp_path):
     port = free_port()
     folder = tmp_path / "private files"

@@ -43,9 +43,9 @@ def serve(paths: Sequence[pathlib.Path], port: int, announce: Callable[[str], No
         raise UserError(f"--port={port} cannot be used: {error.strerror}.") from None
     server.content = Content(paths)
     with server:
-        announce(f"http://{HOST}:{server.server_port}/{server.token}/")
-        announce("open this address in a browser on this machine; Ctrl-C ends the server")
         try:
+            announce(f"http://{HOST}:{server.server_port}/{server.token}/")
+            announce("open this address in a browser on this machine; Ctrl-C ends the server")
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             announce("stopped")
