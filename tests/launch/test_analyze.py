@@ -70,4 +70,4 @@ def test_wrong_files_are_named(states, tmp_path):
     missing = run("launch.analyze", "metrics", f"--input={tmp_path / 'x.npz'}")
     assert_one_line(missing, "x.npz is no file")
     here = run("launch.analyze", "metrics", f"--input={states}", f"--output={states}")
-    assert_one_line(here, "cannot be made: File exists")
+    assert_one_line(here, "cannot be made or written: File exists")
