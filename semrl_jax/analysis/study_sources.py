@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Array, Float, Int
 from safetensors import safe_open
@@ -32,6 +33,14 @@ from semrl_jax.runs.generated_files import RESPONSES, STATES_INDEX
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits
+# Of the columns that a study reads beside the token ids.
+_TYPES = {
+    **dict.fromkeys(("group_id", "prompt_index", "sample_index"), pa.int64()),
+    **dict.fromkeys(("score", "correct"), pa.float64()),
+    "response": pa.string(),
+    "response_mask": pa.list_(pa.bool_()),
+    "rollout_raw_logprobs": pa.list_(pa.float32()),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +93,6 @@ def of_run(
             f"--step={step}: {workdir} has responses and weights of the steps {list(run.steps)}."
         )
     table = _read(run.rollouts[step], ("group_id", "sample_index", "prompt_ids", "response_ids"))
-    check_token_ids(table, run.rollouts[step])
     rows = sorted(table.to_pylist(), key=lambda row: row["group_id"])
     params = run.params(step)
     prompts, ids = (
@@ -97,6 +105,11 @@ def of_run(
             mask = np.ones(len(token_ids), bool)
             if row.get("response_mask") is not None:
                 mask = np.asarray(row["response_mask"], bool)
+            if len(mask) != len(token_ids):
+                raise UserError(
+                    f"{run.rollouts[step]}: a response has {len(token_ids)} tokens and a mask of "
+                    f"{len(mask)}; it is damaged, so name another step."
+                )
             item = _of_row(row, row["group_id"], response[mask], token_ids[mask])
             yield with_probabilities(item, run.policy, params)
 
@@ -131,7 +144,7 @@ def of_generated(
             f"{directory} has states of layers {layers}, {' and '.join(kinds)}; a study needs "
             "those of the response tokens in the final layer: --hidden_states=-1 --states=decode."
         )
-    needed = ("prompt_index", "sample_index", "response_ids")
+    needed = ("prompt_index", "sample_index", "prompt_ids", "response_ids")
     rows = _read(directory / RESPONSES, needed).to_pylist()
     rows.sort(key=lambda row: row["prompt_index"])
     model = load_policy(policy)
@@ -187,7 +200,7 @@ def load_policy(path: str | None) -> tuple[models.Policy, models.Params] | None:
     from semrl_jax.runs.policies import find_policies  # loads the trainer
 
     source = find_policies(path, None)[0]
-    policy = models.Policy(models.load_config(source.model))
+    policy = models.Policy(models.load_config(source.model, source.family))
     return policy, load_weights(source.checkpoint, source.model, policy)
 
 
@@ -267,6 +280,16 @@ def _read(file: pathlib.Path, needed: Sequence[str]) -> pa.Table:
         raise UserError(f"{file} has no column {missing[0]!r}.")
     if damaged := [name for name in needed if table[name].null_count]:
         raise UserError(f"{file} has a row without {damaged[0]!r}; it is damaged.")
+    for name in _TYPES.keys() & set(table.column_names):
+        try:
+            column = pc.cast(table[name], _TYPES[name])
+        except pa.ArrowException:
+            raise UserError(
+                f"{file}: the column {name!r} is of {table[name].type}, but must be of "
+                f"{_TYPES[name]}; it is damaged or not of responses, so name another file."
+            ) from None
+        table = table.set_column(table.column_names.index(name), name, column)
+    check_token_ids(table, file)
     if not len(table):
         raise UserError(f"{file} has no response.")
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class PolicySource(NamedTuple):
       checkpoint: of the weights; None: they are in `model`.
       step: of the run; 0 for a model directory.
       adapter: directory in PEFT's format, upon `model`; None: there is none.
+      family: `model.family` of the run; "": that of the field `model_type` in `model`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class PolicySource(NamedTuple):
     checkpoint: pathlib.Path | None = None
     step: int = 0
     adapter: pathlib.Path | None = None
+    family: str = ""
 
     def check(self, policy: models.Policy) -> None:
         """Raises UserError if the files are damaged or do not fit."""
@@ -111,13 +114,14 @@ def find_policies(
 
 def _of_run(directory: pathlib.Path, steps: Sequence[int] | None, field: str) -> list[PolicySource]:
     model = model_of(directory)
+    named = functools.partial(PolicySource, model=model, family=_family_of(directory))
     name = directory.absolute().name
     folder = directory / "checkpoints"
     saved = checkpoint_steps(folder) if folder.is_dir() else []
     if steps is None:
         for step in reversed(saved):
             if not checkpoint_problem(folder / str(step)):
-                return [PolicySource(f"{name}-step{step}", model, folder / str(step), step)]
+                return [named(f"{name}-step{step}", checkpoint=folder / str(step), step=step)]
         raise UserError(
             f"{field}={directory} has no valid checkpoint (those of steps {saved}); --steps=0 is "
             "the model that it began with."
@@ -125,9 +129,9 @@ def _of_run(directory: pathlib.Path, steps: Sequence[int] | None, field: str) ->
     found = []
     for step in steps or [0, *saved]:
         if step in saved:
-            found.append(PolicySource(f"{name}-step{step}", model, folder / str(step), step))
+            found.append(named(f"{name}-step{step}", checkpoint=folder / str(step), step=step))
         elif step == 0:
-            found.append(PolicySource(f"{name}-step0", model))
+            found.append(named(f"{name}-step0"))
         else:
             raise UserError(
                 f"--steps has {step}, but {directory} has checkpoints of steps {saved}; step 0 is "
@@ -152,3 +156,12 @@ def model_of(directory: pathlib.Path) -> pathlib.Path:
     if not isinstance(path, str):
         raise UserError(f"{directory} is not a run: its config.json has no model.path.")
     return models.find_directory(path or str(directory / "warm_start"))
+
+
+def _family_of(directory: pathlib.Path) -> str:
+    """`model.family` of a run; "" for one that was recorded before the setting existed."""
+    try:
+        family = record_of(directory)["config"]["model"].get("family")
+    except (KeyError, TypeError, AttributeError):
+        return ""
+    return family if isinstance(family, str) else ""

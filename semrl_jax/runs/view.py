@@ -246,8 +246,8 @@ def _values(
     column: Column, responses: Sequence[Response], stride: int
 ) -> tuple[list[Along], list[list[str]]]:
     """The values of each response with the weights of a policy, and the texts of its tokens."""
-    source, family = column.source, _setting(column.run, "model", "family") or ""
-    policy = models.Policy(models.load_config(source.model, family))
+    source = column.source
+    policy = models.Policy(models.load_config(source.model, source.family))
     largest = max(int(max(r.prompt_ids.max(), r.response_ids.max())) for r in responses)
     if largest >= policy.config.vocab_size:
         raise UserError(

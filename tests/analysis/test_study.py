@@ -66,6 +66,18 @@ def test_rows_without_a_group_are_named(tmp_path):
         study_sources._read(tmp_path / "step.parquet", table.column_names)
 
 
+def test_columns_of_another_type_are_named(tmp_path):
+    """And those of a fitting type are converted: `correct` is bool in the files of a run."""
+    ids = {"prompt_ids": [[1]], "response_ids": [[2, 3]]}
+    file = tmp_path / "step.parquet"
+    pq.write_table(pa.table(ids | {"correct": [True], "score": [1]}), file)
+    assert study_sources._read(file, list(ids)).to_pylist()[0]["correct"] == 1.0
+    for name, values, kind in (("score", ["high"], "string"), ("response_mask", [3], "int64")):
+        pq.write_table(pa.table(ids | {name: values}), file)
+        with pytest.raises(UserError, match=f"column '{name}' is of {kind}, but must be of"):
+            study_sources._read(file, list(ids))
+
+
 def test_the_release_has_ten_and_twenty_eight_measures(measured):
     assert measures.NUM_OF_RELEASE == (10, 28)
     assert set(measured.responses) == {"prompt", "sample", *measures.RESPONSE_MEASURES}

@@ -118,6 +118,17 @@ def model(tmp_path):
     return directory
 
 
+def test_the_model_of_a_run_is_read_by_the_family_of_its_record(tmp_path, model):
+    record = {"run_id": "a", "config": {"model": {"path": str(model), "family": "no.such_family"}}}
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    samples = write_samples(tmp_path / "samples.parquet", ["12+3=45 x"])
+    columns = view.find_columns([str(tmp_path / "run")], [0], samples)
+    assert columns[0].source.family == "no.such_family"
+    with pytest.raises(UserError, match=r"model\.family='no\.such_family'"):
+        view.write_view(tmp_path / "v.html", columns, ["problem 0"], stride=4, progress=print)
+
+
 @pytest.fixture
 def page(tmp_path, model):
     samples = write_samples(tmp_path / "samples.parquet", ["12+3=45 x", "12+3=46 x"])
