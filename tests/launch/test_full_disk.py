@@ -42,7 +42,7 @@ def finish(workdir):
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_failed_checkpoints_are_reported_and_the_run_continues(uninterrupted, workdir):
     result = train_on_full_disk("checkpoints:2:3", workdir)
     assert result.returncode == 0, result.stderr

@@ -102,6 +102,7 @@ def test_signals_and_kills_change_nothing(files, uninterrupted, tmp_path):
         assert len({path.read_bytes() for path in paths}) == 1
 
 
+@pytest.mark.soak
 @slow
 def test_launch_train_goes_on_from_the_model(files, uninterrupted, tmp_path):
     result = run(

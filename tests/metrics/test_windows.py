@@ -52,6 +52,7 @@ LAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", slow_after(2, LAWS))
 @pytest.mark.parametrize(
     "growth", [pytest.param(g, marks=pytest.mark.soak) for g in (1.25, 2.0)] + [1.5]

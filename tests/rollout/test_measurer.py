@@ -109,6 +109,7 @@ def test_states_may_come_beside_metrics(world, sampling):
     assert client.counters["state_bytes"] == sum(r.hidden_states.nbytes for r in rollouts)
 
 
+@pytest.mark.slow
 def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
     """The replica measures the response, never the prompt."""
     client = world.client(world.replica())
@@ -124,6 +125,7 @@ def test_states_of_prompts_alone_may_come_beside_metrics(world, sampling):
         assert encode(rollout.metrics) == pytest.approx(of_response, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_options_reach_the_measuring(world, sampling, monkeypatch):
     seen = {}
 

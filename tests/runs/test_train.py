@@ -326,6 +326,7 @@ def test_both_sources_of_hidden_states_agree(tmp_path, rewarded, dtype):
     np.testing.assert_allclose(metrics["policy"], metrics["rollout"], rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_without_metrics_it_is_plain_grpo(config, tmp_path, rewarded, monkeypatch):
     """Without a KL penalty, a reference is neither loaded nor evaluated."""
     real, passes = Learner.logprobs, []

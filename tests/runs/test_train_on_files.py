@@ -264,6 +264,7 @@ def test_changed_data_or_weights_of_another_shape_do_not_resume(config, model, t
     assert (workdir / "config.json").exists()  # an existing run is kept
 
 
+@pytest.mark.slow
 def test_changed_weights_do_not_resume(config, model, tmp_path):
     """The KL penalty refers to them, so it would be another run."""
     copy = shutil.copytree(model, tmp_path / "model")

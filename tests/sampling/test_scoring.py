@@ -57,6 +57,7 @@ def score(rollouts, num_threads=2, layers=(-1,), **options):
         )
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_order_of_arrival():
     rollouts = make_rollouts()
     straight = score(rollouts)

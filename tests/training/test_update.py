@@ -439,6 +439,7 @@ def test_the_update_computes_its_own_old_and_reference_log_probabilities():
     jax.tree.map(close, own[0], before[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "importance",
     slow_after(
