@@ -3,10 +3,10 @@
     python -m benchmarks.tpu_plan --directory=build/plans
     python -m benchmarks.tpu_plan --directory=build/plans --before=build/plans_of_another_revision
 
-Compiles the update for each slice of `CASES`, which takes minutes of a core each, and keeps what
-the compiler gave in the directory: a program that is there is not compiled again. `--before` has
-the programs that an earlier revision of this package gave. Weak scaling takes the work of a chip
-from the v5p program, and prices its collectives for the mesh of each number of chips.
+Compiles the update for each of `CASES`, which takes minutes of a core each, and keeps what the
+compiler gave in the directory: a program that is there is not compiled again. `--before` has the
+programs that an earlier revision of this package gave. Weak scaling takes the work of a chip from
+the program of `SCALED`, and prices its collectives for the mesh of each number of chips.
 """
 
 import argparse
@@ -15,22 +15,49 @@ import itertools
 import json
 import pathlib
 import sys
+from typing import NamedTuple
 
 from benchmarks import results
 
+
+class Case(NamedTuple):
+    """A slice, a mesh on it, and what the backward pass computes again."""
+
+    topology: str
+    replica: int
+    fsdp: int
+    tensor: int
+    remat: str
+
+    @property
+    def name(self) -> str:
+        """Of the file with its program."""
+        mesh = f"{self.replica}x{self.fsdp}x{self.tensor}"
+        return f"{self.topology.replace(':', '_')}_{mesh}_{self.remat}"
+
+
 MODEL = "Qwen/Qwen2.5-7B"
-CASES = ("v5p:4x4x4", "v5e:8x8")
-ROWS, PROMPT, RESPONSE, MICRO = 4, 256, 768, 4  # per data shard; tokens; micro-batches
+SCALED = Case("v5p:4x4x4", 2, 32, 1, "dots")
+CASES = (
+    Case("v5p:4x4x4", 1, 64, 1, "full"),
+    SCALED,
+    Case("v5e:8x8", 1, 64, 1, "full"),
+    Case("v5e:8x8", 1, 32, 2, "full"),
+)
+ROWS, PROMPT, RESPONSE, MICRO = 4, 256, 768, 4  # per chip; tokens; micro-batches
 SCALING = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
-MOST_FSDP = 64
 
 
-def config_of(num_chips: int):
+def config_of(num_chips: int, case: Case | None = None):
     """One sequence per row, without a reference: 6 N per token, and attention."""
     from configs import default
 
     config = default.get_config()
     config.model.path, config.model.compute_dtype, config.model.remat = MODEL, "bfloat16", "full"
+    if case is not None:
+        config.model.remat = case.remat
+        for axis in ("replica", "fsdp", "tensor"):
+            config.mesh[axis] = getattr(case, axis)
     config.algorithms.loss.kl_coefficient = 0.0
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, RESPONSE
     config.rollout.group_size = 16
@@ -40,15 +67,15 @@ def config_of(num_chips: int):
     return config
 
 
-def compiled(topology: str, directory: pathlib.Path) -> dict:
+def compiled(case: Case, directory: pathlib.Path) -> dict:
     """What the compiler gave for a case: from the directory, or compiled now."""
-    file = directory / f"{topology.replace(':', '_')}.json.gz"
+    file = directory / f"{case.name}.json.gz"
     if not file.exists():
         from semrl_jax.planning import plan, programs
 
-        where, architecture = plan.check(config_of(plan.find_slice(topology).num_chips), topology)
-        config = config_of(where.num_chips)
-        print(f"compiling for {topology} ...", file=sys.stderr, flush=True)
+        config = config_of(plan.find_slice(case.topology).num_chips, case)
+        where, architecture = plan.check(config, case.topology)
+        print(f"compiling {case.name} ...", file=sys.stderr, flush=True)
         mesh = programs.trainer_mesh(config, where)
         found = programs.Programs(config, architecture, where, mesh).update()
         directory.mkdir(parents=True, exist_ok=True)
@@ -85,13 +112,16 @@ def places_of(where) -> list:
     ]
 
 
-def row(name: str, topology: str, kept: dict) -> list[str]:
+def mesh_of(case: Case) -> dict[str, int]:
+    return {"replica": case.replica, "fsdp": case.fsdp, "sequence": 1, "tensor": case.tensor}
+
+
+def row(name: str, case: Case, kept: dict) -> list[str]:
     """One line of the table of slices."""
     from semrl_jax.planning import hlo, roofline
     from semrl_jax.planning.chips import find_slice
 
-    where = find_slice(topology)
-    mesh = {"replica": 1, "fsdp": where.num_chips, "sequence": 1, "tensor": 1}
+    where, mesh = find_slice(case.topology), mesh_of(case)
     program = hlo.read(kept["text"], passes=MICRO)
     times = roofline.times(program, where, places_of(where))
     sent = dict.fromkeys(hlo.COLLECTIVES, 0.0)
@@ -99,7 +129,9 @@ def row(name: str, topology: str, kept: dict) -> list[str]:
         sent[kind] += num_bytes / 2**30
     mfu = needed_flops(where.num_chips) / times.total / where.chip.flops
     return [
-        f"{topology}, {name}",
+        case.topology,
+        f"{case.replica} x {case.fsdp} x {case.tensor}",
+        f"{case.remat}{name}",
         *(f"{sent[kind]:.1f}" for kind in ("all-gather", "all-reduce", "reduce-scatter")),
         f"{kept['total'] / 2**30:.1f} of {where.chip.hbm_bytes / 2**30:.1f}",
         f"{program.dot_flops / 1e12:.0f}",
@@ -115,11 +147,10 @@ def scaling_rows(kept: dict) -> list[list[str]]:
     from semrl_jax.planning.chips import find_slice
     from semrl_jax.planning.plan import on_chips
 
-    program = hlo.read(kept["text"], passes=MICRO)
-    here = {"replica": 1, "fsdp": 64, "sequence": 1, "tensor": 1}
+    program, here = hlo.read(kept["text"], passes=MICRO), mesh_of(SCALED)
     found = []
     for num_chips, topology in SCALING.items():
-        where, fsdp = find_slice(topology), min(num_chips, MOST_FSDP)
+        where, fsdp = find_slice(topology), min(num_chips, SCALED.fsdp)
         mesh = here | {"replica": num_chips // fsdp, "fsdp": fsdp}
         there = on_chips(program, here, mesh)
         times = roofline.times(there, where, places_of(where))
@@ -139,33 +170,34 @@ def main() -> None:
     results.add_option(parser)
     arguments = parser.parse_args()
     rows = []
-    for topology in CASES:
-        if arguments.before is not None:
-            file = arguments.before / f"{topology.replace(':', '_')}.json.gz"
-            if file.exists():
-                rows.append(row("before", topology, compiled(topology, arguments.before)))
-        rows.append(row("now", topology, compiled(topology, arguments.directory)))
-    header = ("slice", "gathered, GiB", "summed", "scattered", "HBM, GiB", "TFLOP", "chip, s",
-              "ICI, s", "total, s", "MFU", "bound")  # fmt: skip
-    scaling = scaling_rows(compiled(CASES[0], arguments.directory))
+    for case in CASES:
+        if arguments.before is not None and (arguments.before / f"{case.name}.json.gz").exists():
+            rows.append(row(", before", case, compiled(case, arguments.before)))
+        rows.append(row("", case, compiled(case, arguments.directory)))
+    header = ("slice", "replica x fsdp x tensor", "remat", "gathered, GiB", "summed", "scattered",
+              "HBM, GiB", "TFLOP", "chip, s", "ICI, s", "total, s", "MFU", "bound")  # fmt: skip
+    scaling = scaling_rows(compiled(SCALED, arguments.directory))
     tokens = ROWS * (PROMPT + RESPONSE)
     text = f"""
-Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, `mesh.fsdp`
-over the whole slice, `model.remat=full`, {MICRO} micro-batches of {ROWS} sequences of
-{PROMPT} + {RESPONSE} tokens per chip ({tokens} tokens), no reference. All figures are per chip and
-optimiser step. *Chip* is the roofline of all instructions, *ICI* that of the collectives. *Total*
-adds both where the schedule does not overlap them.
+Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, {MICRO}
+micro-batches of {ROWS} sequences of {PROMPT} + {RESPONSE} tokens per chip ({tokens} tokens), no
+reference. All figures are per chip and optimiser step. *Chip* is the roofline of all instructions,
+*ICI* that of the collectives. *Total* adds both where the schedule does not overlap them.
 
 {results.table(header, rows)}
 
-*Summed* at 64 shards: 3584 / 64 = 56 rows do not fill tiles of 16. The v5p compiler then gathers
-and scatters by sums of whole arrays, before and now; now the parts are joined by copies too. The
-v5e compiler gathers, overlapped by other work, and still sums gradients. With parts that fill
-tiles, both gather.
+- *Before* is the program without the gathers and the scattered gradients that `models/sharding.py`
+  writes: the compiler alone chooses.
+- A v5p chip has memory for the results of products (`remat=dots`), so it does not compute them
+  again. A v5e chip has not.
+- If `fsdp` is the whole slice, the compilers sum whole gradients over all chips, which sends twice
+  the bytes of a scatter. With 64 shards, the 3584 / 64 = 56 rows of a part do not fill tiles of 16
+  either, and the v5p compiler gathers by sums too. If `fsdp` is one axis of several and its parts
+  fill tiles, every kernel is gathered, and every gradient scattered. What is then summed are
+  gradients over replicas, and states over `tensor`.
 
-Weak scaling, priced from the v5p program for 64 chips: the same work per chip, `mesh.replica` x
-`mesh.fsdp` with at most {MOST_FSDP} shards. Sums over replicas are left out where the compiler made
-no reduce-scatter (1.6 GiB per step).
+Weak scaling, priced from the program of {SCALED.topology} with {SCALED.replica} x {SCALED.fsdp} and
+`remat={SCALED.remat}`: the same work per chip, at most {SCALED.fsdp} shards.
 
 {results.table(("chips", "replica x fsdp", "sent, GiB", "s", "MFU", "bound"), scaling)}
 """

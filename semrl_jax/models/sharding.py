@@ -272,8 +272,8 @@ def kernel_gradient(
     """The gradient of a kernel, with the layout of the kernel: its sums are reduce-scattered.
 
     Each device multiplies its own rows. Without this, compilers sum whole gradients over all
-    devices and slice them, which sends twice the bytes. TPU compilers still do for parts that do
-    not fill tiles.
+    devices and slice them, which sends twice the bytes. TPU compilers still do if `fsdp` is the
+    whole slice.
     """
     whole, is_split = _without_fsdp(spec)
     data = PartitionSpec(DATA_AXES, "sequence")

@@ -224,7 +224,8 @@ def _executed(computations, name, times, passes) -> Iterator:
     """Yields (times, the computation, instruction) for everything that a computation executes.
 
     The inside of a fusion is not executed on its own. Only its collectives are: some compilers
-    put a product beside one.
+    put a product beside one. A TPU's reduce-scatter is often a fusion of an all-reduce and a slice
+    of it, of which the chips do the scattering half only ("AllReduceScatterFusion" in its text).
     """
     instructions = computations[name]
     for instruction in instructions.values():
@@ -236,7 +237,7 @@ def _executed(computations, name, times, passes) -> Iterator:
             for callee in _FUSED.findall(instruction.rest):
                 for _, inside, part in _executed(computations, callee, times, passes):
                     if part.opcode.removesuffix("-start") in COLLECTIVES:
-                        yield times, inside, part
+                        yield times, inside, _scattered(part, inside, instruction)
             continue
         if branches := _BRANCHES.search(instruction.rest):
             # Take the branch with most instructions: for a block of attention, it is the branch
@@ -249,6 +250,14 @@ def _executed(computations, name, times, passes) -> Iterator:
             called = _CALLED.findall(instruction.rest)
         for callee in called:
             yield from _executed(computations, callee, inner, passes)
+
+
+def _scattered(part: _Instruction, inside, fusion: _Instruction) -> _Instruction:
+    """An all-reduce of which its fusion keeps a slice, as a reduce-scatter; others as they are."""
+    (root,) = (other for other in inside.values() if other.is_root)
+    if root.opcode == "dynamic-slice" and root.operands[0] == part.name:
+        return dataclasses.replace(part, opcode="reduce-scatter", shape=root.shape)
+    return part
 
 
 def _size(computations, name: str) -> int:

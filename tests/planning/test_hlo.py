@@ -65,6 +65,37 @@ def test_members_of_a_group(groups, members):
     assert hlo._members(f"%x), replica_groups={groups}, to_apply=%add") == members
 
 
+FUSED_SUM = """
+%scattering (in: bf16[8,32]) -> bf16[ROWS,32] {
+  %in = bf16[8,32]{1,0} parameter(0)
+  %sum = bf16[8,32]{1,0} all-reduce(%in), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT LAST
+}
+
+ENTRY %main (x: bf16[8,32]) -> bf16[ROWS,32] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  ROOT %y = bf16[ROWS,32]{1,0} fusion(%x), kind=kCustom, calls=%scattering
+}
+"""
+SLICE = "%own = bf16[2,32]{1,0} dynamic-slice(%sum, %zero, %zero), dynamic_slice_sizes={2,32}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "last", "kind", "sent"),
+    [
+        (2, SLICE, "reduce-scatter", 3 / 4),
+        (8, "%twice = bf16[8,32]{1,0} add(%sum, %sum)", "all-reduce", 2 * 3 / 4),
+    ],
+    ids=["a slice", "all"],
+)
+def test_a_fused_sum_of_which_a_slice_is_kept_is_scattered(rows, last, kind, sent):
+    """A TPU's reduce-scatter may have this form."""
+    text = FUSED_SUM.replace("ROWS", str(rows)).replace("LAST", last)
+    found = hlo.by_kind_and_axis(hlo.read(text).collectives, MESH)
+    assert found == {(kind, "fsdp"): (1, sent * 8 * 32 * 2)}
+
+
 def test_a_batch_of_products_written_as_a_convolution():
     # f32[4,...] einsum over a batch of 4: one term per output in the dilated dimension.
     text = """
