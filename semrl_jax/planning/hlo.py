@@ -30,6 +30,8 @@ _ARRAY = re.compile(r"([a-z]+[0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%([^ ,)]+)")
 _FUSED = re.compile(r"calls=%([^ ,)]+)")
 _CONDITION = re.compile(r"condition=%([^ ,)]+)")
+_BODY = re.compile(r"body=%([^ ,)]+)")
+_INDEX = re.compile(r"index=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"^(\d+)\)")
@@ -265,7 +267,10 @@ def _size(computations, name: str) -> int:
 
 
 def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
-    """How often a loop runs: from its own text, or from the only constant of its condition."""
+    """How often a loop runs: from its own text, or from the only constant of its condition.
+
+    The counter begins at 0, as XLA writes all loops over layers, parts and blocks.
+    """
     if trips := _TRIPS.search(loop.rest):
         return int(trips.group(1))
     found = []
@@ -279,11 +284,26 @@ def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
                 int(value.group(1))
                 for other in body.values()
                 if other.opcode == "constant" and (value := _CONSTANT.match(other.rest))
-                and other.shape.startswith("s32[]")
+                and other.shape.startswith(("s32[]", "u32[]"))
             ]  # fmt: skip
     if len(set(found)) == 1:
-        return found[0]
+        return math.ceil(found[0] / _step(loop, condition, computations))
     return math.nan if passes is None else passes
+
+
+def _step(loop: _Instruction, condition, computations) -> int:
+    """What each pass adds to the counter of a loop, 1 if the text does not say."""
+    counters = [part for part in condition.values() if part.opcode == "get-tuple-element"]
+    body = computations.get(_computation_name(_BODY.search(loop.rest).group(1)), {})
+    roots = [part for part in body.values() if part.is_root and part.opcode == "tuple"]
+    if len(counters) != 1 or not roots:
+        return 1
+    place = int(_INDEX.search(counters[0].rest).group(1))
+    added = body.get(roots[0].operands[place])
+    if added is None or added.opcode != "add":
+        return 1
+    steps = [body[name] for name in added.operands if body[name].opcode == "constant"]
+    return int(_CONSTANT.match(steps[0].rest).group(1)) if len(steps) == 1 else 1
 
 
 def _computation_name(text: str) -> str:

@@ -18,12 +18,14 @@ TPU = """
 
 %body (p: (s32[], bf16[64,32])) -> (s32[], bf16[64,32]) {
   %p = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %i = s32[]{:T(128)S(6)} get-tuple-element(%p), index=0
   %x = bf16[64,32]{1,0:T(8,128)(2,1)} get-tuple-element(%p), index=1
   %w = bf16[32,32]{1,0:T(8,128)(2,1)S(1)} all-gather(%x), channel_id=1, \
 replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
   %y = bf16[64,32]{1,0:T(8,128)(2,1)} convolution(%x, %w), dim_labels=bf_io->bf
-  ROOT %t = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) tuple(%i, %y)
+  %one = s32[]{:T(128)S(6)} constant(1)
+  %next = s32[]{:T(128)S(6)} add(%i, %one)
+  ROOT %t = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) tuple(%next, %y)
 }
 
 ENTRY %main (a: bf16[64,32]) -> bf16[64,32] {
@@ -38,16 +40,20 @@ condition=%cond, body=%body
 MESH = {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
 
 
-def test_a_loop_of_a_tpu_counts_by_its_condition():
-    program = hlo.read(TPU)
-    assert program.dot_flops == 7 * 2 * 64 * 32 * 32
+@pytest.mark.parametrize(("counter", "step", "times"), [("s32", 1, 7), ("u32", 2, 4)])
+def test_a_loop_of_a_tpu_counts_by_its_condition(counter, step, times):
+    """A product in parts, each beside the gather of the next, counts in u32 and by two."""
+    program = hlo.read(
+        TPU.replace("s32[]", f"{counter}[]").replace("constant(1)", f"constant({step})")
+    )
+    assert program.dot_flops == times * 2 * 64 * 32 * 32
     # Both arrays of 64 x 32 are outside the chip; the gathered one is not.
-    assert program.hbm_bytes == 7 * 2 * 64 * 32 * 2
+    assert program.hbm_bytes == times * 2 * 64 * 32 * 2
     (gather,) = program.collectives
-    assert (gather.times, gather.num_bytes) == (7, 32 * 32 * 2)
+    assert (gather.times, gather.num_bytes) == (times, 32 * 32 * 2)
     assert gather.members == (0, 1, 2, 3) and gather.axes(MESH) == ("fsdp",)
     assert hlo.by_kind_and_axis(program.collectives, MESH) == {
-        ("all-gather", "fsdp"): (7, 7 * 32 * 32 * 2 * 3 / 4)
+        ("all-gather", "fsdp"): (times, times * 32 * 32 * 2 * 3 / 4)
     }
 
 
