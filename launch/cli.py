@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import itertools
 import logging
 import os
@@ -24,6 +25,8 @@ from semrl_jax.runs.config import flatten, validate
 from semrl_jax.settings.moved import new_places
 
 EXIT_USER_ERROR = 2
+# Reading a path that the user named fails with these: too long, or in a closed directory.
+PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES)
 EXAMPLES = {"config": "configs/quickstart.py", "workdir": "runs/quickstart"}
 NO_FLAGS: Mapping[str, str] = {}
 # gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
@@ -63,11 +66,19 @@ def run(
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except OSError as error:
-        if error.errno not in DISK_ERRNOS:
+        if error.errno in PATH_ERRNOS and error.filename:
+            path = f"{error.filename!r:.300}"
+            print(f"{program}: {path}: {error.strerror}; name another path.", file=sys.stderr)
+            code = EXIT_USER_ERROR
+        elif error.errno in DISK_ERRNOS:
+            name = "" if error.filename is None else f"{error.filename}: "
+            print(
+                f"{program}: {name}{error.strerror}; free some space, the same command goes on",
+                file=sys.stderr,
+            )
+            code = 1
+        else:
             raise
-        reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        print(f"{program}: {reason}; free some space, the same command goes on", file=sys.stderr)
-        code = 1
     except KeyboardInterrupt:
         code = 130
     logging.shutdown()

@@ -47,6 +47,7 @@ def main() -> int:
     if plot is not None and plot.suffix.lower() not in PICTURES:
         raise UserError(f"--plot={plot} must end with one of {', '.join(PICTURES)}.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; the slice is not here
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # it cannot read programs of a slice
     config = cli.checked_config(CONFIG)
     from semrl_jax.planning import plan as planning
     from semrl_jax.planning import report

@@ -99,7 +99,10 @@ def find_lora(
     for field in ("rank", "alpha", "rank_stabilized", "modules"):
         here, there = getattr(lora, field), getattr(own, field)
         if here != there:
-            name = "targets" if field == "modules" else field
+            name = field
+            if field == "modules":  # as `lora.targets` takes them
+                name = "targets"
+                here, there = (peft.target_names(architecture, m) for m in (here, there))
             raise UserError(
                 f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
                 f"{options.path!r} has {there!r}; set lora.{name} to that."

@@ -51,7 +51,8 @@ def mixture(
       mesh: None for one device.
     """
     if mesh is None:
-        return _own_part(x, kernels, experts, activation, 0)
+        return _own_part(x, kernels, experts, activation, 0, jax.default_backend())
+    platform = mesh.devices.flat[0].platform
     spec = activation_spec("states", x.shape, mesh)
     # Few rows are not split over the data axes: then every device has them.
     splits_rows = spec[0] is not None
@@ -65,7 +66,8 @@ def mixture(
         if splits_rows:
             x = jax.lax.all_gather(x, "expert", axis=0, tiled=True)
         first = jax.lax.axis_index("expert") * len(kernels.gate)
-        part = jax.lax.psum(_own_part(x, kernels, experts, activation, first), "tensor")
+        part = _own_part(x, kernels, experts, activation, first, platform)
+        part = jax.lax.psum(part, "tensor")
         if splits_rows:
             return jax.lax.psum_scatter(part, "expert", scatter_dimension=0, tiled=True)
         return jax.lax.psum(part, "expert")
@@ -97,15 +99,19 @@ def route(
     return chosen, weights
 
 
-def _own_part(x, kernels, experts, activation, first):
-    """`mixture` of this device's experts, which begin with number `first`."""
+def _own_part(x, kernels, experts, activation, first, platform):
+    """`mixture` of this device's experts, which begin with number `first`.
+
+    `platform` is that of the devices that run the program; a plan compiles for others than are
+    here.
+    """
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = route(tokens, kernels.router, experts)
     count, per_token = len(kernels.gate), chosen.shape[1]
     num_rows = len(tokens) * per_token
     # TPUs have an instruction for rows sorted by expert. Elsewhere JAX multiplies all rows with
     # all experts, so each expert's rows fill blocks of their own there.
-    block = _block_size(num_rows // count)
+    block = _block_size(num_rows // count, platform)
 
     own = chosen.reshape(-1) - first
     own = jnp.where((own >= 0) & (own < count), own, count)  # experts of other devices: last
@@ -142,12 +148,12 @@ def _own_part(x, kernels, experts, activation, first):
     return mixed.astype(x.dtype).reshape(x.shape)
 
 
-def _block_size(rows_per_expert: int) -> int:
+def _block_size(rows_per_expert: int, platform: str) -> int:
     """A power of two, at least a quarter of it: the blocks have about a quarter more rows.
 
     1 on a TPU.
     """
-    if jax.default_backend() == "tpu":
+    if platform == "tpu":
         return 1
     power = 2 ** math.ceil(math.log2(max(rows_per_expert / 4, 1)))
     return min(max(power, SMALLEST_BLOCK), LARGEST_BLOCK)

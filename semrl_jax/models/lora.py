@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 A, B = "lora_a", "lora_b"
 VALUE_HEAD = "value_head"
+MAX_ALPHA = 1e30  # with more, products overflow float32
 Params = dict[str, Any]
 Product = Callable[[Array, Array], Array]
 

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object, remove
-from semrl_jax.models.config import DecoderConfig
+from semrl_jax.models.config import MAX_SIZE, DecoderConfig
 from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_sample
-from semrl_jax.models.lora import A, B, Lora
+from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import layer_kernels
 
@@ -66,6 +66,12 @@ def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ..
             )
         found |= matching
     return tuple(module for module in names if module in found)
+
+
+def target_names(config: DecoderConfig, modules: Sequence[str]) -> tuple[str, ...]:
+    """Modules of a decoder's layer by the names that `lora.targets` has."""
+    kernels = layer_kernels(config)
+    return tuple(kernels[module].name.rpartition(".")[2] for module in modules)
 
 
 def check_rank(config: DecoderConfig, lora: Lora, field: str = "lora.rank") -> None:
@@ -116,7 +122,7 @@ def save_adapter(
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.rank_stabilized,
-        "target_modules": [kernels[module].name.rpartition(".")[2] for module in lora.modules],
+        "target_modules": [*target_names(config, lora.modules)],
         "bias": "none",
         "inference_mode": True,
     }
@@ -171,6 +177,11 @@ class AdapterFiles(NamedTuple):
 
     def base(self) -> pathlib.Path:
         """The directory of the base that it names; raises UserError if there is none."""
+        if not self.base_name:
+            raise UserError(
+                f"{self.path / CONFIG_FILE}: base_model_name_or_path is missing or empty; set it "
+                "to the base that the adapter was trained on."
+            )
         try:
             return find_directory(self.base_name)
         except UserError as error:
@@ -196,19 +207,24 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
     if content.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type={content.get('peft_type')!r:.100} must be 'LORA'.")
     for name in REFUSED:
-        if content.get(name):
-            raise UserError(f"{file}: {name}={content[name]!r:.100} is not supported.")
+        value = content.get(name)
+        if value or type(value) is int:  # layers_to_transform=0 names the first layer
+            raise UserError(f"{file}: {name}={value!r:.100} is not supported.")
     if content.get("bias", "none") != "none":
         raise UserError(f"{file}: bias={content['bias']!r:.100} is not supported; only 'none' is.")
     rank, alpha = content.get("r"), content.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+    is_number = type(alpha) in (int, float) and 0 < alpha < MAX_ALPHA
+    if type(rank) is not int or not 0 < rank <= MAX_SIZE or not is_number:
         raise UserError(
-            f"{file}: r={rank!r:.50} must be a whole number above 0, and "
-            f"lora_alpha={alpha!r:.50} a number above 0."
+            f"{file}: r={rank!r:.50} must be a whole number above 0, and at most {MAX_SIZE}, and "
+            f"lora_alpha={alpha!r:.50} a number above 0, and below {MAX_ALPHA:g}."
         )
+    stabilized = content.get("use_rslora")
+    if not isinstance(stabilized, bool | None):
+        raise UserError(f"{file}: use_rslora={stabilized!r:.100} must be true or false.")
     name = content.get("base_model_name_or_path")
     name = name if isinstance(name, str) else ""
-    return AdapterFiles(file.parent, name, rank, float(alpha), bool(content.get("use_rslora")))
+    return AdapterFiles(file.parent, name, rank, float(alpha), bool(stabilized))
 
 
 def load_adapter(
@@ -261,6 +277,10 @@ def load_adapter(
                     raise UserError(
                         f"{file}: {name} {there}, but rank {lora.rank} upon {base_name} needs "
                         f"{shape}; name the base that the adapter was trained on."
+                    )
+                if not np.isfinite(tensor).all():
+                    raise UserError(
+                        f"{file}: {name} has a value that is not finite; take an earlier adapter."
                     )
                 found.append(tensor.T)
             layers.setdefault(module, {})[leaf] = np.stack(found)

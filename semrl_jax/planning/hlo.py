@@ -37,6 +37,11 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"^(\d+)\)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%([^ ,()]+)")
+_OPERANDS_OF_KERNEL = re.compile(
+    r'"tpu_custom_call", operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}'
+)
+# Products of each block: scores and attended values; those and three or two of their gradients.
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # On-chip memory of a TPU. Without it, or in space 0, an array is in HBM.
 _ON_CHIP = re.compile(r"S\([1-9]\d*\)")
 # Instructions that move nothing themselves.
@@ -402,6 +407,34 @@ def _flops(instruction: _Instruction, instructions, computations) -> float | int
             for name in _FUSED.findall(instruction.rest)
             for part in computations[name].values()
         )
+    if instruction.opcode == "custom-call":
+        return _kernel_flops(instruction)
+    return 0
+
+
+def _kernel_flops(instruction: _Instruction) -> float | int:
+    """Products of the kernels that a TPU's program calls, from the shapes of their operands.
+
+    Splash attention computes the blocks under the diagonal, or fewer with a window: the grid says
+    how many at most. `ragged_dot` multiplies each row with one kernel; all its rows count.
+    """
+    given = _OPERANDS_OF_KERNEL.search(instruction.rest)
+    if given is None:
+        return 0
+    arrays = [
+        (dtype, tuple(int(n) for n in dims.split(",") if n))
+        for dtype, dims, _ in _ARRAY.findall(given.group(1))
+    ]
+    if instruction.name.startswith("ragged-dot-none"):
+        (_, rows), (_, kernels) = arrays[-2:]
+        return 2 * math.prod(rows) * kernels[-1]
+    if kind := re.match(r"splash_m[hq]a_(fwd|dq|dkv)_", instruction.name):
+        # Operands: the grid of blocks for each head, whole numbers; then queries [..., S, H].
+        _, num_blocks, num_others = next(shape for _, shape in arrays if len(shape) == 3)
+        queries = next(shape for dtype, shape in arrays if dtype in ("bf16", "f32"))
+        computed = min(num_blocks * num_others, num_blocks * (num_blocks + 1) / 2)
+        pairs = computed * (queries[-2] / num_blocks) ** 2
+        return 2 * _SPLASH_PRODUCTS[kind.group(1)] * pairs * math.prod(queries) / queries[-2]
     return 0
 
 

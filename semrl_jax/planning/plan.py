@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from semrl_jax import models
+from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
@@ -20,16 +21,17 @@ from semrl_jax.planning.programs import (
     Programs,
     check_compiler,
     engine_mesh,
+    lora_of,
     trainer_mesh,
 )
 from semrl_jax.runs.config import validate
 from semrl_jax.runs.dry_run import num_parameters
-from semrl_jax.runs.setup import check_micro_batches
+from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.training.memory import update_bytes
 
 STATE_BYTES_PER_PARAMETER = 16  # parameter, two Adam moments, sum of gradients
-KEPT = ("parameters", "optimiser", "reference", "engine weights")  # between programs, too
+KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
 
 
 class ProgramPlan(NamedTuple):
@@ -67,6 +69,7 @@ class Plan(NamedTuple):
       programs: by name.
       capacity: bytes of HBM of a chip.
       advice: what to change; empty if it fits.
+      held: bytes of a chip beside all programs, by kind.
     """
 
     slice_: Slice
@@ -76,11 +79,12 @@ class Plan(NamedTuple):
     programs: Mapping[str, ProgramPlan]
     capacity: float | int
     advice: Sequence[str]
+    held: Mapping[str, int] = {}
 
     @property
     def peak_bytes(self) -> float | int:
         """Of a chip: what is kept, and what the largest program adds."""
-        kept = {}
+        kept = dict(self.held)
         for part in self.programs.values():
             kept |= {k: v for k, v in part.compiled.arguments.items() if k in KEPT}
         return max(
@@ -116,6 +120,7 @@ class Plan(NamedTuple):
             "fits": self.fits,
             "hbm_bytes": self.capacity,
             "peak_bytes": self.peak_bytes,
+            "held_bytes": dict(self.held),
             "step_s": step and step.total,
             "update_mfu": update.times and update.mfu(self.slice_.chip.flops),
             "bound": update.times and update.times.bound,
@@ -165,9 +170,20 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
         raise UserError(
             "model.path is empty: a plan needs a model; set --config.model.path=Qwen/Qwen2.5-7B."
         )
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    if algorithm.needs.values or config.rewards.model.path:
+        what = "critic" if algorithm.needs.values else "reward model"
+        way_out = "choose an algorithm without one" if what == "critic" else "take it out"
+        raise UserError(
+            f"algorithms.name={config.algorithms.name!r}, rewards.model.path="
+            f"{config.rewards.model.path!r}: launch.plan knows the policy and its reference, and "
+            f"no {what}; {way_out} to plan the rest."
+        )
     architecture = find_architecture(config.model.path, config.model.family)
+    check_context(config, architecture)
+    lora_of(config, architecture)
     check_compiler()
-    needed = STATE_BYTES_PER_PARAMETER * num_parameters(architecture)
+    needed = state_bytes(config, architecture)
     if needed > where.hbm_bytes:
         holds = smallest_that_holds(needed)
         fitting = f"it fits into {' or '.join(holds)}" if holds else "no slice holds it"
@@ -176,6 +192,17 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
             f"{config.model.path} takes {_gib(needed)}; {fitting}, if its mesh splits everything."
         )
     return where, architecture
+
+
+def state_bytes(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+) -> float | int:
+    """Of all chips: what is trained, and the frozen base of adapters."""
+    lora, count = lora_of(config, architecture), num_parameters(architecture)
+    if lora is None:
+        return STATE_BYTES_PER_PARAMETER * count
+    base = (2 if config.lora.base_dtype == "bfloat16" else 4) * count
+    return base + STATE_BYTES_PER_PARAMETER * models.peft.num_parameters(architecture, lora)
 
 
 def make_plan(
@@ -217,6 +244,7 @@ def make_plan(
         found,
         where.chip.hbm_bytes,
         (),
+        programs.held(),
     )
     return plan if plan.fits else plan._replace(advice=advice(config, plan))
 
@@ -252,12 +280,13 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
             num_tokens=tokens,
             num_columns=rollout.max_prompt_tokens + rollout.max_response_tokens,
             num_slots=(layout.slots >= 0).sum(),
+            num_adapters=num_adapters(programs.config, programs.architecture),
         )
         flops = needed.forward
         if compiled.name == "update":
             flops = needed.training
-            if "reference" in compiled.arguments:
-                flops += needed.forward
+            if programs.has_late_reference:
+                flops += needed.forward - needed.adapters
         flops /= where.num_chips
         runs = programs.num_updates
     if not compiled.text:
@@ -266,6 +295,12 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
     places = [tuple(device.coords) for device in mesh.devices.flat]
     times = roofline.times(program, where, places)
     return ProgramPlan(compiled, program, times, runs, flops, mesh.shape)
+
+
+def num_adapters(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> int:
+    """Parameters of adapters; 0 if all parameters are trained."""
+    lora = lora_of(config, architecture)
+    return 0 if lora is None else models.peft.num_parameters(architecture, lora)
 
 
 def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
@@ -282,6 +317,8 @@ def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
         found.append("model.remat=full: the backward pass computes activations again")
     if update.arguments.get("reference") and config.model.reference_dtype == "float32":
         found.append("model.reference_dtype=bfloat16: half of the reference")
+    if "base" in update.arguments and config.lora.base_dtype == "float32":
+        found.append("lora.base_dtype=bfloat16: half of the frozen base")
     if plan.mesh["tensor"] == 1:
         found.append("mesh.tensor=2: half of the activations of heads and features")
     if "decode" in plan.programs and config.rollout.jax_tensor_parallelism == 1:
@@ -328,16 +365,21 @@ def candidates(
 
 def _meshes(num_chips: int, architecture: models.DecoderConfig) -> Iterator[Mapping[str, int]]:
     heads = architecture.num_heads * architecture.head_dim
+    experts, inner = architecture.experts, [architecture.intermediate_size]
+    if experts is not None:
+        inner = inner if experts.dense_layers else []
+        inner.append(experts.intermediate_size)
     for tensor, replica in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64)):
         fsdp, rest = divmod(num_chips, tensor * replica)
         if rest or not fsdp:
             continue
-        by_tensor = (architecture.num_heads, architecture.intermediate_size, heads)
-        sizes = architecture.hidden_size, heads // tensor, architecture.intermediate_size // tensor
+        keys = architecture.num_kv_heads * architecture.head_dim
+        by_tensor = (architecture.num_heads, heads, keys, *inner)
+        sizes = architecture.hidden_size, heads // tensor, *(size // tensor for size in inner)
         if any(size % tensor for size in (*by_tensor, architecture.vocab_size)):
             continue
         if not any(size % fsdp for size in sizes):
-            yield {"replica": replica, "fsdp": fsdp, "sequence": 1, "tensor": tensor}
+            yield {"replica": replica, "fsdp": fsdp, "sequence": 1, "tensor": tensor, "expert": 1}
 
 
 def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
@@ -346,9 +388,10 @@ def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
     shards, tensor = mesh["replica"] * mesh["fsdp"], mesh["tensor"]
     responses = config.training.prompts_per_minibatch * rollout.group_size
     num_micro = -(-responses // (rows * shards))
-    count = num_parameters(architecture) / (mesh["fsdp"] * tensor)
+    trained = num_adapters(config, architecture)
+    count = (trained or num_parameters(architecture)) / (mesh["fsdp"] * tensor)
     width = 2 if config.model.compute_dtype == "bfloat16" else 4
-    state = STATE_BYTES_PER_PARAMETER * count
+    state = state_bytes(config, architecture) / (mesh["fsdp"] * tensor)
     # Activations and logits of the estimate for float32, without its parameters.
     slots = rows * rollout.max_response_tokens
     activations = update_bytes(
@@ -360,7 +403,11 @@ def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
     matrix = width * architecture.hidden_size * architecture.vocab_size / tensor
     num_bytes = state + activations + 3 * layer + 3 * matrix
     needed = roofline.products(
-        architecture, num_tokens=rows * length, num_columns=length, num_slots=slots
+        architecture,
+        num_tokens=rows * length,
+        num_columns=length,
+        num_slots=slots,
+        num_adapters=trained,
     )
     again = {"none": 0.0, "dots": 0.1, "full": 1.0}[remat]
     compute = (needed.training + again * needed.forward) / tensor / chip.flops

@@ -10,6 +10,7 @@ Source: jax.experimental.topologies, "ahead-of-time compilation for devices that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -35,7 +36,12 @@ from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
 from semrl_jax.training.packing import Layout, lay_out, row_plan
-from semrl_jax.training.state import abstract_copied, abstract_trained
+from semrl_jax.training.state import (
+    Trained,
+    abstract_copied,
+    abstract_everywhere,
+    abstract_trained,
+)
 from semrl_jax.training.update import SlotValues, row_logprobs, update_rows
 from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 
@@ -99,7 +105,47 @@ class Programs:
     @property
     def policy(self) -> models.Policy:
         model = self.config.model
-        return models.Policy(self.architecture, model.compute_dtype, model.remat, self.mesh)
+        return models.Policy(
+            self.architecture,
+            model.compute_dtype,
+            model.remat,
+            self.mesh,
+            attention=model.attention,
+        )
+
+    @property
+    def lora(self) -> models.Lora | None:
+        """The adapters that are trained; None if all parameters are. Raises as `lora_of`."""
+        return lora_of(self.config, self.architecture)
+
+    @property
+    def base(self) -> models.Base | None:
+        """The frozen parameters under the adapters, abstract."""
+        if self.lora is None:
+            return None
+        params = abstract_copied(self.policy.shapes(), self.config.lora.base_dtype, self.mesh)
+        return models.Base(params, abstract_everywhere(np.float32(1), self.mesh))
+
+    def trained(self) -> Trained:
+        """Abstract parameters that are trained, and their optimiser state."""
+        shapes = self.policy.shapes()
+        if self.lora is not None:
+            shapes = self.lora.shapes(shapes)
+        return abstract_trained(shapes, optimizer_of(self.config, "training"), self.mesh)
+
+    def held(self) -> Mapping[str, int]:
+        """Bytes of a device that no program takes as an argument, and that stay all the time."""
+        needs, found = all_needs(self.algorithm, self.config), {}
+        is_away = "reference" in self.config.training.offload
+        if needs.early_reference and self.lora is None and not is_away:
+            found["reference"] = device_bytes(self._reference())
+        if lag := self.config.rollout.max_staleness:
+            shapes, dtype = self.policy.shapes(), weight_dtype(self.config)
+            if self.lora is not None:
+                shapes, dtype = self.lora.shapes(shapes), "float32"
+            copy = abstract_copied(shapes, dtype, self.mesh)
+            found["earlier parameters"] = lag * device_bytes(copy)
+        return found
 
     @property
     def algorithm(self) -> Algorithm:
@@ -115,9 +161,10 @@ class Programs:
         )
 
     @property
-    def has_reference(self) -> bool:
+    def has_late_reference(self) -> bool:
+        """Whether the update computes the log-probabilities of the reference."""
         needs = all_needs(self.algorithm, self.config)
-        return bool(needs.reference or needs.early_reference)
+        return bool(needs.reference and not needs.early_reference)
 
     @property
     def num_updates(self) -> int:
@@ -145,7 +192,7 @@ class Programs:
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
         needs = all_needs(self.algorithm, self.config)
         optimizer = optimizer_of(self.config, "training")
-        trained = abstract_trained(self.policy.shapes(), optimizer, self.mesh)
+        trained, base = self.trained(), self.base
         rows = _abstract(layout.rows, sharding)
         values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
         importance = importance_options(self.config)
@@ -158,7 +205,7 @@ class Programs:
             weights=values,
         )
         reference = None
-        if needs.reference and not needs.early_reference:
+        if self.has_late_reference and base is None:
             reference = self._reference()
         traced = update_rows.trace(
             trained.params,
@@ -167,6 +214,7 @@ class Programs:
             given,
             jax.ShapeDtypeStruct((), jnp.int32),
             reference,
+            base,
             optimizer=optimizer,
             policy=self.policy,
             temperature=self.config.rollout.temperature,
@@ -177,6 +225,7 @@ class Programs:
             "parameters": trained.params,
             "optimiser": trained.optimizer,
             "reference": reference,
+            "base": base,
             "batch": (rows, given),
         }
         return _compiled("update", traced, arguments, layout.num_micro)
@@ -184,8 +233,15 @@ class Programs:
     def logprobs(self) -> Compiled:
         """`row_logprobs`, the pass before the update, over one mini-batch."""
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
-        optimizer = optimizer_of(self.config, "training")
-        params = abstract_trained(self.policy.shapes(), optimizer, self.mesh).params
+        trained, base = self.trained().params, self.base
+        params = trained
+        if base is not None:
+            shapes = jax.eval_shape(models.adapted, trained, base)
+            params = jax.tree.map(
+                lambda leaf, laid: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=laid),
+                shapes,
+                models.parameter_shardings(shapes, self.mesh),
+            )
         rows = _abstract(layout.rows, sharding)
         traced = row_logprobs.trace(
             params,
@@ -196,7 +252,7 @@ class Programs:
             temperature=self.config.rollout.temperature,
             with_states=self.config.hidden_states.source == "policy",
         )
-        arguments = {"parameters": params, "batch": rows}
+        arguments = {"parameters": trained, "base": base, "batch": rows}
         return _compiled("pass", traced, arguments, layout.num_micro)
 
     def decode(self) -> Compiled:
@@ -257,8 +313,22 @@ class Programs:
         return abstract_copied(self.policy.shapes(), self.config.model.reference_dtype, self.mesh)
 
     def _engine_params(self, policy, mesh):
-        shapes = jax.eval_shape(models.unstacked, policy.shapes())
+        unstacked = functools.partial(models.unstacked, config=self.architecture)
+        shapes = jax.eval_shape(unstacked, policy.shapes())
         return shapes, models.parameter_shardings(shapes, mesh)
+
+
+def lora_of(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+) -> models.Lora | None:
+    """What `config.lora` trains; None if it is off. Raises UserError if it does not fit."""
+    options = config.lora
+    if not options.rank:
+        return None
+    modules = models.peft.find_modules(architecture, options.targets)
+    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
+    models.peft.check_rank(architecture, lora)
+    return lora
 
 
 def check_compiler() -> None:
@@ -280,7 +350,10 @@ def devices_of(where: Slice) -> list[Any]:
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices)
+    # A slice of one chip is a part of a host, which has four chips.
+    host = {"chips_per_host_bounds": (1, 1, 1)} if where.num_chips == 1 else {}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=where.name, **host)
+    return list(found.devices)
 
 
 def trainer_mesh(config: ml_collections.ConfigDict, where: Slice) -> Mesh:

@@ -54,6 +54,8 @@ def memory_table(plan: Plan) -> Table:
     row("outputs", [one.output for one in compiled])
     row("code", [one.code for one in compiled])
     row("total", [one.total for one in compiled])
+    for kind, size in plan.held.items():
+        row(f"beside: {kind}", [size] * len(compiled))
     return table
 
 

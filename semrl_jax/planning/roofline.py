@@ -22,20 +22,26 @@ class Products(NamedTuple):
       layers: the kernels of the layers, 2 per parameter and token.
       head: the output matrix, for the tokens that get logits.
       attention: scores and attended values of the pairs that a causal mask leaves.
+      adapters: of LoRA; 0 if all parameters are trained.
     """
 
     layers: float | int
     head: float | int
     attention: float | int
+    adapters: float | int = 0
 
     @property
     def forward(self) -> float | int:
-        return self.layers + self.head + self.attention
+        return self.layers + self.head + self.attention + self.adapters
 
     @property
     def training(self) -> float | int:
-        """Forward and backward, nothing computed twice: 6 N D and three times the attention."""
-        return 3 * self.forward
+        """Forward and backward, nothing computed twice: 6 N D and three times the attention.
+
+        Frozen kernels have no gradients of their own: 4 N D with adapters.
+        """
+        frozen = self.layers + self.head if self.adapters else 0
+        return 3 * self.forward - frozen
 
 
 def products(
@@ -44,28 +50,50 @@ def products(
     num_tokens: float | int,
     num_columns: float | int,
     num_slots: float | int,
+    num_adapters: float | int = 0,
 ) -> Products:
     """The closed forms: what a model needs, however it is computed.
 
     Args:
       num_tokens: in sequences of `num_columns`.
       num_slots: tokens that get logits.
+      num_adapters: parameters of adapters.
     """
     heads = architecture.num_heads * architecture.head_dim
     return Products(
-        layers=2 * num_tokens * layer_parameters(architecture) * architecture.num_layers,
+        layers=2 * num_tokens * active_parameters(architecture),
         head=2 * num_slots * architecture.hidden_size * architecture.vocab_size,
         # Two products of 2 heads each; half of the pairs are in the past.
         attention=2 * num_tokens * num_columns * heads * architecture.num_layers,
+        adapters=2 * num_tokens * num_adapters,
     )
 
 
-def layer_parameters(architecture: DecoderConfig) -> int:
-    """Numbers in the kernels of one layer."""
+def active_parameters(architecture: DecoderConfig) -> int:
+    """Numbers in the kernels of all layers that one token meets: of experts, only its own."""
+    experts = architecture.experts
+    return _kernels(architecture, 0 if experts is None else experts.experts_per_token)
+
+
+def layer_parameters(architecture: DecoderConfig) -> float:
+    """Numbers in the kernels of one layer, all experts among them; the mean if layers differ."""
+    experts = architecture.experts
+    count = _kernels(architecture, 0 if experts is None else experts.num_experts)
+    return count / architecture.num_layers
+
+
+def _kernels(architecture: DecoderConfig, num_experts: int) -> int:
+    """Numbers in the kernels of all layers, of which those with experts have so many."""
     heads = architecture.num_heads * architecture.head_dim
     kv_heads = architecture.num_kv_heads * architecture.head_dim
+    experts, num_dense, mixture = architecture.experts, architecture.num_layers, 0
+    if experts is not None:
+        num_dense = len(set(experts.dense_layers))
+        mixture = experts.num_experts + 3 * num_experts * experts.intermediate_size
     return architecture.hidden_size * (
-        2 * heads + 2 * kv_heads + 3 * architecture.intermediate_size
+        architecture.num_layers * (2 * heads + 2 * kv_heads)
+        + num_dense * 3 * architecture.intermediate_size
+        + (architecture.num_layers - num_dense) * mixture
     )
 
 

@@ -514,17 +514,22 @@ def weights_hash(workdir: Workdir, directory: pathlib.Path, sample: str) -> str:
     return sha256
 
 
-def check_model_limits(
-    config: ml_collections.ConfigDict, architecture: models.DecoderConfig, tokenizer: Any
-) -> None:
-    """Raises UserError for sampling settings that model or tokenizer do not permit."""
-    rollout, vocab_size = config.rollout, architecture.vocab_size
-    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+def check_context(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> None:
+    """Raises UserError if prompt and response may be longer than the model's context."""
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if length > architecture.max_position_embeddings:
         raise UserError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} must be at most "
             f"the model's context of {architecture.max_position_embeddings} tokens."
         )
+
+
+def check_model_limits(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig, tokenizer: Any
+) -> None:
+    """Raises UserError for sampling settings that model or tokenizer do not permit."""
+    rollout, vocab_size = config.rollout, architecture.vocab_size
+    check_context(config, architecture)
     for section in ("rollout", "evaluation"):
         if (top_k := config[section].top_k) > vocab_size:
             raise UserError(

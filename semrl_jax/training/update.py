@@ -381,8 +381,19 @@ def over_micro_batches(
     def write(index, outputs):
         return put(outputs, function(take(rows, index)), index)
 
-    shapes = jax.eval_shape(jax.vmap(function), rows)
-    return _loop(num_micro, part, write, zeros_of(shapes))
+    return _loop(num_micro, part, write, zeros_of(_stacked_shapes(function, rows)))
+
+
+def _stacked_shapes(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """The shapes [M, ...] of what a function gives for each micro-batch.
+
+    Without `jax.vmap`, which JAX does not have for the `ragged_dot` of experts.
+    """
+    count = len(jax.tree.leaves(inputs)[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype),
+        jax.eval_shape(lambda inputs: function(take(inputs, 0)), inputs),
+    )
 
 
 def _loop(num_micro, part, step, carry):
@@ -440,7 +451,7 @@ def summed_gradients(
         return jax.tree.map(jnp.add, sums, (gradient, scalars)), put(outputs, own, index)
 
     _, (scalars, _) = jax.eval_shape(loss_of, params, take(inputs, 0))
-    _, (_, outputs) = jax.eval_shape(jax.vmap(loss_of, (None, 0)), params, inputs)
+    _, (_, outputs) = _stacked_shapes(functools.partial(loss_of, params), inputs)
     # float32 also for rounded parameters: a sum of many small gradients would stop growing.
     zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params)
     start = (zeros, zeros_of(scalars)), zeros_of(outputs)

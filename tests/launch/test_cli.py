@@ -196,3 +196,9 @@ def test_the_commands_are_listed():
 def test_a_missing_flag_is_named_with_an_example(parse, monkeypatch):
     with pytest.raises(UserError, match=r"--config is needed, such as --config=configs/quicks"):
         parse()
+
+
+def test_a_path_that_cannot_be_looked_up_is_one_line():
+    done = run("launch.convert", f"--source={'a' * 5000}", "--target=unused")
+    assert_one_line(done, "aaa: File name too long; name another path.")
+    assert len(done.stderr) < 500

@@ -38,7 +38,7 @@ def every_expert(x, kernels, options):
 def test_dispatch_is_the_weighted_sum_over_experts(monkeypatch, path, normalized):
     """Some experts have no token, others nearly all; `ragged_dot` is what TPUs run."""
     if path == "ragged_dot":
-        monkeypatch.setattr(module, "_block_size", lambda _: 1)
+        monkeypatch.setattr(module, "_block_size", lambda *_: 1)
     options = dataclasses.replace(EXPERTS, normalize_weights=normalized)
     random = np.random.default_rng(0)
     shapes = Kernels((10, 8), (8, 10, 6), (8, 10, 6), (8, 6, 10))

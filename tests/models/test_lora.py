@@ -171,6 +171,28 @@ MISTAKES = {
     "dora": (lambda f: change_config(f, use_dora=True), "use_dora=True is not supported"),
     "bias": (lambda f: change_config(f, bias="all"), "bias='all' is not supported"),
     "rank": (lambda f: change_config(f, r=0), "r=0 must be a whole number above 0"),
+    "a huge rank": (lambda f: change_config(f, r=10**400), "above 0, and at most 16777216"),
+    "endless alpha": (lambda f: change_config(f, lora_alpha=float("inf")), "lora_alpha=inf a numb"),
+    "huge alpha": (lambda f: change_config(f, lora_alpha=1e300), "lora_alpha=1e.300 a number"),
+    "an alpha of many digits": (
+        lambda f: change_config(f, lora_alpha=10**400),
+        "lora_alpha=1000.* a number above 0, and below 1e.30",
+    ),
+    "stabilized by text": (
+        lambda f: change_config(f, use_rslora="false"),
+        "use_rslora='false' must be true or false",
+    ),
+    "the first layer": (
+        lambda f: change_config(f, layers_to_transform=0),
+        "layers_to_transform=0 is not supported",
+    ),
+    "not finite": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="hub/mine"),
+            change_tensors(f, lambda t: t.update({UP: np.full((48, 4), np.nan, np.float32)})),
+        ),
+        r"layers\.1\.mlp\.up_proj\.lora_B\.weight has a value that is not finite",
+    ),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is missing"),
     "broken": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read"),
     "another name": (
@@ -227,6 +249,17 @@ def test_an_adapter_of_other_weights(saved, tmp_path):
         peft.load_adapter(files, CONFIG, tmp_path / "base", "owner/base")
     with pytest.raises(UserError, match=r"is no adapter: adapter_config\.json is missing"):
         peft.find_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", [None, "", ["base"]])
+def test_an_adapter_without_a_base(name, saved, tmp_path):
+    """The working directory is not taken for it."""
+    (tmp_path / "adapter_config.json").write_bytes(
+        (saved / "adapter" / "adapter_config.json").read_bytes()
+    )
+    change_config(tmp_path, base_model_name_or_path=name)
+    with pytest.raises(UserError, match="base_model_name_or_path is missing or empty; set it"):
+        peft.find_adapter(tmp_path).base()
 
 
 @pytest.mark.slow

@@ -137,3 +137,21 @@ def test_scanned_layers_with_gradients_and_micro_batches(layers):
     # Without the gradient of the first layer's input, where there is only one layer.
     found = hlo.read(text, passes=micro).dot_flops
     assert found in (k * micro * layers * 2 * tokens * width**2 for k in (2, 3))
+
+
+def test_kernels_of_tpus_count_as_products():
+    """What the compiler writes for two rows and two heads of 256 columns, and for 8 experts."""
+    mask, states = "s8[1,2,2]{2,1,0}", "bf16[2,2,256,128]{3,2,1,0}"
+    kernel = 'custom_call_target="tpu_custom_call", operand_layout_constraints='
+    text = f"""
+ENTRY %main.1 (p: bf16[4,4]) -> bf16[2,2,256,128] {{
+  %p = {states} parameter(0)
+  %splash_mha_fwd_segmented_residuals.3 = {states} custom-call(%p, %p), {kernel}{{{mask}, {mask}, {states}, {states}, {states}, s32[256,128]{{1,0}}}}, frontend_attributes={{}}
+  %splash_mha_dq_segmented_no_residuals.1 = {states} custom-call(%p, %p), {kernel}{{{mask}, {mask}, {states}, {states}, {states}}}, frontend_attributes={{}}
+  %splash_mha_dkv_segmented_no_residuals.1 = {states} custom-call(%p, %p), {kernel}{{{mask}, {mask}, {states}, {states}, {states}}}, frontend_attributes={{}}
+  %ragged-dot-metadata = (s32[9]{{0}}) custom-call(%p), {kernel}{{s32[8]{{0}}}}, metadata={{}}
+  %ragged-dot-none.1 = bf16[1024,128]{{1,0}} custom-call(%p, %p), {kernel}{{s32[1]{{0}}, bf16[1024,256]{{1,0}}, bf16[8,256,128]{{2,1,0}}}}, frontend_attributes={{}}
+}}
+"""  # noqa: E501
+    attention = 9 * 2 * (4 * 3 * 128 * 128) * 128  # three of four blocks
+    assert hlo.read(text).dot_flops == attention + 2 * 1024 * 256 * 128

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 
 import pytest
 
@@ -15,6 +16,10 @@ TINY = {
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "max_position_embeddings": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTURE = TINY | {
+    "model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 130,
 }  # fmt: skip
 
 
@@ -40,6 +45,43 @@ def test_other_mistakes_before_any_work(monkeypatch):
     config.mesh.fsdp = 7
     with pytest.raises(UserError, match="must multiply to 64 chips"):
         programs.trainer_mesh(config, find_slice("v5p:4x4x4"))
+
+
+def test_what_a_plan_does_not_know_is_refused(monkeypatch):
+    """Otherwise its memory and times would be those of another run."""
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+    config = config_of()
+    config.algorithms.name = "ppo"
+    with pytest.raises(UserError, match=r"algorithms\.name='ppo'.* no critic; choose an algo"):
+        plan.check(config, "v5p:4x4x4")
+    config = config_of()
+    config.lora.rank, config.lora.targets = 8, ("c_attn",)
+    with pytest.raises(UserError, match=r"lora\.targets has 'c_attn'"):
+        plan.check(config, "v5p:4x4x4")
+    config = config_of()
+    config.rollout.max_prompt_tokens = 40_000
+    with pytest.raises(UserError, match="at most the model's context of 32768 tokens"):
+        plan.check(config, "v5p:4x4x4")
+
+
+def test_the_state_of_adapters_is_that_of_the_base(monkeypatch):
+    monkeypatch.setattr(plan, "check_compiler", lambda: None)
+    config = config_of()
+    config.lora.rank, config.lora.base_dtype = 16, "bfloat16"
+    where, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
+    assert 2 < plan.state_bytes(config, architecture) / plan.num_parameters(architecture) < 2.1
+    assert plan.candidates(config, where, architecture)
+
+
+def test_meshes_of_mixtures_of_experts(tmp_path):
+    """Their sizes are those of the slice, whatever the config's own mesh is."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    config, where = config_of(tmp_path), find_slice("v5e:2x2")
+    config.mesh.expert = 2
+    found = plan.candidates(config, where, plan.find_architecture(str(tmp_path)))
+    assert {one.mesh["tensor"] for one in found} == {1, 2}  # 4 does not divide the experts' width
+    for one in found:
+        assert math.prod(one.put_into(config).mesh.values()) == 4
 
 
 def test_without_the_compiler_the_line_has_the_command(monkeypatch):
@@ -73,16 +115,13 @@ def test_a_refusal_of_the_compiler():
     assert programs.too_large("INTERNAL: RET_CHECK failure") is None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
-)
-def test_a_small_model_on_a_slice(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+def planned(path, topology, *flags, fields=TINY):
+    """The object that the command prints for a small model."""
+    (path / "config.json").write_text(json.dumps(fields))
     done = run(
         "launch.plan",
         "--config=configs/default.py",
-        f"--config.model.path={tmp_path}",
+        f"--config.model.path={path}",
         "--config.model.compute_dtype=bfloat16",
         "--config.data.prompts_per_step=8",
         "--config.training.prompts_per_minibatch=8",
@@ -90,13 +129,23 @@ def test_a_small_model_on_a_slice(tmp_path):
         "--config.rollout.group_size=2",
         "--config.rollout.max_prompt_tokens=128",
         "--config.rollout.max_response_tokens=128",
-        "--topology=v5e:2x4",
-        "--programs=update",
+        f"--topology={topology}",
         "--json",
-        f"--plot={tmp_path / 'plan.png'}",
+        *flags,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_small_model_on_a_slice(tmp_path):
+    found = planned(tmp_path, "v5e:2x4", "--programs=update", f"--plot={tmp_path / 'plan.png'}")
     update = found["programs"]["update"]
     assert found["fits"] and found["chips"] == 8 and found["mesh"]["fsdp"] == 8
     # remat "dots" computes more than needed; blocks of attention are not skipped.
@@ -104,3 +153,33 @@ def test_a_small_model_on_a_slice(tmp_path):
     kinds = {one["kind"] for one in update["collectives"] if one["sent_bytes"] > 1e6}
     assert {"all-gather", "reduce-scatter"} <= kinds
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_all_programs_on_one_chip(tmp_path):
+    """With adapters too, whose optimiser state is small and whose base stays."""
+    whole = planned(tmp_path, "v5e:1x1", "--config.data.prompts_per_step=16")
+    adapters = planned(
+        tmp_path, "v5e:1x1", "--config.data.prompts_per_step=16", "--config.lora.rank=4"
+    )
+    for found in (whole, adapters):
+        assert set(found["programs"]) == {"update", "pass", "decode"}
+        assert all(one["times_s"]["total"] > 0 for one in found["programs"].values())
+    sizes, small = (found["programs"]["update"]["bytes"] for found in (whole, adapters))
+    assert small["base"] == pytest.approx(sizes["parameters"], rel=0.01)
+    assert small["optimiser"] < sizes["optimiser"] / 10
+    needed = adapters["programs"]["update"]["needed_flops"]
+    assert needed < 0.9 * whole["programs"]["update"]["needed_flops"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_mixture_of_experts_is_compiled_as_tpus_run_it(tmp_path):
+    fields = MIXTURE | {"moe_intermediate_size": 128}
+    found = planned(
+        tmp_path, "v5e:2x2", "--programs=update", "--config.mesh.expert=2", fields=fields
+    )
+    update = found["programs"]["update"]
+    assert found["mesh"]["expert"] == 2
+    assert 1.0 < update["flops"] / update["needed_flops"] < 2.5

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.models import experts
 from semrl_jax.training import update as update_module
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
@@ -301,6 +302,23 @@ def test_an_expert_axis_changes_nothing_but_rounding():
     on_mesh = dataclasses.replace(policy, mesh=plan.mesh, remat="dots")
     actual, _, _ = update(on_mesh, params, batch, values, plan)
     assert_near(actual, expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_the_products_of_tpus_update_a_mixture(monkeypatch):
+    """`ragged_dot` in a whole update equals the blocks that other devices compute."""
+    config = models.random_config(
+        "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32, num_layers=1,
+        num_heads=2, num_kv_heads=1, head_dim=16,
+    )  # fmt: skip
+    params = models.Policy(config).init(jax.random.key(0))
+    batch, plan = make_batch(), plan_of(PLANS["three rows"])
+    values = make_values(batch)
+    found = []
+    for remat in ("none", "dots"):  # another policy, so another program
+        found.append(update(models.Policy(config, remat=remat), params, batch, values, plan)[0])
+        monkeypatch.setattr(experts, "_block_size", lambda *_: 1)
+    assert_near(*found, 1e-4)
 
 
 @pytest.mark.slow
