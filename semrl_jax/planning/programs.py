@@ -257,7 +257,7 @@ class Programs:
         return abstract_copied(self.policy.shapes(), self.config.model.reference_dtype, self.mesh)
 
     def _engine_params(self, policy, mesh):
-        shapes = jax.eval_shape(models.unstacked, policy.shapes())
+        shapes = jax.eval_shape(lambda tree: models.unstacked(tree, policy.config), policy.shapes())
         return shapes, models.parameter_shardings(shapes, mesh)
 
 
@@ -280,7 +280,10 @@ def devices_of(where: Slice) -> list[Any]:
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices)
+    # libtpu assumes hosts of 2x2 chips, which do not divide a single chip.
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if where.num_chips == 1 else {}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=where.name, **bounds)
+    return list(found.devices)
 
 
 def trainer_mesh(config: ml_collections.ConfigDict, where: Slice) -> Mesh:

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 
+import jax
 import pytest
 
 from configs import default
+from semrl_jax import models
 from semrl_jax.errors import UserError
-from semrl_jax.planning import plan, programs
+from semrl_jax.planning import plan, programs, report
 from semrl_jax.planning.chips import find_slice
 from tests.launch.conftest import run
 
@@ -62,6 +64,28 @@ def test_candidates_fit_and_are_sorted():
     assert changed.model.remat == found[0].remat and changed.mesh.fsdp == found[0].mesh["fsdp"]
 
 
+def test_the_weights_of_the_decode_program_have_single_layers():
+    architecture = plan.find_architecture("Qwen/Qwen2.5-0.5B")
+    mesh = models.make_mesh(
+        {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
+    )
+    planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
+    shapes, shardings = planned._engine_params(planned.policy, mesh)
+    assert len(shapes["layers"]) == architecture.num_layers
+    assert jax.tree.structure(shapes) == jax.tree.structure(shardings)
+
+
+def test_small_numbers_stay_short():
+    assert [report._short(x) for x in (0, 9.5e-5, 0.0125, 12.34)] == [
+        "0",
+        "<0.001",
+        "0.0125",
+        "12.3",
+    ]
+    assert (report._parameters(93_700), report._parameters(7_615_616_512)) == ("0.0937 M", "7.62 B")
+    assert (report._seconds(1.16e-4), report._seconds(12.34)) == ("0.116 ms", "12.3 s")
+
+
 def test_a_refusal_of_the_compiler():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm. Exceeded"
     assert programs.too_large(message) == 20.5 * 2**30
@@ -104,3 +128,21 @@ def test_a_small_model_on_a_slice(tmp_path):
     kinds = {one["kind"] for one in update["collectives"] if one["sent_bytes"] > 1e6}
     assert {"all-gather", "reduce-scatter"} <= kinds
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'"
+)
+def test_the_tables_of_all_programs_on_a_slice_of_one_chip(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    done = run(
+        "launch.plan",
+        "--config=configs/gsm8k.py",
+        f"--config.model.path={tmp_path}",
+        "--topology=v5e:1x1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "v5e:1x1: 1 chip, remat" in done.stdout and "M parameters" in done.stdout
+    assert "decode" in done.stdout and "none" in done.stdout  # programs; collectives
+    assert max(map(len, done.stdout.splitlines())) <= 100 and "…" not in done.stdout
