@@ -165,17 +165,18 @@ def study() -> int:
         responses, source = study_sources.of_generated(pathlib.Path(INPUT.value), POLICY.value)
     else:
         responses, source = study_sources.of_file(pathlib.Path(INPUT.value), POLICY.value)
+    stride = stride or study_sources.stride_of(POLICY.value) or STRIDE
     output = output_directory()
     measured = measure(
         responses,
-        stride=stride or STRIDE,
+        stride=stride,
         window=window,
         method=METHOD.value,
         names=names,
         wanted=lambda name: not chosen or name in (*chosen, "correct", "length"),
     )
     found = studies.correlations(measured)
-    Console().print(studies.summary(measured, found, source))
+    Console().print(studies.summary(measured, found, f"{source}, stride {stride}"))
     if output is not None:
         written = write_study(output, measured, found)
         print(f"done: {output} has {', '.join(written)}")
