@@ -146,6 +146,11 @@ def study() -> int:
     for flag, other in ((STEP, RUN), (POLICY, INPUT)):
         if flag.value is not None and other.value is None:
             raise UserError(f"--{flag.name} belongs to --{other.name}.")
+    if OUTPUT.value is not None and (pathlib.Path(OUTPUT.value) / "generation.json").exists():
+        raise UserError(
+            f"--output={OUTPUT.value}: responses.parquet of launch.generate is there already; name "
+            "a new directory."
+        )
     stride, window = one(STRIDES, None), one(WINDOW, WINDOWS[0])
     from semrl_jax.analysis import study as studies  # not at the top: --help works without JAX
 
