@@ -146,6 +146,11 @@ def study() -> int:
     for flag, other in ((STEP, RUN), (POLICY, INPUT)):
         if flag.value is not None and other.value is None:
             raise UserError(f"--{flag.name} belongs to --{other.name}.")
+    if OUTPUT.value is not None and (pathlib.Path(OUTPUT.value) / "generation.json").exists():
+        raise UserError(
+            f"--output={OUTPUT.value}: responses.parquet of launch.generate is there already; name "
+            "a new directory."
+        )
     stride, window = one(STRIDES, None), one(WINDOW, WINDOWS[0])
     from semrl_jax.analysis import study as studies  # not at the top: --help works without JAX
 
@@ -165,17 +170,18 @@ def study() -> int:
         responses, source = study_sources.of_generated(pathlib.Path(INPUT.value), POLICY.value)
     else:
         responses, source = study_sources.of_file(pathlib.Path(INPUT.value), POLICY.value)
+    stride = stride or study_sources.stride_of(POLICY.value) or STRIDE
     output = output_directory()
     measured = measure(
         responses,
-        stride=stride or STRIDE,
+        stride=stride,
         window=window,
         method=METHOD.value,
         names=names,
         wanted=lambda name: not chosen or name in (*chosen, "correct", "length"),
     )
     found = studies.correlations(measured)
-    Console().print(studies.summary(measured, found, source))
+    Console().print(studies.summary(measured, found, f"{source}, stride {stride}"))
     if output is not None:
         written = write_study(output, measured, found)
         print(f"done: {output} has {', '.join(written)}")

@@ -121,7 +121,10 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         own = config.evaluation.stop_strings or STOP_STRINGS.get(config.evaluation.template, ())
         config.evaluation.stop_strings = tuple(own)
     if not (of_run or config.evaluation.benchmarks):
-        raise UserError("--benchmarks is needed: names, files or modules; see --help.")
+        raise UserError(
+            "--benchmarks is needed: names, files or modules. For the problems of a run or of a "
+            "config, give --policy=RUN or --config=configs/NAME.py."
+        )
     if "evaluation.k" not in {*fields, *given}:
         config.evaluation.k = tuple(
             2**i for i in range(most_responses(config.evaluation).bit_length())

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import ml_collections
 from absl import flags
 
 import configs
+from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
 from semrl_jax.errors import UserError
 from semrl_jax.runs.run_directory import run_of
 from semrl_jax.types import HiddenStateParams
@@ -31,6 +33,14 @@ def config_of_policy() -> bool:
         default = f"{root / 'recorded.py'}:{run / 'config.json'}" if run else root / "default.py"
         sys.argv.insert(1, f"--config={default}")
     return given
+
+
+def template_of_run(config: ml_collections.ConfigDict, file: str) -> str:
+    """That of the built-in task if `file`, the value of --config, is the record of such a run."""
+    is_record = pathlib.Path(file.partition(":")[0]).name == "recorded.py"
+    if is_record and config.data.task == "arithmetic":
+        return QUESTION_TEMPLATE
+    return config.data.template
 
 
 def first_run(arguments: list[str]) -> pathlib.Path | None:

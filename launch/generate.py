@@ -23,6 +23,7 @@ from launch.fields import (
     chosen_states,
     config_of_policy,
     short_flags,
+    template_of_run,
     values_of,
 )
 from semrl_jax import compilation, data
@@ -118,6 +119,8 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     """
     given = flags.FLAGS["config"].override_values
     fields = chosen_fields(FIELDS, values_of(GIVEN), DEFAULTS, FIXED)
+    if not {"data.template"} & {*fields, *given}:
+        config.data.template = template_of_run(config, flags.FLAGS["config"].config_filename)
     config.update_from_flattened_dict(fields)
     cli.required(POLICY), cli.required(OUTPUT)
     if not {"data.files"} & {*fields, *given}:

@@ -36,7 +36,10 @@ EQUAL_LENGTH = "equal length"
 SUBSETS = ("all", "correct", "wrong", *LENGTHS, EQUAL_LENGTH)
 KEYS = ("prompt", "sample")  # columns of a table that are no measures
 _IN_SUMMARY = 10  # measures
-_NARROW = {"token_entropy": "entropy", "mean_logprob": "logprob"}  # 80 columns
+_NARROW = {  # 80 columns
+    "token_entropy": "entropy", "mean_logprob": "logprob", "count_entropy": "count ent.",
+    "elliptical_novelty": "novelty",
+}  # fmt: skip
 
 
 class StudyCorrelation(NamedTuple):

@@ -81,7 +81,9 @@ def _of_file(
             f"{benchmark.size}{note}."
         )
     elif limit < benchmark.size:
-        report(f"benchmark {entry.name}: the first {limit} of {benchmark.size} problems.")
+        report(
+            f"benchmark {entry.name}: its first {limit} problems; published are {benchmark.size}."
+        )
     return problems
 
 

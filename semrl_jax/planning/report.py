@@ -16,24 +16,33 @@ GIB = 2**30
 def headline(plan: Plan) -> list[str]:
     """What to know first: whether it fits, how fast it is, what bounds it."""
     used, limit = plan.peak_bytes / GIB, plan.capacity / GIB
-    mesh = " ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one chip"
+    mesh = " ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
+    chips = f"{plan.slice_.num_chips} chips, {mesh}" if mesh else "1 chip"
     settings = f"remat {plan.settings['remat']}, micro-batch {plan.settings['micro_batch_size']}"
     lines = [
-        f"{plan.slice_.name}: {plan.slice_.num_chips} chips, {mesh}, {settings}",
-        f"model: {plan.num_parameters / 1e9:.3g} B parameters",
+        f"{plan.slice_.name}: {chips}, {settings}",
+        f"model: {_parameters(plan.num_parameters)} parameters",
         f"{'fits' if plan.fits else 'DOES NOT FIT'}: {used:.2f} of {limit:.2f} GiB per chip",
     ]
     if plan.step is not None:
         update = plan.programs["update"]
         mfu = update.mfu(plan.slice_.chip.flops)
         lines.append(
-            f"update: {update.times.total:.3g} s, predicted MFU {mfu:.1%}, bound by "
-            f"{update.times.bound}; all updates and passes of a step: {plan.step.total:.3g} s"
+            f"update: {_seconds(update.times.total)}, predicted MFU {mfu:.1%}, bound by "
+            f"{update.times.bound}; all updates and passes of a step: {_seconds(plan.step.total)}"
         )
     for name, part in plan.programs.items():
         for option, value in part.compiled.options.items():
             lines.append(f"{name}: compiles only with LIBTPU_INIT_ARGS=--{option}={value}")
     return lines + [f"to make it fit: {text}" for text in plan.advice]
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
+
+
+def _seconds(value: float | int) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
 def memory_table(plan: Plan) -> Table:
@@ -74,20 +83,25 @@ def time_table(plan: Plan) -> Table:
         table.add_row(
             name,
             f"{part.runs:g}",
-            f"{part.program.dot_flops / 1e12:.3g}",
-            f"{part.flops / 1e12:.3g}",
+            _short(part.program.dot_flops / 1e12),
+            _short(part.flops / 1e12),
             *(
-                f"{1e3 * value:.3g}"
+                _short(1e3 * value)
                 for value in (times.total, times.compute, times.hbm, times.ici, times.ici_sync)
             ),
             f"{part.mfu(plan.slice_.chip.flops):.1%}",
             times.bound,
         )
     table.caption = (
-        "per chip; runs: in a step; MXU, HBM, ICI: ms at each limit alone; waits: collectives that "
-        "nothing overlaps"
+        "per chip; runs: in a step; MXU, HBM, ICI: ms at each limit alone;\n"
+        "waits: ms of collectives that nothing overlaps"
     )
     return table
+
+
+def _short(value: float | int) -> str:
+    """Three digits; of values below 0.001 only that, so that a table stays narrow."""
+    return "<0.001" if 0 < value < 0.001 else f"{value:.3g}"
 
 
 def collective_table(plan: Plan) -> Table:
@@ -101,7 +115,9 @@ def collective_table(plan: Plan) -> Table:
         found = hlo.by_kind_and_axis(part.program.collectives, part.mesh)
         for (kind, axes), (times, sent) in sorted(found.items(), key=lambda item: -item[1][1]):
             share = _async_share(part, kind, axes)
-            table.add_row(name, kind, axes, f"{times}", f"{sent / GIB:.3f}", f"{share:.0%}")
+            table.add_row(name, kind, axes, f"{times}", _short(sent / GIB), f"{share:.0%}")
+    if not table.row_count:
+        table.add_row("none", *[""] * (len(table.columns) - 1))
     return table
 
 

@@ -229,9 +229,10 @@ def figures(item: ScoredRollout, seconds: float) -> str:
     rollout = item.rollout
     sampled = rollout.rollout_logprobs[rollout.response_mask]
     mean = float(sampled.mean()) if len(sampled) else math.nan
+    speed = rollout.num_policy_tokens / max(seconds, 1e-9)
     parts = [
         f"{rollout.num_policy_tokens} tokens",
-        f"{rollout.num_policy_tokens / max(seconds, 1e-9):.3g} tokens/s",
+        f"{speed:.0f} tokens/s" if speed >= 1000 else f"{speed:.3g} tokens/s",
         f"ended by {rollout.finish_reason}",
         f"mean log-probability {mean:.3f} nats",
     ]

@@ -282,9 +282,10 @@ class Generation(NamedTuple):
                 only_correct=self.contents.conversations == "correct",
                 system_prompt=config.data.system_prompt,
             )
+            kind = "correct " if self.contents.conversations == "correct" else ""
             reporter.line(
-                f"{files.CONVERSATIONS} has {count} conversations; {truncated} truncated or empty "
-                "responses are left out"
+                f"{files.CONVERSATIONS} has {count} conversations from {count + truncated} {kind}"
+                f"responses; {truncated} truncated or empty ones are left out"
             )
         reporter.notice(f"done: see {path}")
 

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import io
 import pathlib
+import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ from semrl_jax.files import jsonable, read_json_object, replacing, through_no_li
 
 RECORD, SAMPLES, PARTS = "evaluation.json", "samples.parquet", "parts"
 MADE_BEFORE_RECORD = {".lock", "replica0"}
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; of a digest only its beginning."""
+    is_digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+    return f"digest {value[:8]}" if is_digest else f"{value!r:.80}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,7 @@ class ResultDirectory:
                     of = f" of {name}" if name else ""
                     raise UserError(
                         f"--output={self.path} holds responses with another {field}{of} "
-                        f"({old[field]!r:.80}, now {value!r:.80}); restore it or name a new "
+                        f"({_shown(old[field])}, now {_shown(value)}); restore it or name a new "
                         "directory."
                     )
         record.setdefault("settings", {}).update(jsonable(shared))

@@ -247,6 +247,18 @@ def test_files_of_a_study(measured, tmp_path):
     assert {row["subset"] for row in rows} == set(study.SUBSETS)
 
 
+def test_the_stride_is_that_of_the_run_of_a_policy(tmp_path):
+    (tmp_path / "config.json").write_text('{"run_id": "x", "config": {"metrics": {"stride": 8}}}')
+    assert study_sources.stride_of(str(tmp_path)) == 8
+    assert study_sources.stride_of("Qwen/Qwen2.5-0.5B") is None
+    assert study_sources.stride_of(None) is None
+
+
+def test_names_of_measures_leave_room_for_the_columns_of_the_summary():
+    names = [study._NARROW.get(name, study.short(name)) for name in measures.RESPONSE_MEASURES]
+    assert max(map(len, names)) <= 10 and len(set(names)) == len(names)
+
+
 def test_what_is_not_known_is_named_and_left_out():
     rng = np.random.default_rng(0)
     plain = [StudiedResponse(i, 0, made(0, 0, 18, rng).states) for i in range(4)]

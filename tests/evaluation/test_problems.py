@@ -68,7 +68,7 @@ def test_names_and_files_with_their_settings(config, tmp_path):
 def test_the_number_of_problems_is_compared_with_the_published_one(config):
     lines = []
     load(config, "gsm8k", "amc23:num_problems=9", lines=lines)
-    assert lines[0] == "benchmark gsm8k: the first 2 of 1319 problems."
+    assert lines[0] == "benchmark gsm8k: its first 2 problems; published are 1319."
     assert re.fullmatch(
         r"benchmark amc23: .*amc23.jsonl has 3 problems; published are 40\.", lines[1]
     )

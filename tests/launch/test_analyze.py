@@ -65,6 +65,12 @@ def test_mistakes_are_named_before_jax_is_loaded(arguments, message, tmp_path):
     assert_one_line(result, message)
 
 
+def test_a_study_does_not_overwrite_generated_responses(tmp_path):
+    (tmp_path / "generation.json").write_text("{}")
+    result = run("launch.analyze", "study", f"--input={tmp_path}", f"--output={tmp_path}")
+    assert_one_line(result, "responses.parquet of launch.generate is there already")
+
+
 @pytest.mark.slow
 def test_wrong_files_are_named(states, tmp_path):
     missing = run("launch.analyze", "metrics", f"--input={tmp_path / 'x.npz'}")

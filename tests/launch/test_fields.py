@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from launch.fields import chosen_states, config_of_policy, fields_of_flags
+from configs import default
+from launch.fields import chosen_states, config_of_policy, fields_of_flags, template_of_run
 from semrl_jax.errors import UserError
 from semrl_jax.types import HiddenStateParams
 
@@ -14,6 +15,14 @@ FIELDS = {
     "prompts": ("data.files", "list", ""),
     "seed": ("seed", "integer", ""),
 }
+
+
+def test_a_run_of_the_built_in_task_keeps_its_template():
+    config, record = default.get_config(), "configs/recorded.py:runs/x/config.json"
+    assert template_of_run(config, record) == "Q:{input}\nA:"
+    assert template_of_run(config, "configs/default.py") == "plain"  # of a model without a run
+    config.data.task = "files"
+    assert template_of_run(config, record) == "plain"
 
 
 def test_flags_set_fields_of_the_config():

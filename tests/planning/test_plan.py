@@ -4,11 +4,13 @@ import importlib.util
 import json
 import math
 
+import jax
 import pytest
 
 from configs import default
+from semrl_jax import models
 from semrl_jax.errors import UserError
-from semrl_jax.planning import plan, programs
+from semrl_jax.planning import plan, programs, report
 from semrl_jax.planning.chips import find_slice
 from tests.launch.conftest import run
 
@@ -104,6 +106,28 @@ def test_candidates_fit_and_are_sorted():
     assert changed.model.remat == found[0].remat and changed.mesh.fsdp == found[0].mesh["fsdp"]
 
 
+def test_the_weights_of_the_decode_program_have_single_layers():
+    architecture = plan.find_architecture("Qwen/Qwen2.5-0.5B")
+    mesh = models.make_mesh(
+        {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
+    )
+    planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
+    shapes, shardings = planned._engine_params(planned.policy, mesh)
+    assert len(shapes["layers"]) == architecture.num_layers
+    assert jax.tree.structure(shapes) == jax.tree.structure(shardings)
+
+
+def test_small_numbers_stay_short():
+    assert [report._short(x) for x in (0, 9.5e-5, 0.0125, 12.34)] == [
+        "0",
+        "<0.001",
+        "0.0125",
+        "12.3",
+    ]
+    assert (report._parameters(93_700), report._parameters(7_615_616_512)) == ("0.0937 M", "7.62 B")
+    assert (report._seconds(1.16e-4), report._seconds(12.34)) == ("0.116 ms", "12.3 s")
+
+
 def test_a_refusal_of_the_compiler():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm. Exceeded"
     assert programs.too_large(message) == 20.5 * 2**30
@@ -157,7 +181,7 @@ def test_a_small_model_on_a_slice(tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_all_programs_on_one_chip(tmp_path):
+def test_all_programs_on_a_slice_of_one_chip(tmp_path):
     """With adapters too, whose optimiser state is small and whose base stays."""
     whole = planned(tmp_path, "v5e:1x1", "--config.data.prompts_per_step=16")
     adapters = planned(
@@ -175,7 +199,7 @@ def test_all_programs_on_one_chip(tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_mixture_of_experts_is_compiled_as_tpus_run_it(tmp_path):
+def test_a_mixture_of_experts_on_a_slice_runs_as_on_tpus(tmp_path):
     fields = MIXTURE | {"moe_intermediate_size": 128}
     found = planned(
         tmp_path, "v5e:2x2", "--programs=update", "--config.mesh.expert=2", fields=fields

@@ -28,6 +28,7 @@ def test_figures_of_a_response():
         "ERA too short"
     )
     context = make_scored(response_mask=np.array([False, True]))
+    assert "1 tokens, 4000 tokens/s" in chat.figures(context, 1 / 4000)
     assert chat.figures(context, 0.5).startswith("1 tokens, 2 tokens/s, ended by eos, mean log-")
     assert "-2.000 nats" in chat.figures(context, 0.5)
 

@@ -12,6 +12,7 @@ from semrl_jax.evaluation.evaluator import Benchmark
 from semrl_jax.evaluation.interface import Plan
 from semrl_jax.evaluation.sample_files import write_samples
 from semrl_jax.evaluation.scores import pass_at_k
+from semrl_jax.runs import result_directory
 from semrl_jax.runs.evaluation import Call, _check_complete
 from semrl_jax.runs.result_directory import RECORD, open_results
 from tests.evaluation.making import make_sample
@@ -77,3 +78,8 @@ def test_a_file_without_all_responses_of_its_call_is_refused(tmp_path):
     for wrong in (samples[:3], samples[::-1], [*samples, samples[0]], []):
         with pytest.raises(UserError, match="not have all responses to 'sums'; remove it, and"):
             _check_complete(tmp_path, wrong, Call(benchmark, 1, 3))
+
+
+def test_a_message_has_the_beginning_of_a_digest():
+    assert result_directory._shown("7394bc65" + 56 * "0") == "digest 7394bc65"
+    assert result_directory._shown("greedy") == "'greedy'" and result_directory._shown(0) == "0"
