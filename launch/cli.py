@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -61,6 +62,10 @@ def run(
                 hint = f"did you mean --config={rest[0]}?"
             raise UserError(f"{rest[0]!r} is not a flag; {hint}")
         code = main(rest) if names else main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        code = 128 + signal.SIGPIPE
     except UserError as error:
         # Always one line, even if the message quotes text with line breaks.
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)

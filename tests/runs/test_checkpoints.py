@@ -136,7 +136,6 @@ def test_a_critic_and_the_state_of_an_algorithm_are_restored_on_another_mesh(tmp
         restore(tmp_path, state)
 
 
-@pytest.mark.slow
 def test_the_newest_checkpoint_is_restored_exactly_on_another_mesh(saved, state):
     other = make_state({"replica": 2, "fsdp": 1, "sequence": 2, "tensor": 2}, seed=1)
     restored, warnings = restore(saved, other)

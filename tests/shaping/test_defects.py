@@ -92,7 +92,7 @@ def test_rewards_and_bonus_are_more_precise_than_bfloat16():
     np.testing.assert_allclose(shaped - ones, np.tanh(0.002), rtol=1e-3)
 
 
-def test_evaluation_imports_nothing_of_shaping():
+def test_evaluation_imports_nothing_of_shaping_or_metrics():
     # Its scores are the verifier's, under one key; no second, shaped one can exist.
     folder = pathlib.Path(semrl_jax.evaluation.__file__).parent
     imported = set()
@@ -103,4 +103,5 @@ def test_evaluation_imports_nothing_of_shaping():
             elif isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
     assert any(name.startswith("semrl_jax.") for name in imported if name)
-    assert not any(name.startswith("semrl_jax.shaping") for name in imported if name)
+    others = ("semrl_jax.shaping", "semrl_jax.metrics")
+    assert not any(name.startswith(others) for name in imported if name)
