@@ -90,6 +90,25 @@ def test_two_processes_that_sample_ahead_give_the_results_of_one(uninterrupted, 
 
 
 @pytest.mark.soak
+def test_two_processes_train_the_adapters_that_one_does(tmp_path):
+    """And go on with them after a signal."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = ("--config.lora.rank=4", f"--config.training.num_steps={NUM_STEPS}")
+    devices = {"XLA_FLAGS": xla_flags(4)}
+    result = run("launch.train", f"--config={TINY}", f"--workdir={one}", *flags, env=devices,
+                 timeout=300)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    processes = start_processes(two, 2, *flags)
+    read_until(processes[0], f"step    3/{NUM_STEPS}")
+    processes[1].send_signal(signal.SIGTERM)
+    found = finish(processes)
+    assert [code for code, _, _ in found] == [75, 75], found
+    for code, _, err in finish(start_processes(two, 2, *flags)):
+        assert code == 0, err
+    assert_close_rows(two, one)
+
+
+@pytest.mark.soak
 def test_four_processes_on_a_tensor_mesh_give_the_same_results(uninterrupted, warmed):
     flags = ("--config.mesh.tensor=2", "--config.mesh.fsdp=2")
     for code, _, err in finish(start_processes(warmed, 4, *flags, devices=1)):

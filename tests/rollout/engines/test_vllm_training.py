@@ -22,11 +22,18 @@ FLAGS = (
 )  # fmt: skip
 
 
-def test_a_run_with_a_vllm_child(tmp_path):
-    """Weights reach vLLM at every step: its log-probabilities are those of the trained policy."""
+@pytest.mark.parametrize(
+    "fields", [(), pytest.param(("--config.lora.rank=4",), marks=pytest.mark.soak)],
+    ids=["all parameters", "adapters"],
+)  # fmt: skip
+def test_a_run_with_a_vllm_child(tmp_path, fields):
+    """Weights reach vLLM at every step: its log-probabilities are those of the trained policy.
+
+    Those of adapters are merged into their base for it.
+    """
     result = run(
-        "launch.train", *FLAGS, "--config.training.num_steps=3", f"--workdir={tmp_path / 'run'}",
-        env=environment(), timeout=400,
+        "launch.train", *FLAGS, *fields, "--config.training.num_steps=3",
+        f"--workdir={tmp_path / 'run'}", env=environment(), timeout=400,
     )  # fmt: skip
     assert result.returncode == 0, (result.stdout, result.stderr)
     assert "done: 3 steps" in result.stdout
