@@ -267,8 +267,8 @@ def main() -> None:
         f"{statistics.median(alone):.3f} s: all the work of the trainer's core, the ideal overlap. "
         f"A step with lag 1 takes {statistics.median(ratios):.3f} times that [{low:.3f}, "
         f"{high:.3f}]. The bound of a ratio is that of the own work with lag 0, if the trainer and "
-        "the replica did not slow each other. Own work with lag 1 beside that with lag 0 shows by "
-        "how much they do."
+        "the replica did not slow each other. With lag 1, the trainer's own work includes "
+        "receiving and grading the next batch, on the same core."
     )
     others = (
         f"A batch of {GROUPS} groups, {GROUP_S:g} s each, `groups_per_call=1`; the bound is that "
