@@ -22,6 +22,7 @@ from semrl_jax.evaluation.results import (
     is_average,
     main_figures,
     names_of,
+    narrow_table,
     sizes_text,
 )
 from semrl_jax.files import replacing
@@ -91,8 +92,8 @@ def _differences(found: Figures, base: Figures) -> dict[str, Any]:
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
     """One line per benchmark and policy: each figure, and its difference from the first policy."""
     first, found = comparison["first"], comparison["results"]
-    table = Table(title=f"percent, ± half of the 95 % interval; (difference from {first:.60})")
-    for title in ("benchmark", "policy", "problems x samples"):
+    table = narrow_table(f"percent, ± half of the 95 % interval; (difference from {first:.60})")
+    for title in ("benchmark", "policy", "problems x\nsamples"):
         table.add_column(title, justify="right" if title.startswith("problems") else "left")
     names = main_figures(list(dict.fromkeys(n for rows in found.values() for n in names_of(rows))))
     for name in names:

@@ -14,6 +14,7 @@ from typing import Any
 import ml_collections
 import numpy as np
 from jaxtyping import Float
+from rich import box
 from rich.table import Table
 
 from semrl_jax.errors import UserError
@@ -29,6 +30,10 @@ ACCURACIES = ("greedy_accuracy", "pass@*", "any@*", "mean@*", "maj@*")
 SHOWN = ("responses/mean_length", "responses/truncated_fraction", "responses/empty_fraction")
 
 TITLES = {"responses/empty_fraction": "no answer"}
+NO_SPREAD = (
+    "±0.0: all problems have the same value, so a bootstrap has no spread. A share that is up to "
+    "3 / problems away is not excluded (rule of three)."
+)
 
 Results = dict[str, dict[str, Any]]
 
@@ -227,9 +232,9 @@ def column_title(name: str) -> str:
 
 def results_table(found: Results) -> Table:
     """One line per benchmark and average; ± is half the width of the 95 % interval."""
-    table = Table(title="percent, ± half of the 95 % interval; lengths in tokens")
+    table = narrow_table("percent, ± half of the 95 % interval; lengths in tokens")
     table.add_column("benchmark")
-    table.add_column("problems x samples", justify="right")
+    table.add_column("problems x\nsamples", justify="right")
     names = [*main_figures(names_of(found)), *shown_figures(names_of(found), SHOWN)]
     for name in names:
         table.add_column(column_title(name), justify="right")
@@ -241,7 +246,22 @@ def results_table(found: Results) -> Table:
             sizes_text(row),
             *(figure_text(row, name) for name in names),
         )
+        intervals = (row.get(f"{name}_interval") for name in main_figures(names))
+        if any(interval and interval[0] == interval[1] is not None for interval in intervals):
+            table.caption = NO_SPREAD
     return table
+
+
+def narrow_table(title: str) -> Table:
+    """For many columns on a terminal of 80 to 100."""
+    return Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
+        pad_edge=False,
+        caption_justify="left",
+    )
 
 
 def selection_table(found: Results) -> Table | None:
@@ -249,8 +269,8 @@ def selection_table(found: Results) -> Table | None:
     gains = [name for name in names_of(found) if name.endswith("/gain")]
     if not gains:
         return None
-    table = Table(title="accuracy of the chosen response of k, percent (gain over chance)")
-    for title in ("benchmark", "problems x samples", "k", "chosen by", "highest", "lowest"):
+    table = narrow_table("accuracy of the chosen response of k, percent (gain over chance)")
+    for title in ("benchmark", "problems x\nsamples", "k", "chosen by", "highest", "lowest"):
         table.add_column(title, justify="left" if title in ("benchmark", "chosen by") else "right")
     for benchmark, row in found.items():
         for k, value in dict.fromkeys(

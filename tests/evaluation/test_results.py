@@ -125,7 +125,13 @@ def test_tables_have_percent_intervals_and_sizes():
     assert "any@2" not in text and "mean@2" not in text  # equal to pass@2 and pass@1
     places = [text.index(f" {name} ") for name in order]
     assert places == sorted(places)
+    assert "rule of three" not in text
+    alike = text_of(
+        results.results_table(results.results(samples_of([[0, 0], [0, 0]]), SCORES, OPTIONS))
+    )
+    assert "0.0 ±0.0" in alike and "rule of three" in alike
     # Equal log-probabilities choose as chance does.
+    found = results.results(samples, SCORES, OPTIONS)
     chosen = text_of(results.selection_table(found))
     assert "mean_logprob" in chosen and "(+0.0 ±0.0)" in chosen
     assert results.selection_table(results.results(samples, [pass_at_k], OPTIONS)) is None
