@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from absl import flags
@@ -204,6 +205,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(monkeypatch):
     reads, writes = os.pipe()
     os.close(reads)
     monkeypatch.setattr(sys, "argv", ["command"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("launch.train"))
     with os.fdopen(writes, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         with pytest.raises(SystemExit) as end:
