@@ -231,7 +231,7 @@ def test_a_checkpoint_flag_for_a_model_directory_is_a_mistake(directory, tmp_pat
         convert(directory / "warm_start", tmp_path / "target", dtype="bfloat16")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_transformers_and_our_engine_give_the_same_responses(tmp_path):
     """Trains a tiny run, exports it with the command, and decodes greedily with both."""
     import torch

@@ -224,10 +224,8 @@ def test_a_replica_killed_and_started_again_is_sent_the_weights_by_all(uninterru
     assert_close_rows(warmed, uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_it_resumes_with_another_number_of_processes_and_another_mesh(
     uninterrupted, warmed, before, after
 ):

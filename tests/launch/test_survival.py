@@ -35,6 +35,7 @@ def warmed(uninterrupted, tmp_path) -> pathlib.Path:
     return workdir
 
 
+@pytest.mark.soak
 def test_an_external_replica_samples_the_same(uninterrupted, warmed, replica):
     result = train(warmed, f"--config.rollout.addresses={replica}")
     assert result.returncode == 0, result.stderr

@@ -135,8 +135,8 @@ def run(program, timeout_s, cores=None):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("num_cores", [1, 2])
 def test_twelve_windows_under_vmap_return_to_four_threads(num_cores):
     # Batched eigen-solvers on CPU wait inside the pool that runs them and never return.
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
