@@ -30,7 +30,7 @@ from semrl_jax.files import read_json_object
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.parquet import check_token_ids
 from semrl_jax.runs.generated_files import RESPONSES, STATES_INDEX
-from semrl_jax.runs.run_directory import record_of, run_of
+from semrl_jax.runs.run_directory import run_of, setting_of
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits
@@ -197,9 +197,7 @@ def of_file(file: pathlib.Path, policy: str | None) -> tuple[Iterator[StudiedRes
 def stride_of(policy: str | None) -> int | None:
     """metrics.stride of the run of a policy; None without a run."""
     run = None if policy is None else run_of(pathlib.Path(policy))
-    if run is None:
-        return None
-    return record_of(run).get("config", {}).get("metrics", {}).get("stride")
+    return setting_of(run, "metrics", "stride")
 
 
 def load_policy(path: str | None) -> tuple[models.Policy, models.Params] | None:

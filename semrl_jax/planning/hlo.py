@@ -244,7 +244,7 @@ def _executed(computations, name, times, passes) -> Iterator:
             for callee in _FUSED.findall(instruction.rest):
                 for _, inside, part in _executed(computations, callee, times, passes):
                     if part.opcode.removesuffix("-start") in COLLECTIVES:
-                        yield times, inside, _scattered(part, inside, instruction)
+                        yield times, inside, _scattered(part, inside)
             continue
         if branches := _BRANCHES.search(instruction.rest):
             # Take the branch with most instructions: for a block of attention, it is the branch
@@ -259,7 +259,7 @@ def _executed(computations, name, times, passes) -> Iterator:
             yield from _executed(computations, callee, inner, passes)
 
 
-def _scattered(part: _Instruction, inside, fusion: _Instruction) -> _Instruction:
+def _scattered(part: _Instruction, inside) -> _Instruction:
     """An all-reduce of which its fusion keeps a slice, as a reduce-scatter; others as they are."""
     (root,) = (other for other in inside.values() if other.is_root)
     if root.opcode == "dynamic-slice" and root.operands[0] == part.name:

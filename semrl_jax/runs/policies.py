@@ -15,7 +15,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.model_setup import starting_params
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
-from semrl_jax.runs.run_directory import START, record_of, run_of
+from semrl_jax.runs.run_directory import START, record_of, run_of, setting_of
 
 
 class PolicySource(NamedTuple):
@@ -114,7 +114,8 @@ def find_policies(
 
 def _of_run(directory: pathlib.Path, steps: Sequence[int] | None, field: str) -> list[PolicySource]:
     model = model_of(directory)
-    named = functools.partial(PolicySource, model=model, family=_family_of(directory))
+    family = setting_of(directory, "model", "family") or ""  # older records have none
+    named = functools.partial(PolicySource, model=model, family=family)
     name = directory.absolute().name
     folder = directory / "checkpoints"
     saved = checkpoint_steps(folder) if folder.is_dir() else []
@@ -149,19 +150,7 @@ def model_of(directory: pathlib.Path) -> pathlib.Path:
         return directory  # made by launch.convert from parameters
     if (directory / START / "config.json").is_file():
         return directory / START
-    try:
-        path = record["config"]["model"]["path"]
-    except (KeyError, TypeError):
-        path = None
+    path = setting_of(directory, "model", "path")
     if not isinstance(path, str):
         raise UserError(f"{directory} is not a run: its config.json has no model.path.")
     return models.find_directory(path or str(directory / "warm_start"))
-
-
-def _family_of(directory: pathlib.Path) -> str:
-    """`model.family` of a run; "" for one that was recorded before the setting existed."""
-    try:
-        family = record_of(directory)["config"]["model"].get("family")
-    except (KeyError, TypeError, AttributeError):
-        return ""
-    return family if isinstance(family, str) else ""

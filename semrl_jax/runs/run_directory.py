@@ -39,3 +39,11 @@ def record_of(directory: pathlib.Path) -> dict[str, Any]:
         return read_json_object(directory / "config.json")
     except (OSError, UserError):
         return {}
+
+
+def setting_of(run: pathlib.Path | None, section: str, field: str) -> Any:
+    """A setting that a run recorded; None without a run, or if its record lacks the setting."""
+    try:
+        return None if run is None else record_of(run)["config"][section].get(field)
+    except (KeyError, TypeError, AttributeError):
+        return None

@@ -20,7 +20,7 @@ from semrl_jax.files import replacing
 from semrl_jax.pages import content_policy, data_element, filled, rounded, shortened
 from semrl_jax.parquet import check_token_ids
 from semrl_jax.runs.policies import PolicySource, find_policies
-from semrl_jax.runs.run_directory import record_of, run_of
+from semrl_jax.runs.run_directory import run_of, setting_of
 
 SHOWN = ("all", "correct", "incorrect", "changed")
 MAX_COLUMNS = 8  # policies beside each other
@@ -208,7 +208,7 @@ def write_view(
       stride: tokens of a window; 0: that of the first policy's run, else DEFAULT_STRIDE.
       progress: called with a line before each policy.
     """
-    stride = stride or _setting(columns[0].run, "metrics", "stride") or DEFAULT_STRIDE
+    stride = stride or setting_of(columns[0].run, "metrics", "stride") or DEFAULT_STRIDE
     cells: list[list[dict[str, Any]]] = [[] for _ in names]
     for number, column in enumerate(columns, 1):
         progress(f"{column.source.name} ({number}/{len(columns)}): {len(names)} responses")
@@ -235,11 +235,6 @@ def write_view(
     parts = {"policy": content_policy(script), "data": data_element("index", index)}
     with replacing(file) as out:
         out.write(filled(template, parts))
-
-
-def _setting(run: pathlib.Path | None, section: str, field: str) -> Any:
-    """A recorded setting; None if there is no run."""
-    return None if run is None else record_of(run)["config"][section].get(field)
 
 
 def _values(
