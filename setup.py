@@ -45,6 +45,7 @@ setup(
         "tensorboardX>=2.6.5",
         "tensorstore>=0.1.86",
         "transformers>=5.16,<5.24",
+        "xxhash>=3.8",  # checksums of weights on the wire
     ],
     extras_require={
         "cuda": ["jax[cuda13]>=0.10.2,<0.12"],

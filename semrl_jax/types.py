@@ -59,7 +59,7 @@ class WeightVersion:
 
 
 def manifest_digest(specs: Sequence[TensorSpec], checksums: Sequence[bytes]) -> str:
-    """Hex SHA-256 of the manifest: one line per tensor with name, shape, dtype and SHA-256."""
+    """Hex SHA-256 of the manifest: one line per tensor with name, shape, dtype and checksum."""
     digest = hashlib.sha256()
     for spec, checksum in zip(specs, checksums, strict=True):
         line = json.dumps([spec.name, list(spec.shape), spec.dtype, checksum.hex()])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import queue
 import threading
 import time
@@ -335,7 +334,7 @@ class _ThroughMemory:
 
 
 class _Hashing(contextlib.AbstractContextManager):
-    """SHA-256 of the tensors, in threads beside the sending."""
+    """Checksums of the tensors, in threads beside the sending."""
 
     def __init__(self, limit: int):
         self._limit = limit  # of batches that wait; 0: none
@@ -366,7 +365,7 @@ class _Hashing(contextlib.AbstractContextManager):
 
 
 def _checksums(batch: Sequence[UInt8[np.ndarray, " _"]]) -> list[bytes]:
-    return [hashlib.sha256(data).digest() for data in batch]
+    return [codec.checksum(data).digest() for data in batch]
 
 
 def _checked_bytes(spec: TensorSpec, array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:

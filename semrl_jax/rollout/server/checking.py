@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ class Checked(NamedTuple):
     """What was found of a tensor.
 
     Attributes:
-      checksum: SHA-256 of bytes that were sent; None for bytes in the client's memory. There, the
+      checksum: of bytes that were sent; None for bytes in the client's memory. There, the
         client has hashed the same pages, and leaves them unchanged until the update has ended.
       is_finite: whether all values are.
     """
@@ -104,7 +103,7 @@ class TensorChecks:
 
 
 def _check(tensor: Complete) -> Checked:
-    checksum, is_finite = hashlib.sha256() if tensor.was_sent else None, True
+    checksum, is_finite = codec.checksum() if tensor.was_sent else None, True
     for start in range(0, tensor.spec.num_bytes, _BLOCK_BYTES):
         block = tensor.buffer[start : start + _BLOCK_BYTES]
         if tensor.source is not None:

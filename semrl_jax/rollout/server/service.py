@@ -304,7 +304,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             if received is not None and not hmac.compare_digest(checksum, received):
                 raise Refused(
                     grpc.StatusCode.DATA_LOSS,
-                    f"tensor {spec.name!r} arrived with SHA-256 {received.hex()[:12]}, "
+                    f"tensor {spec.name!r} arrived with checksum {received.hex()[:12]}, "
                     f"not {checksum.hex()[:12]}.",
                 )
         digest = manifest_digest(specs, commit.checksums)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import xxhash
 from google.protobuf.message import Message
 from jaxtyping import Float, Int, Shaped, UInt8
 
@@ -34,11 +35,15 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
-PROTOCOL_MAJOR = 1
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
-# 1.8: effective ranks of prefixes
-PROTOCOL_MINOR = 8
+# 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3
+PROTOCOL_MAJOR = 2
+PROTOCOL_MINOR = 0
+
+# Of a tensor's bytes. It finds errors; against an attacker who can change a message, which has the
+# checksums too, only TLS helps. SHA-256 takes 16 times as long, on both sides of an update.
+checksum = xxhash.xxh3_128
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB

@@ -49,7 +49,7 @@ def test_connect_returns_descriptions(world):
     client = world.client(*replicas, connect=False)
     first, second = client.connect(**FAKE)
     assert first.engine == second.engine == "fake"
-    assert (first.protocol_major, first.protocol_minor) == (codec.PROTOCOL_MAJOR, 8)
+    assert (first.protocol_major, first.protocol_minor) == (2, 0)
     assert first.replica_id != second.replica_id
     assert first.version is None
     assert client.lines == []
@@ -105,9 +105,9 @@ def test_other_protocol_is_refused(world, monkeypatch):
     client = world.client(world.replica(), connect=False)
     original = codec.encode_description
     monkeypatch.setattr(
-        codec, "encode_description", lambda d: original(dataclasses.replace(d, protocol_major=2))
+        codec, "encode_description", lambda d: original(dataclasses.replace(d, protocol_major=1))
     )
-    with pytest.raises(UserError, match="protocol_major=2, the trainer 1"):
+    with pytest.raises(UserError, match="protocol_major=1, the trainer 2"):
         client.connect(**FAKE)
 
 
@@ -304,8 +304,9 @@ class DeafReplica(rollout_pb2_grpc.RolloutServiceServicer):
         self.released = threading.Event()
 
     def Describe(self, request, context):
+        description = FakeEngine().describe()
         return codec.encode_description(
-            dataclasses.replace(FakeEngine().describe(), protocol_major=1, replica_id="deaf")
+            dataclasses.replace(description, protocol_major=codec.PROTOCOL_MAJOR, replica_id="deaf")
         )
 
     def UpdateWeights(self, request_iterator, context):

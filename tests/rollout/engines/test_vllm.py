@@ -413,7 +413,7 @@ def spoiled_updates(model, other):
         *other.specs()[1:],
     ]
     return {
-        "SHA-256": flipped,
+        "checksum": flipped,
         "the stream ended": whole[: len(whole) // 2],
         "missing": fewer,
         "do not match the replica's model": update_messages(other.arrays(), specs=wrong, step=5),
