@@ -53,6 +53,7 @@ class RolloutExtension:
             raise ValueError("speculative decoding maps rows to tokens in another way.")
         if config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("only the last pipeline stage has final states.")
+        _drop_unused_packing(runner.model)
         self.semrl_requests: dict[str, _Request] = {}
         self.semrl_pool = None
         if self.rank == 0:  # after the final norm all tensor-parallel ranks have the same rows
@@ -155,6 +156,7 @@ class RolloutExtension:
             have no valid weights until a load succeeds.
         """
         runner = self.model_runner
+        is_tied = runner.model_config.hf_config.tie_word_embeddings
         with open(path, "rb") as file:
             # Private, because torch wants writable memory.
             memory = mmap.mmap(
@@ -175,7 +177,7 @@ class RolloutExtension:
                 yield name, tensor.view(shape)
             # vLLM has now processed all tensors, but has not yet finished incomplete layers.
             checked = True
-            if left := _left_out(runner.model, runner.model_config.hf_config.tie_word_embeddings):
+            if left := _left_out(runner.model, is_tied):
                 raise ValueError(
                     f"vLLM left {len(left)} layers without their weights, the first is {left[0]}."
                 )
@@ -187,7 +189,8 @@ class RolloutExtension:
         except BaseException:
             _restore_layers(runner.model)
             raise
-        _repack_tied_head(runner.model)
+        if is_tied:
+            _repack_tied_head(runner.model)
         _repack_experts(runner.model)
 
 
@@ -257,13 +260,31 @@ class _Writer:
         self._tags[slots, indices] = tags
 
 
+def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Output matrices that are modules of their own. Gemma multiplies with its embeddings."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+
+
+def _drop_unused_packing(model: torch.nn.Module) -> None:
+    """Keeps vLLM from packing tied embeddings, on a CPU at every load, beside their head.
+
+    vLLM 0.32 packs both modules, and multiplies with the head only.
+    """
+    heads = _heads(model)
+    for module in model.modules():
+        is_used = module in heads or not hasattr(module, "cpu_linear")
+        if not is_used and any(module.weight is head.weight for head in heads):
+            module.quant_method.process_weights_after_loading = lambda layer: None
+            del module.cpu_linear
+
+
 def _repack_tied_head(model: torch.nn.Module) -> None:
     """Packs the tied output matrix again: on a CPU it is a copy that a reload does not update."""
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        packed = hasattr(module, "cpu_linear") and weight is not None
-        if packed and weight.dim() == 2 and weight.numel():
-            module.quant_method.process_weights_after_loading(module)
+    for head in _heads(model):
+        if hasattr(head, "cpu_linear"):
+            head.quant_method.process_weights_after_loading(head)
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
