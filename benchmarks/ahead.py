@@ -2,10 +2,15 @@
 
     python -m benchmarks.ahead --pairs=7 --json=benchmarks/results/ahead.json
 
-Runs of launch.train with lag 0 and 1 alternate, replica and trainer on one core each. "delayed": a
-replica that sleeps as long as the trainer works on a batch, in place of sampling; all else, weight
-sync and streaming, is real. A run whose replica answers at once shows all the work of the trainer's
-core. "real": configs/quickstart_async.py with its JAX replica.
+Runs of launch.train with lag 0 and 1 alternate, replica and trainer on one core each:
+
+- delayed: a replica that sleeps as long as the trainer works on a batch, in place of sampling; all
+  else, weight sync and streaming, is real. A run whose replica answers at once shows all the work
+  of the trainer's core.
+- real: configs/quickstart_async.py with its JAX replica, and the model of benchmarks.step. 16
+  responses of 256 tokens take as long to sample and to measure as to train on.
+- quickstart: configs/quickstart_async.py. From 256 short responses of a random policy, updates take
+  longer than sampling.
 
 Then one batch of 32 groups goes to four delayed replicas, one of which takes 4 times as long.
 """
@@ -29,6 +34,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 
 from benchmarks import results
+from benchmarks.step import make_model
 from configs import quickstart
 from semrl_jax.data import tokenizer_hash
 from semrl_jax.model_setup import build_policy
@@ -55,6 +61,16 @@ LONG = (
     "--config.data.prompts_per_step=8", "--config.training.prompts_per_minibatch=8",
     "--config.rollout.max_response_tokens=256", "--config.training.micro_batch_size=4",
     "--config.hidden_states.source=none", "--config.shaping.target=none",
+)  # fmt: skip
+
+
+# Few long responses of a larger model, to a real replica: sampling takes as long as the update.
+EVEN = (
+    "--config.data.task=files", "--config.data.prompts_per_step=2",
+    "--config.training.prompts_per_minibatch=2", "--config.training.micro_batch_size=4",
+    "--config.rollout.max_response_tokens=256", "--config.rollout.jax_chunk_tokens=16",
+    "--config.rewards.function=benchmarks.peers.reward:vowels",
+    "--config.evaluation.held_out=False",
 )  # fmt: skip
 
 
@@ -189,16 +205,26 @@ class Runs:
         return [json.loads(line) for line in lines][SKIPPED:]
 
 
+def even_work(directory: pathlib.Path) -> tuple[str, ...]:
+    """The flags of a run whose sampling takes as long as its updates; makes its model."""
+    model, file = directory / "model", directory / "prompts.jsonl"
+    prompts = make_model(model)
+    file.write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in prompts))
+    return (*EVEN, f"--config.model.path={model}", f"--config.data.files={file}")
+
+
 def median(rows: list[dict[str, float]], key: str) -> float:
     return statistics.median(row.get(key, 0.0) for row in rows)
 
 
 def busy(rows: list[dict[str, float]]) -> tuple[float, float]:
-    """The shares of the time in which the trainer and the replicas work."""
-    step_s = sum(row["time/step_s"] for row in rows)
-    waits_s = sum(row["time/sample_s"] for row in rows)
-    ahead = sum(row.get("time/sample_ahead_s", row["time/sample_s"]) for row in rows)
-    return 1 - waits_s / step_s, min(ahead / step_s, 1.0)
+    """The shares of a step in which the trainer and the replicas work, the medians."""
+    trainer, ahead = [], []
+    for row in rows:
+        step_s, waits_s = row["time/step_s"], row["time/sample_s"]
+        trainer.append(1 - waits_s / step_s)
+        ahead.append(min(row.get("time/sample_ahead_s", waits_s) / step_s, 1.0))
+    return statistics.median(trainer), statistics.median(ahead)
 
 
 def own_s(rows: list[dict[str, float]]) -> tuple[float, float]:
@@ -237,18 +263,20 @@ def main() -> None:
     if len(CORES) < 2:
         raise SystemExit("this benchmark needs two cores")
     os.sched_setaffinity(0, CORES[1:])  # the delayed replica is in this process
-    pairs = {"delayed": [], "real": []}
+    pairs = {"delayed": [], "real": [], "quickstart": []}
     with tempfile.TemporaryDirectory() as directory:
         runs = Runs(pathlib.Path(directory), arguments.steps)
+        of_real = {"real": even_work(pathlib.Path(directory)), "quickstart": ()}
         delay_s, _ = own_s(runs.delayed(0, 0.0))
         at_once = []
         for _ in range(arguments.pairs):
             at_once.append(runs.delayed(0, 0.0))
             pairs["delayed"].append(tuple(runs.delayed(lag, delay_s) for lag in (0, 1)))
             both = "taskset", "-c", ",".join(map(str, CORES))
-            pairs["real"].append(
-                tuple(runs.rows("quickstart_async", lag, prefix=both) for lag in (0, 1))
-            )
+            for name, flags in of_real.items():
+                pairs[name].append(
+                    tuple(runs.rows("quickstart_async", lag, *flags, prefix=both) for lag in (0, 1))
+                )
     header = [
         "replica", "steps/s, lag 1 to lag 0", "bound", "s per step, lag 0", "lag 1",
         "trainer, replicas busy, lag 0", "lag 1", "own work of trainer, replica, s, lag 0", "lag 1",
