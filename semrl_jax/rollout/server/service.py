@@ -300,6 +300,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if len(commit.checksums) != len(specs):
             raise _invalid(f"{len(commit.checksums)} checksums for {len(specs)} tensors.")
         for spec, checksum in zip(specs, commit.checksums):
+            if len(checksum) != codec.CHECKSUM_BYTES:
+                raise _invalid(
+                    f"the checksum of {spec.name!r} has {len(checksum)} bytes, not "
+                    f"{codec.CHECKSUM_BYTES}."
+                )
             received = checked[spec.name].checksum
             if received is not None and not hmac.compare_digest(checksum, received):
                 raise Refused(

@@ -41,9 +41,10 @@ from semrl_jax.types import (
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 
-# Of a tensor's bytes. It finds errors; against an attacker who can change a message, which has the
-# checksums too, only TLS helps. SHA-256 takes 16 times as long, on both sides of an update.
+# Of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change the
+# checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.
 checksum = xxhash.xxh3_128
+CHECKSUM_BYTES = 16
 
 CHUNK_BYTES = 1 << 20  # array data per message; measured to be the fastest size on loopback
 MAX_REQUEST_BYTES = 64 << 20  # a call of 8192 samples with 1024 prompts of 4096 tokens has 12 MB

@@ -262,6 +262,11 @@ BAD_UPDATES = {
     "missing checksum": (
         lambda m: m[-1].commit.checksums.pop(), CODES.INVALID_ARGUMENT, "1 checksums for 2",
     ),
+    "short checksum": (
+        lambda m: m[-1].commit.checksums.__setitem__(0, m[-1].commit.checksums[0][:15]),
+        CODES.INVALID_ARGUMENT,
+        "the checksum of 'embed.weight' has 15 bytes, not 16",
+    ),
     "missing tensor": (lambda m: m.pop(2), CODES.INVALID_ARGUMENT, "commit came where a chunk"),
     "missing in the manifest": (
         lambda m: m[0].begin.tensors.pop(), CODES.INVALID_ARGUMENT, "missing: norm.weight",

@@ -261,7 +261,7 @@ class _Writer:
 
 
 def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Output matrices that are modules of their own. Gemma multiplies with its embeddings."""
+    """Output matrices that are modules of their own. Gemma 2 multiplies with its embeddings."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
