@@ -120,9 +120,10 @@ def main() -> None:
     )
     results.show(
         "Memory of an update",
-        f"{text}\n\nThe largest growth of {arguments.updates} updates, beside what was there "
-        f"before: parameters and moments among them. {PROMPTS * GROUP} responses of "
-        f"{RESPONSE_TOKENS} tokens to prompts of {PROMPT_TOKENS}, in float32. "
+        f"{text}\n\nGrowth: how far the resident memory rises, in {arguments.updates} updates, "
+        "above its level before the first, which includes parameters and moments. "
+        f"{PROMPTS * GROUP} responses of {RESPONSE_TOKENS} tokens to prompts of {PROMPT_TOKENS}, "
+        "in float32. "
         "`benchmarks.step` has 4 responses and `dots`.",
         arguments.json,
     )
