@@ -173,7 +173,7 @@ BAD_UPDATES = {
         "not finite, in tensor",
     ),
     "checksum of another tensor": (
-        lambda m, own: m[-1].commit.checksums.__setitem__(0, bytes(32)),
+        lambda m, own: m[-1].commit.checksums.__setitem__(0, bytes(16)),
         CODES.DATA_LOSS,
         "the manifest's digest is",
     ),
