@@ -169,7 +169,8 @@ def test_a_call_that_waits_for_another_of_this_client_does_not_stall(world, monk
 
 def test_a_replica_with_a_call_of_another_thread_takes_over_none(world, monkeypatch):
     one_after_the_other(monkeypatch)
-    replicas = [world.replica(FakeScript(delay_s=0.1), calls_at_once=1) for _ in range(2)]
+    # The first replica is free first, so it gets the third call.
+    replicas = [world.replica(FakeScript(delay_s=s), calls_at_once=1) for s in (0.1, 0.15)]
     client = world.client(*replicas)
     version, few, many = sync(client), make_requests(3, 2), make_requests(2, 15)
 
