@@ -66,7 +66,7 @@ LONG = (
 
 
 # Few long responses of a larger model, by a real replica.
-EVEN = (
+FEW_LONG = (
     "--config.data.task=files", "--config.data.prompts_per_step=2",
     "--config.training.prompts_per_minibatch=2", "--config.training.micro_batch_size=4",
     "--config.rollout.max_response_tokens=256", "--config.rollout.jax_chunk_tokens=16",
@@ -206,12 +206,12 @@ class Runs:
         return [json.loads(line) for line in lines][SKIPPED:]
 
 
-def even_work(directory: pathlib.Path) -> tuple[str, ...]:
+def few_long(directory: pathlib.Path) -> tuple[str, ...]:
     """The flags of a run with few long responses; makes its model."""
     model, file = directory / "model", directory / "prompts.jsonl"
     prompts = make_model(model)
     file.write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in prompts))
-    return (*EVEN, f"--config.model.path={model}", f"--config.data.files={file}")
+    return (*FEW_LONG, f"--config.model.path={model}", f"--config.data.files={file}")
 
 
 def median(rows: list[dict[str, float]], key: str) -> float:
@@ -267,14 +267,14 @@ def main() -> None:
     pairs = {"delayed": [], "real": [], "quickstart": []}
     with tempfile.TemporaryDirectory() as directory:
         runs = Runs(pathlib.Path(directory), arguments.steps)
-        of_real = {"real": even_work(pathlib.Path(directory)), "quickstart": ()}
+        flags_of = {"real": few_long(pathlib.Path(directory)), "quickstart": ()}
         delay_s, _ = own_s(runs.delayed(0, 0.0))
         at_once = []
         for _ in range(arguments.pairs):
             at_once.append(runs.delayed(0, 0.0))
             pairs["delayed"].append(tuple(runs.delayed(lag, delay_s) for lag in (0, 1)))
             both = "taskset", "-c", ",".join(map(str, CORES))
-            for name, flags in of_real.items():
+            for name, flags in flags_of.items():
                 pairs[name].append(
                     tuple(runs.rows("quickstart_async", lag, *flags, prefix=both) for lag in (0, 1))
                 )

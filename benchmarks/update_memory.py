@@ -123,8 +123,7 @@ def main() -> None:
         f"{text}\n\nGrowth: how far the resident memory rises, in {arguments.updates} updates, "
         "above its level before the first, which includes parameters and moments. "
         f"{PROMPTS * GROUP} responses of {RESPONSE_TOKENS} tokens to prompts of {PROMPT_TOKENS}, "
-        "in float32. "
-        "`benchmarks.step` has 4 responses and `dots`.",
+        "in float32. `benchmarks.step` has 4 responses and `dots`.",
         arguments.json,
     )
 

@@ -268,14 +268,14 @@ def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _drop_unused_packing(model: torch.nn.Module) -> None:
-    """Keeps vLLM from packing tied embeddings, on a CPU at every load, beside their head.
+    """Ends the packing of tied embeddings, which vLLM 0.32 repeats at every load on a CPU.
 
-    vLLM 0.32 packs both modules, and multiplies with the head only.
+    It packs the embeddings and their head, and multiplies with the head only.
     """
     heads = _heads(model)
-    for module in model.modules():
-        is_used = module in heads or not hasattr(module, "cpu_linear")
-        if not is_used and any(module.weight is head.weight for head in heads):
+    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    for module in packed:
+        if module not in heads and any(module.weight is head.weight for head in heads):
             module.quant_method.process_weights_after_loading = lambda layer: None
             del module.cpu_linear
 
