@@ -1,36 +1,33 @@
 """Sums over the singular values of all prefixes of a response, without their decompositions.
 
-Prefixes are nested: the Gram matrix G_t of the first t rows is the leading block of G. So is its
-Cholesky factor. One factorisation of G + s I therefore gives log det(G_t + s I) for every t, and
-so, with C_t the centred Gram matrix J G_t J of the prefix,
+Row k + 1 has the contrast c_k = sqrt(k / (k + 1)) (mean of the first k rows - row k + 1). These
+are orthonormal combinations of the rows (Helmert), so the first t - 1 contrasts have the singular
+values of the first t rows, centred. Let G be the Gram matrix of the contrasts. That of a prefix is
+a leading block of G, and its Cholesky factor is one of that of G. One factorisation of G + s I
+therefore gives, for every prefix of t rows with eigenvalues lambda,
 
-  log det(I + C_t / s) = sum_{i<=t} log(L_ii^2 / s) + log(s |y_t|^2 / t),   L y = (1, 1, ...).
+  sum log(1 + lambda / s) = log det(I + G_(t-1) / s) = sum_{i<t} log(L_ii^2 / s).
 
-These are sums of log(1 + lambda / s) over the eigenvalues lambda. Fixed combinations of them for a
-few shifts s, and of the trace, are close to sum sigma and sum sigma log sigma, which is all that
-effective rank needs. An eigenvalue of zero adds exactly nothing.
+Fixed combinations of these sums for a few shifts s, and of the trace, are close to sum sigma and
+sum sigma log sigma, which is all that effective rank needs. An eigenvalue of zero adds nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-# Shifts relative to the largest eigenvalue, descending. They minimise the errors of the fit below.
-SHIFTS = (
-    1.8, 0.24, 4.3e-2, 8.2e-3, 1.6e-3, 3.2e-4, 6.3e-5, 1.3e-5,
-    2.6e-6, 5e-7, 9.4e-8, 1.6e-8, 2.4e-9, 3.1e-10, 2.9e-11, 4.9e-13,
-)  # fmt: skip
-SMALLEST, LARGEST = 1e-11, 1.5  # eigenvalues that the fit covers, relative to the largest
-# Above this share of the largest sigma the fit has a relative error, below it an absolute one.
-RELATIVE_FROM = 1e-3
-# Float32 factorises G + s I from this shift on, where its rounding is small beside s.
+from semrl_jax.metrics.spectrum import cholesky_factor
+
+LARGEST = 1.5  # the fits cover eigenvalues up to this multiple of the estimate of the largest
+# From this shift on, the rounding of a factorisation of G + s I in float32 is small beside s.
 FLOAT32_FROM = 5e-5
 POWER_STEPS = 12
 # What is left of the power method's error for a flat spectrum.
@@ -39,15 +36,47 @@ POWER_MARGIN = 1.3
 CONVERGED = 0.02
 
 
+class Fit(NamedTuple):
+    """Shifts whose sums of log(1 + lambda / s) give sums of sigma.
+
+    Attributes:
+      shifts: relative to the largest eigenvalue, descending. They minimise the errors of
+        `fitted_weights`.
+      smallest: the smallest eigenvalue that is covered, relative to the largest.
+      relative_from: above this share of the largest sigma the errors are relative, below absolute.
+    """
+
+    shifts: tuple[float, ...]
+    smallest: float
+    relative_from: float
+
+
+# For any spectrum. Errors of 1.5e-5 of sigma and 5e-5 of sigma log sigma.
+WIDE = Fit(
+    (
+        1.8, 0.24, 4.3e-2, 8.2e-3, 1.6e-3, 3.2e-4, 6.3e-5, 1.3e-5,
+        2.6e-6, 5e-7, 9.4e-8, 1.6e-8, 2.4e-9, 3.1e-10, 2.9e-11, 4.9e-13,
+    ),
+    smallest=1e-11,
+    relative_from=1e-3,
+)  # fmt: skip
+# For eigenvalues within five decades, which float32 resolves. Errors of 5e-6.
+NARROW = Fit(
+    (2.29, 0.308, 5.85e-2, 1.22e-2, 2.61e-3, 5.66e-4, 1.22e-4, 2.38e-5, 2.8e-6, 3.24e-8),
+    smallest=1e-5,
+    relative_from=0.0,
+)
+
+
 class SpectralSums(NamedTuple):
     """Sums over the singular values sigma of each prefix of t = 1, 2, ... rows, centred.
 
     Attributes:
-      total: float64, sum sigma.
-      weighted: float64, sum sigma log sigma.
-      count: float64, how many sigma exceed 1e-6 of the response's largest.
-      unresolved: float64, a bound of the sum of those far below, which `total` lacks; NaN if a
-        factorisation failed.
+      total: sum sigma.
+      weighted: sum sigma log sigma.
+      count: how many sigma exceed 1e-6 of the response's largest.
+      unresolved: a bound of the sum of those far below, which `total` lacks; NaN if a factorisation
+        failed.
     """
 
     total: Float[Array, " T"]
@@ -57,23 +86,23 @@ class SpectralSums(NamedTuple):
 
 
 @functools.cache
-def fitted_weights() -> Float[np.ndarray, "N 2"]:
+def fitted_weights(fit: Fit) -> Float[np.ndarray, "N 2"]:
     """Weights of log(1 + x / s) for each shift, then of x, to get x^(1/2) and x^(1/2) log x^(1/2).
 
-    Least squares over SMALLEST <= x <= LARGEST, with points equally spaced in log x.
+    Least squares with points equally spaced in log x.
     """
-    x = np.geomspace(SMALLEST, LARGEST, 1000)
+    x = np.geomspace(fit.smallest, LARGEST, 1000)
     sigma = np.sqrt(x)
-    terms = np.column_stack([np.log1p(x[:, None] / np.array(SHIFTS)), x])
+    terms = np.column_stack([np.log1p(x[:, None] / np.array(fit.shifts)), x])
     targets = np.stack([sigma, sigma * np.log(sigma)], axis=1)
-    scale = np.maximum(sigma, RELATIVE_FROM)[:, None]
+    scale = np.maximum(sigma, fit.relative_from)[:, None]
     return np.linalg.lstsq(terms / scale, targets / scale, rcond=1e-13)[0]
 
 
 def prefix_sums(
     gram: Float[Array, "T T"], num_rows: Int[Array, ""], width: Int[Array, ""] | int, first: int
 ) -> SpectralSums:
-    """Sums over the spectra of all centred prefixes.
+    """Float64 sums over the spectra of all centred prefixes.
 
     Args:
       gram: float64 Z Z^T of rows Z, zero past `num_rows`. A common offset of the rows must not be
@@ -82,27 +111,23 @@ def prefix_sums(
       width: D, the width of the rows: a prefix has at most min(t - 1, D) directions.
       first: the shortest prefix that is used; entries of shorter ones have larger errors.
     """
-    size = gram.shape[0]
-    tokens = jnp.arange(1, size + 1)
+    tokens = jnp.arange(1, gram.shape[0] + 1)
     used = (tokens >= first) & (tokens <= num_rows)
-    count = tokens.astype(gram.dtype)
-    # Sums of all entries of the leading blocks.
-    below = jnp.cumsum(2 * jnp.sum(jnp.tril(gram), axis=1) - jnp.diagonal(gram))
-    trace = jnp.cumsum(jnp.diagonal(gram)) - below / count
-    unit = jnp.max(jnp.diagonal(gram))  # so that squares stay in the range of float32
-    unit = jnp.where(unit > 0, unit, 1.0)
-    largest = _largest_eigenvalue((gram / unit).astype(jnp.float32), num_rows)
-    largest = POWER_MARGIN * jnp.where(largest > 0, largest, 1.0).astype(gram.dtype) * unit
-    gram = gram / largest
-    single = gram.astype(jnp.float32)
     directions = jnp.minimum(tokens - 1, width).astype(gram.dtype)
+    gram, largest = _scaled_contrasts(gram, num_rows)
+    single = gram.astype(jnp.float32)
 
-    weights = fitted_weights()
-    values = (trace / largest)[:, None] * weights[None, -1]
+    weights = fitted_weights(WIDE)
+    values = weights[-1][:, None] * _of_prefixes(jnp.diagonal(gram))[None]
     earlier: list[tuple[float, Array]] = []
     done = jnp.bool_(False)
-    for shift, weight in zip(SHIFTS, weights):
-        factorise = functools.partial(_log_dets, single if shift >= FLOAT32_FROM else gram, shift)
+    for shift, weight in zip(WIDE.shifts, weights):
+
+        def factorise(shift=shift):
+            matrix = single if shift >= FLOAT32_FROM else gram
+            pivots = _log_pivots(matrix, jnp.asarray(shift, matrix.dtype))
+            return _of_prefixes(pivots.astype(jnp.float64))
+
         if len(earlier) < 2:
             log_dets = factorise()
         else:
@@ -118,50 +143,121 @@ def prefix_sums(
 
             log_dets = jax.lax.cond(done, extend, factorise)
         earlier.append((shift, log_dets))
-        values += log_dets[:, None] * weight[None]
+        values += weight[:, None] * log_dets[None]
     # The slope in log s is the number of eigenvalues above s. If it still grows by n at the last
     # shift, the smaller eigenvalues add up to about n s, and Cauchy-Schwarz bounds their roots.
     slopes = [(b - a) / np.log(s / t) for (s, a), (t, b) in itertools.pairwise(earlier[-3:])]
     grown = jnp.maximum(slopes[1] - slopes[0], 0.0)
     others = jnp.maximum(directions - slopes[0], 0.0)
-    below = jnp.sqrt(others * grown * (np.log(SHIFTS[-2] / SHIFTS[-1]) * SHIFTS[-1]))
-    total, weighted = values[:, 0], values[:, 1]
+    (before, _), (last, _) = earlier[-2:]
+    below = jnp.sqrt(others * grown * (np.log(before / last) * last))
+    return _sums(values, largest, slopes[1], below)
+
+
+def narrow_sums(
+    gram: Float[Array, "T T"], num_rows: Int[Array, ""], width: int
+) -> tuple[SpectralSums, Bool[Array, ""]]:
+    """Float32 sums over the spectra of all centred prefixes, with the errors of NARROW.
+
+    Args:
+      gram: float32, otherwise as in `prefix_sums`.
+      num_rows: valid rows.
+      width: D, at least num_rows: a prefix has t - 1 directions.
+
+    Returns:
+      The sums, and whether they are right: whether there are at least two rows, and all eigenvalues
+      of the response are in the range of the fit. Then those of every prefix are, because the
+      eigenvalues interlace. If not, it costs two factorisations.
+    """
+    gram, largest = _scaled_contrasts(gram, num_rows)
+    shifts = jnp.asarray(NARROW.shifts[::-1], gram.dtype)
+
+    def factorise(index, log_pivots):
+        return log_pivots.at[index].set(_log_pivots(gram, shifts[index]))
+
+    none = jnp.zeros((len(NARROW.shifts), gram.shape[0]), gram.dtype)
+    log_pivots = jax.lax.fori_loop(0, jnp.where(num_rows >= 2, 2, 0), factorise, none)
+    # From one shift to the next, log(1 + lambda / s) grows by `interval` if lambda is far above
+    # both. A smaller eigenvalue lacks a share of that.
+    *_, before, last = NARROW.shifts
+    interval = math.log(before / last)
+    missing = num_rows - 1 - jnp.sum(log_pivots[0] - log_pivots[1]) / interval
+    grown = math.log1p(NARROW.smallest / last) - math.log1p(NARROW.smallest / before)
+    # NaN, of a factorisation that failed, is not narrow.
+    narrow = (missing <= 1 - grown / interval) & (num_rows >= 2)
+    # Products below `tiny` were lost. Is their sum below a rounding of the largest eigenvalue?
+    limits = jnp.finfo(gram.dtype)
+    narrow &= largest >= num_rows * (width * float(limits.tiny) / float(limits.eps))
+    # A loop, because `lax.cond` starts threads on a CPU, which costs more than the arithmetic.
+    end = jnp.where(narrow, len(NARROW.shifts), 2)
+    log_pivots = jax.lax.fori_loop(2, end, factorise, log_pivots)
+    terms = jnp.concatenate([log_pivots[::-1], jnp.diagonal(gram)[None]])
+    weights = fitted_weights(NARROW).T.astype(gram.dtype)
+    values = jnp.matmul(weights, terms, precision=jax.lax.Precision.HIGHEST)
+    count = jnp.arange(gram.shape[0] + 1, dtype=gram.dtype)
+    return _sums(_of_prefixes(values), largest, count, jnp.zeros_like(count)), narrow
+
+
+def _sums(
+    values: Float[Array, "2 T"],
+    largest: Float[Array, ""],
+    count: Float[Array, " T"],
+    below: Float[Array, " T"],
+) -> SpectralSums:
+    """The sums over spectra that were divided by `largest`."""
+    total, weighted = values
     root = jnp.sqrt(largest)
     return SpectralSums(
         total=root * total,
         weighted=root * (weighted + total * jnp.log(root)),
-        count=slopes[1],
+        count=count,
         unresolved=root * below,
     )
 
 
-def _log_dets(gram: Float[Array, "T T"], shift: float) -> Float[Array, " T"]:
-    """log det(I + C_t / shift) of all prefixes, in float64."""
+def _scaled_contrasts(
+    gram: Float[Array, "T T"], num_rows: Int[Array, ""]
+) -> tuple[Float[Array, "N N"], Float[Array, ""]]:
+    """The Gram matrix of the T - 1 contrasts, divided by about its largest eigenvalue; and that."""
     size = gram.shape[0]
-    factor = jax.lax.linalg.cholesky(
-        gram + shift * jnp.eye(size, dtype=gram.dtype), symmetrize_input=False
-    )
-    ones = jnp.ones((size, 1), gram.dtype)
-    solved = jax.lax.linalg.triangular_solve(factor, ones, left_side=True, lower=True)
-    pivots = jnp.diagonal(factor).astype(jnp.float64)
-    offset = jnp.cumsum(solved[:, 0].astype(jnp.float64) ** 2) / jnp.arange(1, size + 1)
-    return jnp.cumsum(2 * jnp.log(pivots) - np.log(shift)) + jnp.log(shift * offset)
+    count = jnp.arange(1, size, dtype=gram.dtype)[:, None]
+    for _ in range(2):  # rows, then columns
+        means = jax.lax.associative_scan(jnp.add, gram[:-1]) / count
+        gram = (jnp.sqrt(count / (count + 1)) * (means - gram[1:])).T
+    valid = jnp.arange(1, size) < num_rows
+    gram = jnp.where(valid[:, None] & valid[None], gram, 0.0)
+    unit = _positive(jnp.max(jnp.diagonal(gram), initial=0.0))
+    gram = gram / unit  # so that squares stay in the range of float32
+    largest = _positive(_largest_eigenvalue(gram.astype(jnp.float32)))
+    largest = POWER_MARGIN * largest.astype(gram.dtype)
+    return gram / largest, largest * unit
 
 
-def _largest_eigenvalue(gram: Float[Array, "T T"], num_rows: Int[Array, ""]) -> Float[Array, ""]:
-    """An estimate from below, by the power method, of the largest eigenvalue, centred."""
-    valid = jnp.arange(gram.shape[0]) < num_rows
+def _log_pivots(gram: Float[Array, "N N"], shift: Float[Array, ""]) -> Float[Array, " N"]:
+    """log(L_ii^2 / shift) of the Cholesky factor L of gram + shift I."""
+    factor = cholesky_factor(gram + shift * jnp.eye(gram.shape[0], dtype=gram.dtype))
+    return 2 * jnp.log(jnp.diagonal(factor)) - jnp.log(shift)
 
-    def centred(vector):
-        mean = jnp.sum(jnp.where(valid, vector, 0.0)) / jnp.maximum(num_rows, 1).astype(gram.dtype)
-        return jnp.where(valid, vector - mean, 0.0)
+
+def _of_prefixes(of_contrasts: Float[Array, "*B N"]) -> Float[Array, "*B T"]:
+    """Sums over the contrasts of each prefix; the first prefix has none."""
+    sums = jnp.cumsum(of_contrasts, axis=-1)
+    return jnp.concatenate([jnp.zeros_like(sums[..., :1]), sums], axis=-1)
+
+
+def _largest_eigenvalue(gram: Float[Array, "N N"]) -> Float[Array, ""]:
+    """An estimate from below, by the power method."""
 
     def step(_, state):
-        vector, _ = state
-        product = centred(jnp.matmul(gram, vector, precision=jax.lax.Precision.HIGHEST))
+        product = jnp.matmul(gram, state[0], precision=jax.lax.Precision.HIGHEST)
         length = jnp.sqrt(jnp.sum(product**2))
-        return product / jnp.where(length > 0, length, 1.0), length
+        return product / _positive(length), length
 
-    start = centred(jnp.cos(jnp.arange(gram.shape[0], dtype=gram.dtype) ** 2))
+    start = jnp.cos(jnp.arange(gram.shape[0], dtype=gram.dtype) ** 2)
     start /= jnp.sqrt(jnp.maximum(jnp.sum(start**2), 1.0))
     return jax.lax.fori_loop(0, POWER_STEPS, step, (start, jnp.zeros((), gram.dtype)))[1]
+
+
+def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
+    """A divisor: 1.0 for zero."""
+    return jnp.where(x > 0, x, 1.0)

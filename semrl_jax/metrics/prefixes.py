@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS
-from semrl_jax.metrics.nested import prefix_sums
+from semrl_jax.metrics.nested import SpectralSums, narrow_sums, prefix_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product, with_float64
 from semrl_jax.metrics.windows import Windows, chunks, interpolated
 
@@ -22,9 +22,10 @@ MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
 EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
 
-# Prefixes of at most this many tokens are always decomposed; the speed would gain nothing.
+# Up to here `narrow_sums` measures the prefixes of a response if it can, and else each one is
+# decomposed: `prefix_sums` would gain nothing.
 MAX_SHORT = 512
-# One call of `prefix_sums` takes as long as this many decompositions of T x T matrices.
+# The sums of a response take at most as long as this many decompositions of T x T matrices.
 NESTED_DECOMPOSITIONS = 2
 # Sums over a spectrum are used if they lack at most this share. A value p counts in the entropy as
 # p log(1 / p), so the share is far below the error allowed.
@@ -63,8 +64,9 @@ def spectral_series(
     Args:
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
         float32 if that resolves the spectra of the response and of all prefixes, else all in
-        float64. Long prefixes take sums over their spectra instead, see `nested`, if all metrics of
-        the series have `of_sums`; each window of more than 512 tokens is then measured.
+        float64. Where sums over the spectra suffice for the metrics (`of_sums`) and are faster,
+        they are used instead, see `nested`: in windows of more than 512 tokens, each of which is
+        then measured, and in shorter responses with a narrow spectrum.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
       centred: as all of the metrics are.
     """
@@ -101,6 +103,8 @@ def _measure(
 ) -> tuple[Float[Array, "*B V"], Float[Array, "*B K M"]]:
     """Values and series of responses; `over_batch`: all arrays have a leading batch axis."""
     decompose = functools.partial(_decompose, method=method, over_batch=over_batch)
+    if _sums_suffice(*rows.states.shape[-2:], method=method, **static):
+        return _measure_short(decompose, rows, window_tokens, num_windows, over_batch, **static)
     num_short = _num_short(*rows.states.shape[-2:], method=method, **static)
     if num_short is None:
         return decompose(rows, window_tokens, num_windows, **static)
@@ -171,12 +175,69 @@ def _num_short(
 ) -> int | None:
     """The number of windows that are decomposed; None if sums over spectra would not be faster."""
     long = [sizes[index] for index in measured if sizes[index] > MAX_SHORT]
-    cost = sum(min(size, width) ** 3 for size in (*long, num_rows))  # of the decompositions
-    faster = cost > NESTED_DECOMPOSITIONS * num_rows**3
+    faster = long and _are_faster(num_rows, width, long)
     possible = method == "gram" and centred and all(metric.of_sums for metric in series_metrics)
-    if not (long and possible and faster and width > MAX_SHORT):
+    if not (possible and faster and width > MAX_SHORT):
         return None
     return sum(size <= MAX_SHORT for size in sizes)
+
+
+def _are_faster(num_rows: int, width: int, sizes: Sequence[int]) -> bool:
+    """Whether sums of a response are faster than decompositions of it and of its prefixes."""
+    cost = sum(min(size, width) ** 3 for size in (*sizes, num_rows))  # of the decompositions
+    return cost > NESTED_DECOMPOSITIONS * num_rows**3
+
+
+def _sums_suffice(
+    num_rows: int,
+    width: int,
+    *,
+    method: str,
+    sizes: tuple[int, ...],
+    measured: tuple[int, ...],
+    value_metrics: tuple[Metric, ...],
+    series_metrics: tuple[Metric, ...],
+    centred: bool,
+    **_,
+) -> bool:
+    """Whether a short response needs nothing but sums over its spectra, and these are faster."""
+    metrics = *value_metrics, *series_metrics
+    possible = method == "gram" and centred and all(metric.of_sums for metric in metrics)
+    is_short = num_rows <= min(MAX_SHORT, width)
+    return possible and is_short and _are_faster(num_rows, width, [sizes[i] for i in measured])
+
+
+def _measure_short(
+    decompose: Callable[..., Any],
+    rows: Rows,
+    window_tokens: Int[Array, "*B"],
+    num_windows: Int[Array, "*B"],
+    over_batch: bool,
+    **static,
+) -> tuple[Float[Array, "*B V"], Float[Array, "*B K M"]]:
+    """Sums over narrow spectra; the other responses are decomposed."""
+    sizes, width = static["sizes"], rows.states.shape[-1]
+    each = jax.vmap if over_batch else lambda function: function
+
+    def of_sums(rows):
+        gram = symmetric_product(anchor(rows, sizes[0]))
+        sums, narrow = narrow_sums(gram, rows.num_tokens, width)
+        metrics = static["value_metrics"], static["series_metrics"]
+        values, series, enough = _of_sums(sums, rows, sizes, *metrics)
+        return values, series, (narrow & enough) | (rows.num_tokens < 2)
+
+    values, series, done = each(of_sums)(rows)
+    left = rows._replace(num_tokens=jnp.where(done, 0, rows.num_tokens))
+    again = _if_any(
+        ~done,
+        lambda: decompose(
+            left, jnp.where(done, 0, window_tokens), jnp.where(done, 0, num_windows), **static
+        ),
+    )
+    return (
+        jnp.where(done[..., None], values, again[0]),
+        jnp.where(done[..., None, None], series, again[1]),
+    )
 
 
 def _measure_long(
@@ -191,23 +252,36 @@ def _measure_long(
 
     The third result says whether the sums resolve the spectra.
     """
-    width = rows.states.shape[1]
-    scale = rows.scale.astype(jnp.float64)
     states = anchor(rows._replace(states=rows.states.astype(jnp.float64)), sizes[0])
-    sums = prefix_sums(symmetric_product(states), rows.num_tokens, width, MAX_SHORT + 1)
+    gram = symmetric_product(states)
+    sums = prefix_sums(gram, rows.num_tokens, states.shape[1], MAX_SHORT + 1)
+    return _of_sums(sums, rows, sizes[num_short:], value_metrics, series_metrics)
+
+
+def _of_sums(
+    sums: SpectralSums,
+    rows: Rows,
+    sizes: tuple[int, ...],
+    value_metrics: tuple[Metric, ...],
+    series_metrics: tuple[Metric, ...],
+) -> tuple[Float[Array, " V"], Float[Array, "K M"], Bool[Array, ""]]:
+    """The whole response and its windows of these sizes; whether the sums resolve the spectra."""
+    scale = rows.scale.astype(sums.total.dtype)
     # The response itself is the last entry.
-    tokens = jnp.append(jnp.asarray(sizes[num_short:], jnp.int32), rows.num_tokens)
+    tokens = jnp.append(jnp.asarray(sizes, jnp.int32), rows.num_tokens)
     sums = jax.tree.map(lambda x: x[jnp.maximum(tokens - 1, 0)], sums)
     enough = sums.unresolved <= MAX_UNRESOLVED_SUM * sums.total
     enough &= sums.total > EPSILON / scale
     found = [
-        metric.of_sums(sums, scale, tokens, width).astype(jnp.float32)
+        metric.of_sums(sums, scale, tokens, rows.states.shape[1]).astype(jnp.float32)
         for metric in (*value_metrics, *series_metrics)
     ]
     values, series = found[: len(value_metrics)], found[len(value_metrics) :]
     values = jnp.stack([of_all[-1] for of_all in values]) if values else jnp.zeros(0, jnp.float32)
     series = jnp.stack([of_all[:-1] for of_all in series], axis=1)
-    return values, series, jnp.all(enough | (tokens > rows.num_tokens)) | ~rows.finite
+    # A window of one token has no spectrum.
+    unused = (tokens > rows.num_tokens) | (tokens < 2)
+    return values, series, jnp.all(enough | unused) | ~rows.finite
 
 
 def _decompose(*arrays, method: str, over_batch: bool, **static):

@@ -94,6 +94,24 @@ def _batch_of_eigenvalues(
     return jax.lax.platform_dependent(gram, active, cpu=in_turn, default=at_once), True
 
 
+@jax.custom_batching.custom_vmap
+def cholesky_factor(matrix: Float[Array, "N N"]) -> Float[Array, "N N"]:
+    """Lower triangle L of a positive definite matrix L L^T; NaN if it is not. Reads the lower half.
+
+    Under `vmap` a CPU factorises one after the other, for the reason `symmetric_eigenvalues` has.
+    """
+    return jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+
+
+@cholesky_factor.def_vmap
+def _batch_of_factors(
+    axis_size: int, in_batched: list[bool], matrix: Array
+) -> tuple[Float[Array, "B N N"], bool]:
+    at_once = functools.partial(jax.lax.linalg.cholesky, symmetrize_input=False)
+    in_turn = functools.partial(jax.lax.map, cholesky_factor)
+    return jax.lax.platform_dependent(matrix, cpu=in_turn, default=at_once), True
+
+
 @jax.custom_batching.sequential_vmap
 def singular_values(
     rows: Float[Array, "N D"],

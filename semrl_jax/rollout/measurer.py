@@ -32,8 +32,8 @@ from semrl_jax.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32
-MAX_GROUP = 16
-MAX_GROUP_ENTRIES = 2**18  # larger responses have a call each: the overhead is small then
+MAX_GROUP = 64
+MAX_GROUP_ENTRIES = 2**19  # larger responses have a call each: the overhead is small then
 MAX_HELD_BYTES = 2**31  # of hidden states on a replica; above, the engine waits
 MAX_HELD_RESPONSES = 256
 SERIES = MetricKey("effective_rank", "series")
@@ -229,7 +229,7 @@ class Measurer(contextlib.AbstractContextManager):
             mask[i, : len(item.hidden_states)] = True
         with jax.default_device(self._device):
             metrics, means = jax.device_get(self._measure(padded, mask))
-        return [_of_response(metrics, means, i) for i in range(len(group))]
+        return _by_response(metrics, means)[: len(group)]
 
     def _measure_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> dict[str, float]:
         if not self._dataset_stride or not means:
@@ -343,14 +343,20 @@ def _measure(
     return metrics, jax.vmap(mean_hidden_state)(hidden_states, mask)
 
 
-def _of_response(metrics: Metrics, means: Float[np.ndarray, "G D"], index: int) -> Measured:
-    """What was measured of one response of a batch."""
-    ranks = None
-    if SERIES in metrics and metrics[SERIES].valid[index].any():
-        ranks = metrics[SERIES].value[index][metrics[SERIES].valid[index]]
-    numbers = {
-        key: Measurement(float(found.value[index]), bool(found.valid[index]))
+def _by_response(metrics: Metrics, means: Float[np.ndarray, "G D"]) -> list[Measured]:
+    """What was measured of each response of a batch."""
+    ranks: list[np.ndarray | None] = [None] * len(means)
+    if SERIES in metrics:
+        series = metrics[SERIES]
+        ranks = [
+            values[valid] if valid.any() else None for values, valid in zip(*series, strict=True)
+        ]
+    columns = {
+        key: list(map(Measurement, found.value.tolist(), found.valid.tolist()))
         for key, found in metrics.items()
         if key != SERIES
     }
-    return Measured(numbers, means[index][None], ranks)
+    return [
+        Measured({key: column[i] for key, column in columns.items()}, means[i][None], ranks[i])
+        for i in range(len(means))
+    ]

@@ -31,9 +31,12 @@ class ScoredRollout:
 
     def with_measured(self, measured: Measured) -> ScoredRollout:
         """Adds what was measured of the rollout."""
-        item = self.with_metrics(measured.metrics)
-        rollout = dataclasses.replace(item.rollout, effective_ranks=measured.effective_ranks)
-        return dataclasses.replace(item, rollout=rollout, mean_states=measured.mean_states)
+        rollout = dataclasses.replace(
+            self.rollout,
+            metrics={**self.rollout.metrics, **measured.metrics},
+            effective_ranks=measured.effective_ranks,
+        )
+        return dataclasses.replace(self, rollout=rollout, mean_states=measured.mean_states)
 
     def with_metrics(self, metrics: Metrics) -> ScoredRollout:
         """Adds metrics to the rollout."""

@@ -81,12 +81,135 @@ def test_zero_eigenvalues_and_equal_rows_add_nothing(sums):
 
 
 def test_the_fit_has_the_errors_that_are_stated():
-    x = np.geomspace(nested.SMALLEST, nested.LARGEST, 5000)
-    terms = np.column_stack([np.log1p(x[:, None] / np.array(nested.SHIFTS)), x])
+    x = np.geomspace(nested.WIDE.smallest, nested.LARGEST, 5000)
+    terms = np.column_stack([np.log1p(x[:, None] / np.array(nested.WIDE.shifts)), x])
     sigma = np.sqrt(x)
-    errors = terms @ nested.fitted_weights() - np.stack([sigma, sigma * np.log(sigma)], axis=1)
-    errors = np.abs(errors / np.maximum(sigma, nested.RELATIVE_FROM)[:, None]).max(axis=0)
+    targets = np.stack([sigma, sigma * np.log(sigma)], axis=1)
+    errors = terms @ nested.fitted_weights(nested.WIDE) - targets
+    errors = np.abs(errors / np.maximum(sigma, nested.WIDE.relative_from)[:, None]).max(axis=0)
     assert (errors < [1.5e-5, 5e-5]).all(), errors
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Float32 sums of prefixes of rows [T, D], T <= 40 <= D, and whether they are right."""
+    compute = jax.jit(nested.narrow_sums, static_argnums=2)
+
+    def of_rows(rows):
+        padded = np.zeros((SIZE, rows.shape[1]))
+        padded[: len(rows)] = rows
+        gram = jnp.asarray(padded @ padded.T, jnp.float32)
+        sums, is_narrow = compute(gram, jnp.int32(len(rows)), rows.shape[1])
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), sums), bool(is_narrow)
+
+    return of_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        # The fit has an error of 5e-6, the float32 matrix one of a few roundings of 6e-8.
+        (np.random.default_rng(0).normal(size=(SIZE, 60)), 6e-6),
+        (np.random.default_rng(0).normal(size=(31, 60)), 6e-6),
+        (np.random.default_rng(0).normal(size=(2, 60)) * 2.0**40, 6e-6),
+        (decaying(1e-1), 6e-6),
+        # Rounding changes an eigenvalue of 1e-4 of the largest by 1e-3.
+        (decaying(1e-2), 2e-5),
+    ],
+)
+def test_narrow_sums_of_all_prefixes_are_those_of_their_singular_values(narrow, rows, error):
+    found, is_narrow = narrow(rows)
+    assert is_narrow
+    unit = np.linalg.norm(rows - rows.mean(0), 2)
+    for size in range(2, len(rows) + 1):
+        sigma = oracle.singular_values(rows[:size])[: size - 1]
+        total, weighted = found.total[size - 1], found.weighted[size - 1]
+        np.testing.assert_allclose(total, sigma.sum(), rtol=error)
+        actual = (weighted - total * np.log(unit)) / unit
+        expected = (sigma * np.log(sigma / unit)).sum() / unit
+        np.testing.assert_allclose(actual, expected, atol=4 * error * sigma.sum() / unit)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        decaying(1e-3),
+        np.append(decaying(1e-1)[:-1], np.ones((1, 60)) * 1e3, axis=0),
+        cases()["rank 3"],
+        cases()["repeated rows"],
+        np.append(np.ones((2, 60)), cases()["padded"], axis=0),  # two equal rows
+        np.zeros((SIZE, 60)),
+        cases()["padded"] * 1e-20,  # squares below the range of float32
+        cases()["padded"][:1],
+        cases()["padded"][:0],
+    ],
+    ids=str,
+)
+def test_what_is_not_narrow_is_reported(narrow, rows):
+    assert not narrow(rows)[1]
+
+
+def test_the_narrow_fit_has_the_errors_that_are_stated():
+    x = np.geomspace(nested.NARROW.smallest, nested.LARGEST, 5000)
+    terms = np.column_stack([np.log1p(x[:, None] / np.array(nested.NARROW.shifts)), x])
+    sigma = np.sqrt(x)
+    errors = terms @ nested.fitted_weights(nested.NARROW)
+    errors = np.abs(errors / sigma[:, None] - np.stack([np.ones_like(x), np.log(sigma)], axis=1))
+    assert (errors.max(axis=0) < 5e-6).all(), errors.max(axis=0)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("window", ["exact", "release", "later"])
+def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(6, 40, 48)).astype(np.float32)
+    mask = np.arange(40) < np.array([40, 33, 2, 1, 0, 40])[:, None]
+    mask[1, ::5] = False
+    states[5, 20:] = states[5, :20]  # of rank 19: decomposed
+    states[~mask] = np.nan
+    (name,) = names = ("effective_rank",)
+    found = flat_metrics(
+        states, mask, stride=2, names=names, window=window, side_by_side=side_by_side
+    )
+    alone = flat_metrics(states[1:2], mask[1:2], stride=2, names=names, window=window)
+    for i, valid in enumerate(mask):
+        rows = states[i][valid].astype(np.float64)
+        series = oracle.series(oracle.effective_rank, rows, 2, window)
+        expected = [oracle.effective_rank(rows), *(x or 0.0 for x in oracle.orders(series))]
+        orders = ("", "_velocity", "_acceleration")
+        actual = [found[f"{name}{order}"][i] for order in orders]
+        # 2e-5: four times the error of the fit.
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
+        if i == 1 and not side_by_side:
+            assert actual == [alone[f"{name}{order}"][0] for order in orders]
+
+
+@pytest.mark.parametrize(
+    ("length", "width", "options", "expected"),
+    [
+        (56, 128, {}, True),
+        (56, 128, {"stride": 20}, False),  # two windows
+        (56, 48, {}, False),  # more rows than directions
+        (1024, 3584, {}, False),  # long
+        (56, 128, {"method": "svd"}, False),
+        (56, 128, {"name": "traditional_rank"}, False),
+        (56, 128, {"centred": False}, False),
+    ],
+)
+def test_narrow_sums_are_used_where_they_are_faster(length, width, options, expected):
+    stride = options.get("stride", 4)
+    sizes = tuple(range(stride, length + 1, stride))
+    metrics = (load_metric(options.get("name", "effective_rank")),)
+    assert expected == prefixes._sums_suffice(
+        length,
+        width,
+        method=options.get("method", "gram"),
+        sizes=sizes,
+        measured=tuple(range(len(sizes))),
+        value_metrics=metrics,
+        series_metrics=metrics,
+        centred=options.get("centred", True),
+    )
 
 
 @pytest.mark.parametrize(

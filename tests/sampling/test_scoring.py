@@ -15,7 +15,7 @@ from semrl_jax import data
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
-from semrl_jax.rollout.measurer import Measured, Measurer
+from semrl_jax.rollout.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
 from semrl_jax.sampling.scoring import score_and_measure
 from semrl_jax.types import WeightVersion
@@ -85,7 +85,7 @@ def test_states_are_measured_and_released_while_others_are_sampled():
             hidden_states=np.ones((40, 2, 16), np.float32),
             layers=(0, -1),
         )
-        for index in range(17)
+        for index in range(MAX_GROUP + 1)
     ]
     states = [weakref.ref(rollout.hidden_states) for rollout in rollouts]
 
@@ -95,7 +95,7 @@ def test_states_are_measured_and_released_while_others_are_sampled():
             return futures[-1]
 
     def sampled():
-        for _ in range(16):  # a full call
+        for _ in range(MAX_GROUP):  # a full call
             yield rollouts.pop(0)
         for future in futures:
             future.result(timeout=120)
@@ -110,10 +110,10 @@ def test_states_are_measured_and_released_while_others_are_sampled():
         Watched(max_tokens=56, num_threads=2, **OPTIONS) as measurer,
     ):
         scored = score_and_measure(
-            sampled(), decode=lambda ids: "", references=dict.fromkeys(range(5), "1"),
+            sampled(), decode=lambda ids: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
             verifier=verifier, measurer=measurer,
         )  # fmt: skip
-    assert len(scored) == 17 and all(item.rollout.metrics for item in scored)
+    assert len(scored) == MAX_GROUP + 1 and all(item.rollout.metrics for item in scored)
 
 
 @pytest.mark.parametrize("layers", [(-1, 0), *slow_after(0, [((-1,),), ((0, -1),)])])
