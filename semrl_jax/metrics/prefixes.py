@@ -65,8 +65,8 @@ def spectral_series(
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
         float32 if that resolves the spectra of the response and of all prefixes, else all in
         float64. Where sums over the spectra suffice for the metrics (`of_sums`) and are faster,
-        they are used instead, see `nested`: in windows of more than 512 tokens, each of which is
-        then measured, and in shorter responses with a narrow spectrum.
+        they are used instead, see `nested`: in windows of more than 512 tokens, and in shorter
+        responses with a narrow spectrum. No such window is interpolated.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
       centred: as all of the metrics are.
     """
