@@ -113,10 +113,12 @@ def _measure(
 
     def short():
         head = rows.states[..., :MAX_SHORT, :], jnp.minimum(rows.num_tokens, MAX_SHORT)
-        return decompose(
+        return _measure(
             rows._replace(states=head[0], num_tokens=head[1]),
             head[1],
             jnp.minimum(num_windows, num_short),
+            method=method,
+            over_batch=over_batch,
             **static
             | {
                 "sizes": sizes[:num_short],
@@ -173,7 +175,7 @@ def _num_short(
     centred: bool,
     **_,
 ) -> int | None:
-    """The number of windows that are decomposed; None if sums over spectra would not be faster."""
+    """How many windows are short; None if `prefix_sums` would not be faster for the others."""
     long = [sizes[index] for index in measured if sizes[index] > MAX_SHORT]
     faster = long and _are_faster(num_rows, width, long)
     possible = method == "gram" and centred and all(metric.of_sums for metric in series_metrics)
