@@ -206,7 +206,8 @@ def _sums_suffice(
     metrics = *value_metrics, *series_metrics
     possible = method == "gram" and centred and all(metric.of_sums for metric in metrics)
     is_short = num_rows <= min(MAX_SHORT, width)
-    return possible and is_short and _are_faster(num_rows, width, [sizes[i] for i in measured])
+    windows = [sizes[index] for index in measured]
+    return bool(windows) and possible and is_short and _are_faster(num_rows, width, windows)
 
 
 def _measure_short(
