@@ -238,13 +238,13 @@ def test_other_responses_in_a_call_change_no_bit():
 def test_a_full_group_starts_and_a_large_response_has_its_own_call():
     states = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
     with Measurer(max_tokens=64, num_threads=1, **OPTIONS) as measurer:
-        pending = [measurer.submit(states) for _ in range(17)]
+        pending = [measurer.submit(states) for _ in range(MAX_GROUP + 1)]
         first = pending[0].result(timeout=60)
-        assert all(future.result(timeout=60).metrics == first.metrics for future in pending[:16])
-        assert not pending[16].done()
+        assert all(future.result(timeout=60).metrics == first.metrics for future in pending[:-1])
+        assert not pending[-1].done()
         measurer.flush()
-        assert pending[16].result(timeout=60).metrics == first.metrics
-        wide = np.random.default_rng(0).normal(size=(64, 4096)).astype(np.float32)
+        assert pending[-1].result(timeout=60).metrics == first.metrics
+        wide = np.random.default_rng(0).normal(size=(64, 8192)).astype(np.float32)
         assert measurer.submit(wide).result(timeout=60).metrics[RANK].value > 50
 
 
