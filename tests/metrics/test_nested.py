@@ -80,14 +80,17 @@ def test_zero_eigenvalues_and_equal_rows_add_nothing(sums):
     assert abs(found.total).max() < 1e-3
 
 
-def test_the_fit_has_the_errors_that_are_stated():
-    x = np.geomspace(nested.WIDE.smallest, nested.LARGEST, 5000)
-    terms = np.column_stack([np.log1p(x[:, None] / np.array(nested.WIDE.shifts)), x])
+@pytest.mark.parametrize(
+    ("fit", "stated"), [(nested.WIDE, [1.5e-5, 5e-5]), (nested.NARROW, [5e-6, 5e-6])]
+)
+def test_a_fit_has_the_errors_that_are_stated(fit, stated):
+    x = np.geomspace(fit.smallest, nested.LARGEST, 5000)
+    terms = np.column_stack([np.log1p(x[:, None] / np.array(fit.shifts)), x])
     sigma = np.sqrt(x)
     targets = np.stack([sigma, sigma * np.log(sigma)], axis=1)
-    errors = terms @ nested.fitted_weights(nested.WIDE) - targets
-    errors = np.abs(errors / np.maximum(sigma, nested.WIDE.relative_from)[:, None]).max(axis=0)
-    assert (errors < [1.5e-5, 5e-5]).all(), errors
+    errors = terms @ nested.fitted_weights(fit) - targets
+    errors = np.abs(errors / np.maximum(sigma, fit.relative_from)[:, None]).max(axis=0)
+    assert (errors < stated).all(), errors
 
 
 @pytest.fixture(scope="module")
@@ -156,32 +159,24 @@ def test_the_largest_eigenvector_may_be_orthogonal_to_the_start_of_the_power_met
     np.testing.assert_allclose(found.weighted[2], 5**0.5 * np.log(5**0.5), rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        decaying(1e-3),
-        np.append(decaying(1e-1)[:-1], np.ones((1, 60)) * 1e3, axis=0),
-        cases()["rank 3"],
-        cases()["repeated rows"],
-        np.append(np.ones((2, 60)), cases()["padded"], axis=0),  # two equal rows
-        np.zeros((SIZE, 60)),
-        cases()["padded"] * 1e-20,  # squares below the range of float32
-        cases()["padded"][:1],
-        cases()["padded"][:0],
-    ],
-    ids=str,
-)
-def test_what_is_not_narrow_is_reported(narrow, rows):
-    assert not narrow(rows)[1]
+def wide_cases():
+    rows = cases()["padded"]
+    return {
+        "sigma down to 1e-3": decaying(1e-3),
+        "a huge last row": np.append(rows, np.ones((1, 60)) * 1e3, axis=0),
+        "rank 3": cases()["rank 3"],
+        "repeated rows": cases()["repeated rows"],
+        "two equal rows": np.append(rows, rows[:1], axis=0),
+        "equal rows": np.ones((SIZE, 60)),
+        "squares below the range of float32": rows * 1e-20,
+        "one row": rows[:1],
+        "no row": rows[:0],
+    }
 
 
-def test_the_narrow_fit_has_the_errors_that_are_stated():
-    x = np.geomspace(nested.NARROW.smallest, nested.LARGEST, 5000)
-    terms = np.column_stack([np.log1p(x[:, None] / np.array(nested.NARROW.shifts)), x])
-    sigma = np.sqrt(x)
-    errors = terms @ nested.fitted_weights(nested.NARROW)
-    errors = np.abs(errors / sigma[:, None] - np.stack([np.ones_like(x), np.log(sigma)], axis=1))
-    assert (errors.max(axis=0) < 5e-6).all(), errors.max(axis=0)
+@pytest.mark.parametrize("name", list(wide_cases()))
+def test_what_is_not_narrow_is_reported(narrow, name):
+    assert not narrow(wide_cases()[name])[1]
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
