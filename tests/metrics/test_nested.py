@@ -205,6 +205,17 @@ def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
             assert actual == [alone[f"{name}{order}"][0] for order in orders]
 
 
+def test_products_that_float32_loses_are_not_summed():
+    # Beside a common offset, which centring removes, products are near the end of the range of float32.
+    states = np.random.default_rng(0).normal(size=(1, 40, 48)) * 2e-19
+    states[..., 0] = 1
+    states = (states * 1e30).astype(np.float32)
+    mask = np.ones((1, 40), bool)
+    found = flat_metrics(states, mask, stride=2, names=("effective_rank",))
+    expected = oracle.effective_rank(states[0])
+    np.testing.assert_allclose(found["effective_rank"][0], expected, rtol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("length", "width", "options", "expected"),
     [
