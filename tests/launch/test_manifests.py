@@ -419,10 +419,11 @@ esac
 """
 # In place of python: records its arguments, and ends with the codes of ENDS one after the other.
 TRAINER = """
+trap 'exit 75' TERM  # before the file is written: a test sends the signal when it sees the file
 n=$(ls started* 2> /dev/null | wc -l)
 printf '%s\\n' "$@" > "started$n"
 codes=($ENDS)
-[[ ${codes[$n]} == wait ]] && { trap 'exit 75' TERM; while :; do sleep 0.05; done; }
+while [[ ${codes[$n]} == wait ]]; do sleep 0.05; done
 exit "${codes[$n]}"
 """
 
