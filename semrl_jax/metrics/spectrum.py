@@ -31,6 +31,9 @@ FLOOR_EPSILONS = 4
 # beside one huge direction. Smaller values do no harm if their sum is a small part of all.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
+# Centring removes count * |mean row|^2. Up to this multiple of the largest eigenvalue that is left,
+# the errors above hold. Random walks have 3.3 times, rows after one huge row up to `count` times.
+MAX_OFFSET = 4
 # Above this share a float64 value has an error of 1e-6: FLOOR_EPSILONS / 2 epsilons / its square.
 RESOLVED_SIGMA_FLOAT64 = 3e-5
 
@@ -193,12 +196,14 @@ class PrefixSpectra:
         dtype, width = self.states.dtype, self.states.shape[1]
         valid = jnp.arange(size) < num_rows
         count = jnp.maximum(num_rows, 1).astype(dtype)
+        offset = jnp.zeros((), dtype)  # not needed for more than D rows
         if size <= width:
             both = valid[:, None] & valid[None]
             gram = jnp.where(both, self._gram[:size, :size], 0.0)
             if self._centred:
                 mean = jnp.sum(gram, axis=1, keepdims=True) / count  # [N, 1]
-                gram = gram - mean - mean.T + jnp.sum(mean, keepdims=True) / count
+                offset = jnp.sum(mean)
+                gram = gram - mean - mean.T + offset / count
                 gram = jnp.where(both, gram, 0.0)
         else:
             before = before or self.scatter(0)
@@ -211,12 +216,13 @@ class PrefixSpectra:
         most = num_rows - 1 if self._centred else num_rows
         real = jnp.arange(eigenvalues.shape[0]) < jnp.minimum(most, width)
         largest = jnp.max(eigenvalues, initial=0.0)
-        floor = FLOOR_EPSILONS * jnp.finfo(dtype).eps * largest
+        rounded = jnp.maximum(largest, offset / MAX_OFFSET)  # rounding is relative to this
+        floor = FLOOR_EPSILONS * jnp.finfo(dtype).eps * rounded
         sigma = jnp.sqrt(jnp.where(real & (eigenvalues > floor), eigenvalues, 0.0))
         if dtype == jnp.float64:
             resolved = jnp.bool_(True)
             if exact:
-                small = real & (eigenvalues < RESOLVED_SIGMA_FLOAT64**2 * largest)
+                small = real & (eigenvalues < RESOLVED_SIGMA_FLOAT64**2 * rounded)
                 again = active & jnp.any(small)
                 of_rows = singular_values(
                     self.states[:size], num_rows, again, jnp.bool_(self._centred)
@@ -226,8 +232,8 @@ class PrefixSpectra:
             # So that max(T, D) eps, the threshold of traditional rank, is at most half of this.
             eps, tiny = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).tiny)
             share = jnp.maximum(RESOLVED_SIGMA, 2 * eps * jnp.maximum(count, width))
-            unresolved = jnp.sum(real & (eigenvalues < share**2 * largest), dtype=dtype)
-            lost = unresolved * share * jnp.sqrt(largest)
+            unresolved = jnp.sum(real & (eigenvalues < share**2 * rounded), dtype=dtype)
+            lost = unresolved * share * jnp.sqrt(rounded)
             enough = lost <= (0.0 if strict else MAX_UNRESOLVED_SHARE) * jnp.sum(sigma)
             # Products below `tiny` were lost. Is their sum below a rounding of the largest?
             kept = largest >= count * (width * tiny / eps)

@@ -1,6 +1,7 @@
 """Rows of very different size: what vanishes in float32 must not count as measured."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -32,6 +33,25 @@ def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
     for name in ("log_effective_rank", "response_entropy"):
         np.testing.assert_allclose(found[name], 0.0, atol=1e-5)
         assert not np.any(np.signbit(found[name])), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors", "error"),
+    [
+        # The documented errors: of decompositions, up to 4e-3 if the offset is not checked; and of
+        # sums, up to 2e-5 if the mean of the first prefix is subtracted.
+        ((56, 64), (80, 100), 1e-3),
+        ((20, 40), (20, 30), 5e-6),
+    ],
+)
+def test_a_huge_first_row_is_no_offset_of_the_others(shape, factors, error):
+    # With stride 1 it is the first prefix, whose mean is subtracted from all rows.
+    measure = functools.partial(metrics.rank_dynamics, stride=1, method="gram")
+    for seed, factor in itertools.product(range(6), factors):
+        rows = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        rows[0] *= factor
+        found = measure(rows, np.ones(len(rows), bool)).effective_rank
+        np.testing.assert_allclose(found, oracle.effective_rank(rows), rtol=error)
 
 
 def far_tail(seed=0):

@@ -206,7 +206,7 @@ def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
 
 
 def test_products_that_float32_loses_are_not_summed():
-    # Beside a common offset, which centring removes, products are near the end of the range of float32.
+    # Beside a common offset, which centring removes: products near the end of the float32 range.
     states = np.random.default_rng(0).normal(size=(1, 40, 48)) * 2e-19
     states[..., 0] = 1
     states = (states * 1e30).astype(np.float32)
