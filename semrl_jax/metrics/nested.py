@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import NamedTuple
 
 import jax
@@ -162,7 +161,7 @@ def narrow_sums(
 ) -> tuple[SpectralSums, Bool[Array, ""]]:
     """Float32 sums over the spectra of all centred prefixes, with the errors of NARROW.
 
-    A response whose spectrum is not narrow costs two factorisations instead of all.
+    A response whose spectrum is not narrow costs one factorisation instead of all.
 
     Args:
       gram: float32, otherwise as in `prefix_sums`.
@@ -175,31 +174,24 @@ def narrow_sums(
       eigenvalues interlace.
     """
     gram, largest = _scaled_contrasts(gram, num_rows)
-    shifts = jnp.asarray(NARROW.shifts[::-1], gram.dtype)  # ascending: the first two tell
+    # A matrix has a Cholesky factor only if all its eigenvalues are positive; else it is NaN.
+    valid = jnp.arange(1, gram.shape[0] + 1) < num_rows
+    lowered = gram + jnp.diag(jnp.where(valid, -NARROW.smallest, 1.0).astype(gram.dtype))
+    narrow = jnp.all(jnp.isfinite(jnp.diagonal(cholesky_factor(lowered)))) & (num_rows >= 2)
+    # Products below `tiny` were lost. Is their sum below a rounding of the largest eigenvalue?
+    limits = jnp.finfo(gram.dtype)
+    narrow &= largest >= num_rows * (width * float(limits.tiny) / float(limits.eps))
+
+    shifts = jnp.asarray(NARROW.shifts, gram.dtype)
 
     def factorise(index, log_pivots):
         return log_pivots.at[index].set(_log_pivots(gram, shifts[index]))
 
-    none = jnp.zeros((len(NARROW.shifts), gram.shape[0]), gram.dtype)
-    log_pivots = jax.lax.fori_loop(0, jnp.where(num_rows >= 2, 2, 0), factorise, none)
-    # From the second shift to the first, log(1 + lambda / s) grows by `interval` if lambda is far
-    # above both. A smaller lambda lacks a share of that. If all of them together lack no more than
-    # a single eigenvalue at the limit would, none is below the limit.
-    *_, second, first = NARROW.shifts
-    interval = math.log(second / first)
-    lacking = num_rows - 1 - jnp.sum(log_pivots[0] - log_pivots[1]) / interval
-    at_limit = math.log1p(NARROW.smallest / first) - math.log1p(NARROW.smallest / second)
-    # NaN, of a factorisation that failed, is not narrow.
-    narrow = (lacking <= 1 - at_limit / interval) & (num_rows >= 2)
-    # Products below `tiny` were lost. Is their sum below a rounding of the largest eigenvalue?
-    limits = jnp.finfo(gram.dtype)
-    narrow &= largest >= num_rows * (width * float(limits.tiny) / float(limits.eps))
     # A loop, because `lax.cond` starts threads on a CPU, which costs more than the arithmetic.
-    end = jnp.where(narrow, len(NARROW.shifts), 2)
-    log_pivots = jax.lax.fori_loop(2, end, factorise, log_pivots)
-    *of_shifts, of_trace = fitted_weights(NARROW).astype(gram.dtype)
-    weights = jnp.stack([*of_shifts[::-1], of_trace], axis=1)
+    none = jnp.zeros((len(NARROW.shifts), gram.shape[0]), gram.dtype)
+    log_pivots = jax.lax.fori_loop(0, jnp.where(narrow, len(none), 0), factorise, none)
     terms = jnp.concatenate([log_pivots, jnp.diagonal(gram)[None]])
+    weights = jnp.asarray(fitted_weights(NARROW).T, gram.dtype)
     values = jnp.matmul(weights, terms, precision=jax.lax.Precision.HIGHEST)
     count = jnp.arange(gram.shape[0] + 1, dtype=gram.dtype)
     return _sums(_of_prefixes(values), largest, count, jnp.zeros_like(count)), narrow
