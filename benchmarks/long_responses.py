@@ -137,10 +137,10 @@ def golden() -> str:
         "ER beside the recorded one", "ERV", "ERA",
     )  # fmt: skip
     return results.table(header, lines) + (
-        "\n\nThe largest of the responses with at least three windows, window `release`. The sums "
-        f"measure prefixes of more than {SHORTEST} tokens here, although they serve above "
-        f"{prefixes.MAX_SHORT} only. The first four errors are beside float64; recorded values "
-        "are of float32 singular values."
+        "\n\nThe largest of the responses with at least three windows, window `release`. The "
+        f"sums are those of long responses: they measure prefixes of more than {SHORTEST} tokens "
+        f"here, otherwise of more than {prefixes.MAX_SHORT}. The first four errors are beside "
+        "float64; recorded values are of float32 singular values."
     )
 
 

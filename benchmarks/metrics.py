@@ -19,6 +19,8 @@ and with one column so large that every response is recomputed in float64.
 thread, and the functions of sets of responses.
 
 Without options, one batch is measured with the first spectrum, and long responses on one thread.
+PyTorch (`pip install -e '.[test]'`) is needed except for `--accuracy`, `--growths`, `--lengths` and
+`--costs`.
 """
 
 import os
@@ -28,6 +30,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA gi
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import math
 import statistics
 import time
@@ -353,6 +356,12 @@ def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6)
             )
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """Tokens and width of an argument such as "512x896"; ValueError for any other text."""
+    tokens, width = map(int, text.split("x"))
+    return tokens, width
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--accuracy", action="store_true", help="errors against float64, no times")
@@ -364,7 +373,7 @@ def main() -> None:
     parser.add_argument(
         "--names", nargs="*", default=list(metrics.RELEASE_METRICS), help="for --lengths"
     )
-    parser.add_argument("--costs", nargs="+", help="tokens x width, such as 512x896")
+    parser.add_argument("--costs", nargs="+", type=shape_of, help="tokens x width, as in 512x896")
     parser.add_argument("--width", type=int, default=3584, help="for --lengths")
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896")
     parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
@@ -379,6 +388,11 @@ def main() -> None:
     if arguments.accuracy or arguments.growths:
         print(machine.description())
         return
+    versions = {}
+    if not (arguments.costs or arguments.lengths):  # these two do not compare
+        if importlib.util.find_spec("torch") is None:
+            parser.error("PyTorch is not installed, which this compares with: .[test] has it.")
+        versions["torch"] = importlib.metadata.version("torch")
     compared = functools.partial(
         compare,
         turns=arguments.turns,
@@ -386,8 +400,7 @@ def main() -> None:
         side_by_side=arguments.side_by_side,
     )
     if arguments.costs:
-        shapes = [tuple(map(int, text.split("x"))) for text in arguments.costs]
-        tables = [costs(*shape, arguments.turns) for shape in shapes]
+        tables = [costs(*shape, arguments.turns) for shape in arguments.costs]
     elif arguments.lengths:
         width, names = arguments.width, arguments.names
         tables = [lengths(arguments.lengths, width, names, arguments.growth, arguments.turns)]
@@ -401,12 +414,7 @@ def main() -> None:
             compared(SHAPE, RESOLVED),
             lengths(LONG, SHAPE[-1], ORDERS, arguments.growth, turns=1),
         ]
-    results.show(
-        "Speed of the metrics",
-        "\n\n".join(tables),
-        arguments.json,
-        {"torch": importlib.metadata.version("torch")},
-    )
+    results.show("Speed of the metrics", "\n\n".join(tables), arguments.json, versions)
 
 
 if __name__ == "__main__":

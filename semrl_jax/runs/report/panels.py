@@ -285,7 +285,7 @@ def panels_of(keys: Iterable[str]) -> list[Panel]:
         Panel("Correct against incorrect", metric, "value", metrics[metric]) for metric in metrics
     ]
     sections = list(dict.fromkeys(panel.section for panel in PANELS))
-    sections.insert(1, "Benchmarks")
+    sections.insert(sections.index("Shaping") + 1, "Benchmarks")
     found = [panel for panel in (*known, *of_benchmarks, *of_metrics) if panel.keys]
     return sorted(found, key=lambda panel: sections.index(panel.section))
 

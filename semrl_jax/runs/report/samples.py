@@ -184,7 +184,10 @@ class _Found:
         if not self.rows and not self.unreadable:
             return "No response is recorded; logging.rollouts_every_steps sets how often."
         note = f"{len(self.rows)} responses of {self._num_recorded} in the files that were read"
-        note += f" (at most {MAX_FILES} of training and {MAX_FILES} of evaluations per run)."
+        note += (
+            f" (of a run, at most {MAX_FILES} files of training and {MAX_FILES} of evaluations; "
+            f"of a file, at most {MAX_RESPONSES} responses, in groups at equal distances)."
+        )
         if self._num_cut:
             note += (
                 f" {self._num_cut} of them have more than {MAX_CHARACTERS} characters and are "
