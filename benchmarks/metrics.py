@@ -373,7 +373,7 @@ def main() -> None:
     parser.add_argument(
         "--names", nargs="*", default=list(metrics.RELEASE_METRICS), help="for --lengths"
     )
-    parser.add_argument("--costs", nargs="+", type=shape_of, help="tokens x width, as in 512x896")
+    parser.add_argument("--costs", nargs="+", type=shape_of, metavar="TxD", help="such as 512x896")
     parser.add_argument("--width", type=int, default=3584, help="for --lengths")
     parser.add_argument("--shapes", nargs="*", help="such as 64x512x896")
     parser.add_argument("--side_by_side", action="store_true", help="for accelerators")
