@@ -25,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from semrl_jax.metrics.spectrum import cholesky_factor
 
-# The fits cover eigenvalues up to this multiple of the estimate of the largest. Nothing checks it;
-# at twice this multiple, sigma has an error of 2e-5 and sigma log sigma one of 1e-3.
+# The fits cover eigenvalues up to this multiple of the estimate of the largest; nothing checks it.
+# At twice this multiple, sigma has a relative error of 5e-4 and sigma log sigma one of 2e-3.
 LARGEST = 1.5
 # From this shift on, the rounding of a factorisation of G + s I in float32 is small beside s.
 FLOAT32_FROM = 5e-5
@@ -62,7 +62,8 @@ WIDE = Fit(
     smallest=1e-11,
     relative_from=1e-3,
 )  # fmt: skip
-# For eigenvalues within five decades, which float32 resolves. Errors of 1.6e-5 of both.
+# For eigenvalues within five decades, which float32 resolves. Errors of 1.6e-5 of sigma
+# and of sigma log sigma.
 NARROW = Fit(
     (1.66, 0.195, 3.08e-2, 5.32e-3, 9.49e-4, 1.71e-4, 2.88e-5, 3.1e-6, 3.46e-8),
     smallest=1e-5,
@@ -174,7 +175,8 @@ def narrow_sums(
       eigenvalues interlace.
     """
     gram, largest = _scaled_contrasts(gram, num_rows)
-    # A matrix has a Cholesky factor only if all its eigenvalues are positive; else it is NaN.
+    # A Cholesky factor is NaN unless all eigenvalues are positive. Here, these are the eigenvalues
+    # of the response less the smallest of the fit, and 1 for rows past the valid ones.
     valid = jnp.arange(1, gram.shape[0] + 1) < num_rows
     lowered = gram + jnp.diag(jnp.where(valid, -NARROW.smallest, 1.0).astype(gram.dtype))
     narrow = jnp.all(jnp.isfinite(jnp.diagonal(cholesky_factor(lowered)))) & (num_rows >= 2)

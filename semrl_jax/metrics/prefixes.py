@@ -223,8 +223,8 @@ def _measure_short(
     each = jax.vmap if over_batch else lambda function: function
 
     def of_sums(rows):
-        # Without the mean of all rows: rounding beside the largest value of the response is small
-        # beside all values of all prefixes, if the spectrum is narrow.
+        # The mean of all rows, not of the first prefix, is subtracted. If the spectrum is narrow,
+        # rounding beside the response's largest value is small beside all values of all prefixes.
         gram = symmetric_product(anchor(rows, rows.states.shape[0]))
         sums, narrow = narrow_sums(gram, rows.num_tokens, width)
         metrics = static["value_metrics"], static["series_metrics"]

@@ -31,8 +31,8 @@ FLOOR_EPSILONS = 4
 # beside one huge direction. Smaller values do no harm if their sum is a small part of all.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
-# Centring removes count * |mean row|^2. Up to this multiple of the largest eigenvalue that is left,
-# the errors above hold. Random walks have 3.3 times, rows after one huge row up to `count` times.
+# Centring subtracts count * |mean row|^2, whose rounding stays. The errors above hold if that is at
+# most this multiple of the largest eigenvalue. It is 3.3 times that eigenvalue for random walks.
 MAX_OFFSET = 4
 # Above this share a float64 value has an error of 1e-6: FLOOR_EPSILONS / 2 epsilons / its square.
 RESOLVED_SIGMA_FLOAT64 = 3e-5
@@ -196,7 +196,7 @@ class PrefixSpectra:
         dtype, width = self.states.dtype, self.states.shape[1]
         valid = jnp.arange(size) < num_rows
         count = jnp.maximum(num_rows, 1).astype(dtype)
-        offset = jnp.zeros((), dtype)  # not needed for more than D rows
+        offset = jnp.zeros((), dtype)  # known only for at most D rows; errors beyond are small
         if size <= width:
             both = valid[:, None] & valid[None]
             gram = jnp.where(both, self._gram[:size, :size], 0.0)

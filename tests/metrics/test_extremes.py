@@ -38,14 +38,14 @@ def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
 @pytest.mark.parametrize(
     ("shape", "factors", "error"),
     [
-        # Of decompositions: documented, and up to 4e-3 if the offset is not checked.
+        # Decompositions: the documented error. Without a check of the offset it is up to 4e-3.
         ((56, 64), (80, 100), 1e-3),
-        # Of sums: twice that of the fit. If the mean of the first prefix is subtracted, up to 8e-4.
+        # Sums: twice the error of the fit. With the mean of the first prefix it is up to 8e-4.
         ((56, 800), (100, 150), 3e-5),
     ],
 )
-def test_a_huge_first_row_is_no_offset_of_the_others(shape, factors, error):
-    # With stride 1 it is the first prefix, whose mean is subtracted from all rows.
+def test_a_huge_first_row_does_not_round_the_others(shape, factors, error):
+    # With stride 1, it is the first prefix. Decompositions subtract the mean of the first prefix.
     measure = functools.partial(metrics.rank_dynamics, stride=1, method="gram")
     for seed, factor in itertools.product(range(6), factors):
         rows = np.random.default_rng(seed).normal(size=shape).astype(np.float32)

@@ -185,8 +185,8 @@ class _Found:
             return "No response is recorded; logging.rollouts_every_steps sets how often."
         note = f"{len(self.rows)} responses of {self._num_recorded} in the files that were read"
         note += (
-            f" (of a run, at most {MAX_FILES} files of training and {MAX_FILES} of evaluations; "
-            f"of a file, at most {MAX_RESPONSES} responses, in groups at equal distances)."
+            f" (at most {MAX_FILES} files of training and {MAX_FILES} of evaluations per run, and "
+            f"{MAX_RESPONSES} responses per file, in whole groups)."
         )
         if self._num_cut:
             note += (
