@@ -29,7 +29,7 @@ setup(
         "jax>=0.10.2,<0.12",
         "jinja2>=3.1.6",  # chat templates
         "jaxtyping>=0.3.11",
-        "math-verify>=0.9.0",
+        "latex2sympy2_extended>=1.11",  # the parser of the grader
         "matplotlib>=3.11",
         "ml_collections>=1.1",
         "ml_dtypes>=0.5",
@@ -63,6 +63,7 @@ setup(
             "hypothesis>=6.170",
             "jsonschema>=4.26",
             "kubernetes-validate>=1.37",
+            "math-verify>=0.9.0",  # for comparison in benchmarks.grading
             "peft>=0.21",  # reads and writes adapters, for comparison
             PDOC,
             "pytest>=9.2",

@@ -1,14 +1,17 @@
-"""Speed of the grader of benchmarks, and its verdicts on the reference answers of benchmarks.
+"""Speed and errors of the grader, compared with math-verify.
 
     python -m benchmarks.grading
     python -m benchmarks.grading --data_dir=DIR
 
-Answer pairs go through a `VerifierPool` with two workers, as in an evaluation. `numbers` are plain
-numbers, as in GSM8K. `mix` has the pairs of the grader's tests: fractions, radicals, intervals,
-matrices, equations and others, each once. `repeated` has them many times, as the samples of an
-evaluation with n > 1 repeat answers; workers remember the pairs that they have compared. The `math`
-verifier (math-verify) does the same work. Figures are medians over the turns, in which the two
-alternate. Starting the workers does not count.
+Speed: answer pairs go through a `VerifierPool` with two workers, as in training. `numbers` are
+plain numbers, as in GSM8K. `mix` has the pairs of the grader's tests: fractions, radicals,
+intervals, matrices, equations and others, each once. `repeated` has them many times, as the samples
+of an evaluation with n > 1 repeat answers; workers remember the pairs that they have compared.
+math-verify does the same work. Figures are medians over the turns, in which the two alternate.
+Starting the workers does not count.
+
+Errors: the verdicts of both on the cases of public bug reports and of the grader's tests, and what
+math-verify would add as a second opinion on answers that the grader calls wrong.
 
 With `--data_dir`, every row of the JSONL files of known benchmarks is graded twice: its reference
 answer in a box must be right, and a wrong answer of the same kind must be wrong.
@@ -20,6 +23,7 @@ import concurrent.futures
 import decimal
 import importlib.metadata
 import json
+import logging
 import pathlib
 import random
 import re
@@ -30,11 +34,15 @@ from collections.abc import Iterator
 from benchmarks import machine
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark import Benchmark, BenchmarkReader
-from semrl_jax.rewards import VerifierPool
+from semrl_jax.rewards import VerifierPool, VerifierSettings
+from semrl_jax.rewards.extraction import find_answer
+from semrl_jax.rewards.verifiers import math
 from tests.rewards.grading.pairs import PAIRS
+from tests.rewards.grading.test_pairs import REPORTED
 
 TIMEOUT_S = 3.0  # of the evaluation protocol
-VERIFIERS = ("benchmark", "math")
+VERIFIERS = ("math", "benchmarks.grading:by_math_verify")
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
 Pair = tuple[str, str, str]  # response, reference, row as JSON
 
 
@@ -68,7 +76,7 @@ def rate(verifier: str, pairs: list[Pair]) -> tuple[float, int]:
 
 def speed(count: int, turns: int) -> None:
     """Prints ratios and pairs per second."""
-    print("ratio  pairs          benchmark        math   (pairs per second, timeouts)")
+    print("ratio  pairs           grader     math-verify   (pairs per second, timeouts)")
     many = [pair for _ in range(count // len(PAIRS) + 1) for pair in mix()][:count]
     for name, pairs in (("numbers", numbers(count)), ("mix", mix()), ("repeated", many)):
         rates = collections.defaultdict(list)
@@ -78,9 +86,38 @@ def speed(count: int, turns: int) -> None:
                 measured, num_timeouts = rate(verifier, pairs)
                 rates[verifier].append(measured)
                 timeouts[verifier] += num_timeouts
-        median = {verifier: statistics.median(rates[verifier]) for verifier in VERIFIERS}
-        columns = "".join(f"{median[v]:8.0f}/s, {timeouts[v]}" for v in VERIFIERS)
-        print(f"{median['benchmark'] / median['math']:4.1f}x  {name:10}{columns}", flush=True)
+        ours, theirs = (statistics.median(rates[verifier]) for verifier in VERIFIERS)
+        columns = (
+            f"{ours:8.0f}/s, {timeouts[VERIFIERS[0]]}{theirs:8.0f}/s, {timeouts[VERIFIERS[1]]}"
+        )
+        print(f"{ours / theirs:4.1f}x  {name:10}{columns}", flush=True)
+
+
+def by_math_verify(response: str, reference: str) -> bool:
+    """The verdict of math-verify on a whole response; without its time limits, as in a worker."""
+    import math_verify
+
+    gold = math_verify.parse(rf"\boxed{{{reference}}}", parsing_timeout=None)
+    found = math_verify.parse(response, parsing_timeout=None)
+    return bool(math_verify.verify(gold, found, timeout_seconds=None))
+
+
+def errors() -> None:
+    """Prints how many verdicts of each are wrong, and what a second opinion would change."""
+    cases = [json.loads(line) for line in REPORTED.read_text(encoding="utf-8").splitlines()]
+    cases += [{"response": f"\\boxed{{{pair.answer}}}", **pair._asdict()} for pair in PAIRS]
+    mistakes = collections.Counter()
+    for case in cases:
+        response, reference, right = case["response"], case["reference"], case["correct"]
+        ours = math.verify(response, reference, VerifierSettings()).correct
+        theirs = by_math_verify(response, reference)
+        second = by_math_verify(f"\\boxed{{{find_answer(response) or ''}}}", reference)
+        for name, verdict in (("grader", ours), ("math-verify", theirs), ("both", ours or second)):
+            mistakes[name, "wrong called right"] += verdict and not right
+            mistakes[name, "right called wrong"] += right and not verdict
+    print(f"{len(cases)} cases; `both` asks math-verify where the grader says wrong")
+    for (name, kind), count in mistakes.items():
+        print(f"  {name:12}{kind:20}{count:4}  {100 * count / len(cases):.1f} %")
 
 
 def wrong_answer(reference: str, row: dict) -> str:
@@ -141,6 +178,7 @@ def main() -> None:
         agreement(arguments.data_dir)
     else:
         speed(arguments.pairs, arguments.turns)
+        errors()
     packages = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     print(f"{machine.description()}, {versions}")

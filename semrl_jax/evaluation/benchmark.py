@@ -20,7 +20,7 @@ from semrl_jax.data.rows import (
     columns_text,
     field_value,
 )
-from semrl_jax.rewards.extraction import box_content
+from semrl_jax.rewards.extraction import boxed_answer
 
 KINDS = ("math", "number", "choice")
 # A fixed version of the evaluation data of the reference implementation.
@@ -204,7 +204,7 @@ def options_in(text: str, letters: str, mark: str) -> tuple[str, ...]:
 def boxed(row: dict[str, Any], field: str) -> str:
     """The content of the last \\boxed{...} in a solution."""
     solution = text(row, field)
-    answer = box_content(solution.rpartition("boxed")[2]).strip() if "boxed" in solution else ""
+    answer = (boxed_answer(solution) or "").strip()
     if not answer:
         raise RowError(f"field {field!r} has no \\boxed{{answer}}: {solution!r:.80}.")
     return answer

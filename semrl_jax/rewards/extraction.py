@@ -12,38 +12,48 @@ from semrl_jax.end_markers import response_text
 
 # Possessive repeats do not backtrack, so hostile braces cost one pass. A box may contain two nested
 # levels of braces.
-_COMPLETE_BOX = re.compile(r"\\boxed\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\}")
-_NUMBER = re.compile(r"-?\d*\.?\d+")
-_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})")
-
-_SPACING = re.compile(r"\\[!,;: ]|~|\\q?quad(?![a-zA-Z])|[\x00-\x1f\x7f]")
-_SIZING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|°")
-_CURRENCY_AND_PERCENT = re.compile(r"\\?[$%]")
-_TEXT = r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"
-_WHOLLY_TEXT = re.compile(rf"\s*{_TEXT}\s*")
-_UNIT_TEXT = re.compile(rf"(?<=[\d}})])\s*{_TEXT}\s*(?:\^\s*(?:\d|\{{\d\}}))?\s*$")
-_UNIT_WORD = re.compile(
-    r"(?<=[\d}\)])\s+(?:mm|cm|km|kg|mg|mL|meters?|metres?|centimeters?|kilometers?|miles?|feet|foot|"
-    r"inch(?:es)?|yards?|grams?|kilograms?|pounds?|liters?|litres?|seconds?|minutes?|hours?|days?|"
-    r"weeks?|months?|years?|degrees?|radians?|percent|dollars?|cents?|euros?|units?|mph|"
-    r"(?:square|cubic) (?:units?|meters?|centimeters?|feet|inches|miles))$"
+_COMPLETE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\}")
+# With braces, or around one number or letter. The word "boxed" alone is no box.
+_BOX = re.compile(r"(?:\\?boxed|\\fbox)\s*(?=\{)|\\boxed\s*(?=[\d.+-]|[A-Za-z](?![A-Za-z]))")
+_UNBRACED = re.compile(r"[-+]?[\d.,/]*\d|[A-Za-z]")
+# Between two boxes of one answer: `\boxed{1} and \boxed{2}`, `\boxed{1}$, $x = \boxed{2}`.
+_BETWEEN = re.compile(
+    r"(?:[\s$.]|\\[()\[\], ]|\\q?quad)*(?:,|;|、|和|或|及|&|\\text\{|\band\b|\bor\b)"
+    r"(?:[\s$,}]|\\[()\[\], ]|\\q?quad|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
+MAX_BETWEEN = 40  # characters
+MAX_BOXES = 64  # the last ones are looked at; also of marks
+
+# What announces an answer. GSM8K writes `####`.
+_MARK = re.compile(
+    r"####|<answer>|答案(?:应该|应)?[是为:：]+"
+    r"|(?i:\banswer\b)[*_]*\s*(?:\bis\b|\bare\b|[:：=])"
+)
+_END_OF_ANSWER = re.compile(r"</answer>|\n")
+_DISPLAYED = re.compile(r"(?:\$\$|\\\[)(.*?)(?:\$\$|\\\])", re.DOTALL)
+_SENTENCE = re.compile(r"(?<=[^\s\d])[.](?=\s|$)|[.](?=\s*[A-Z])|。|\s(?:so|because|since)\b")
+
+# The last number of a text, as it is written: with its sign, as a fraction, percentage or power.
+WINDOW = 2000  # characters at the end of a text in which the last number is looked for
+_DIGITS = r"(?:\d(?:,?\d)*(?:\.\d+)?|\.\d+)"
+_GROUP = r"(?:\s*\{[^{}]*\}|\s*\d)"
+NUMBER = (
+    r"(?:(?<![\w)\]}.%])[-+−–])?(?:[$€£¥][-−]?)?"
+    rf"(?:(?:\d+\s*)?\\[dt]?frac{_GROUP}{_GROUP}|\d*\\sqrt{_GROUP}|{_DIGITS})"
+    rf"(?:\s?/\s?{_DIGITS}|:\d\d|[eE][-+]?\d+|\s*(?:\\times|×|\\cdot)\s*10\s*\^\s*"
+    r"(?:\{\s*[-+]?\d+\s*\}|-?\d+))?"
+    r"(?:\s?\\?%|\\?!|π|\\pi)?"
+)
+_NUMBER = re.compile(NUMBER)
+_JOINED = re.compile(r"\s*(?:(,?\s*(?:and|or)\b|和|或)|(,)|(?:-|–|—|~|to\b))\s*")
+_BETWEEN_NUMBERS = re.compile(r"(?i)\bbetween\s*$")
+_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\(((?:[^\\]|\\[^)])*)\\\)|\\\[((?:[^\\]|\\[^\]])*)\\\]")
+_PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{2,}\s+[a-zA-Z]{2,}")
 
 
 def has_complete_box(text: str) -> bool:
     """Whether a complete \\boxed{...} with at most two nested brace levels comes before the end."""
     return _COMPLETE_BOX.search(response_text(text)) is not None
-
-
-def extract_answer(text: str) -> str | None:
-    """Finds the answer in a response as `find_answer`, normalised by `normalize_answer`.
-
-    It may be empty (`\\boxed{}`). None if no rule finds an answer.
-    """
-    answer = find_answer(text)
-    return None if answer is None else normalize_answer(answer)
 
 
 def find_answer(text: str) -> str | None:
@@ -52,71 +62,110 @@ def find_answer(text: str) -> str | None:
     In the text before the first end marker, the first rule that applies gives the answer:
 
     1. between `final answer is $` and `$. I hope`;
-    2. the content of the last `boxed`: balanced braces, else up to `$`;
-    3. after the last `he answer is`;
-    4. after the last `final answer is`;
-    5. after the first `答案是`, up to a blank line;
-    6. the last number, commas removed.
-
-    Line breaks, a leading `:`, and a final `.` or `/` are removed.
+    2. the content of the last box that has one: balanced braces, else up to `$`. Boxes that only
+       `and`, `or` or a comma separates from it belong to it;
+    3. what follows the last mark, such as `answer is`, `Answer:`, `答案是`, `####` or `<answer>`,
+       on its line;
+    4. the last number, with all mathematics around it if it stands between `$` or `\\(` and `\\)`.
 
     Source: the math scorer of the reference implementation (hf618/VERL, 3de68f1), which reads the
-    prompt as well.
+    prompt as well, takes the word `boxed` for a box, and the last of several boxes only.
     """
-    answer = _raw_answer(response_text(text))
+    text = response_text(text)
+    answer = _minerva(text) or boxed_answer(text)
+    if answer is None:
+        answer = _marked(text) or _last_number(text)
     if answer is None:
         return None
     answer = re.sub(r"\n\s*", "", answer).strip()
-    return answer.removeprefix(":").removesuffix(".").removesuffix("/")
+    return answer.removeprefix(":").removesuffix(".").removesuffix("/").strip()
 
 
-def _raw_answer(text: str) -> str | None:
+def is_boxed(text: str) -> bool:
+    """Whether the answer of a response is in a box, perhaps without its end."""
+    return boxed_answer(response_text(text)) is not None
+
+
+def first_sentence(answer: str) -> str:
+    """An answer without what follows it: a further sentence, or a reason."""
+    return _SENTENCE.split(answer.strip(), maxsplit=1)[0].strip()
+
+
+def _minerva(text: str) -> str | None:
     start_mark, end_mark = "final answer is $", "$. I hope"
     start = text.find(start_mark)
-    if start >= 0:
-        start += len(start_mark)
-        end = text.find(end_mark, start)
-        if end >= 0:
-            return text[start:end]
-    if "boxed" in text:
-        return box_content(text.rpartition("boxed")[2])
-    for mark in ("he answer is", "final answer is"):
-        if mark in text:
-            return text.rpartition(mark)[2]
-    if "答案是" in text:
-        return text.partition("答案是")[2].strip().partition("\n\n")[0]
-    numbers = _NUMBER.findall(text.replace(",", ""))
-    return numbers[-1] if numbers else None
+    end = text.find(end_mark, start + len(start_mark)) if start >= 0 else -1
+    return text[start + len(start_mark) : end] if end >= 0 else None
 
 
-def box_content(text: str) -> str:
-    """The content of a box; `text` is what follows the word boxed."""
-    if text.startswith("{"):
-        depth = 0
-        for brace in re.finditer(r"[{}]", text):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return text[1 : brace.start()]
-    return text.removeprefix("{").partition("$")[0]
+def boxed_answer(text: str) -> str | None:
+    """The content of the last box that has one, and of boxes joined to it; None without a box."""
+    boxes = list(_BOX.finditer(text))[-MAX_BOXES:]
+    found: list[str] = []
+    start = len(text)
+    for box in reversed(boxes):
+        content, end = _content(text, box.end())
+        if found and not (
+            end is not None and start - end <= MAX_BETWEEN and _BETWEEN.fullmatch(text, end, start)
+        ):
+            break
+        if content.strip():
+            found.insert(0, content)
+            start = box.start()
+    return ", ".join(dict.fromkeys(found)) if found else None
 
 
-def normalize_answer(answer: str) -> str:
-    """Removes what does not change an answer: spacing, sizing commands, currency, percent, units.
-
-    `10\\%` becomes `10`, as in the reference implementation. A reference answer is compared in this
-    form and as written, so both `10` and `0.1` are right if it is `10\\%`.
-    """
-    answer = _SPACING.sub(" ", answer)
-    answer = _SIZING.sub("", answer)
-    answer = _FRACTION.sub(r"\\frac", answer)
-    answer = _DEGREES.sub("", answer)
-    answer = _CURRENCY_AND_PERCENT.sub("", answer)
-    if whole := _WHOLLY_TEXT.fullmatch(answer):
-        answer = whole[1]
-    return _UNIT_WORD.sub("", _UNIT_TEXT.sub("", " ".join(answer.split())))
+def _content(text: str, start: int) -> tuple[str, int | None]:
+    """The content of the box whose braces begin at `start`, and the place after it if it ends."""
+    if text[start] != "{":
+        found = _UNBRACED.match(text, start)
+        return (found[0], found.end()) if found else ("", None)
+    depth = 0
+    for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[start + 1 : brace.start()], brace.end()
+    return text[start + 1 :].partition("$")[0], None
 
 
-def expand_scientific(answer: str) -> str:
-    """Rewrites `1e3`, which LaTeX reads as a product with Euler's number, as 1 \\times 10^{3}."""
-    match = _SCIENTIFIC.fullmatch(answer.strip())
-    return f"{match[1]} \\times 10^{{{int(match[2])}}}" if match else answer
+def _marked(text: str) -> str | None:
+    for mark in reversed(list(_MARK.finditer(text))[-MAX_BOXES:]):
+        rest = text[mark.end() :].lstrip(" \n\t*_:：")
+        if shown := _DISPLAYED.match(rest):
+            rest = shown[1].replace("\n", " ")
+        answer = _END_OF_ANSWER.split(rest, maxsplit=1)[0].strip(" *_")
+        if answer:
+            return answer
+    return None
+
+
+def _last_number(text: str) -> str | None:
+    text = text[-WINDOW:]
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    for found in _MATH.finditer(text):
+        content = found[1] or found[2] or found[3]
+        if found.start() < last.start() and last.end() < found.end() and not _PROSE.search(content):
+            return content
+    return _with_list(text, numbers)
+
+
+def _with_list(text: str, numbers: list[re.Match[str]]) -> str | None:
+    """The last number, with those that `and` or `or` joins to it; None for a range such as 3-5."""
+    first = len(numbers) - 1
+    joins: list[re.Match[str]] = []
+    while first > 0 and (
+        join := _JOINED.fullmatch(text, numbers[first - 1].end(), numbers[first].start())
+    ):
+        if join[1] is None and join[2] is None:
+            return None
+        joins.append(join)
+        first -= 1
+    # "In 2020, 15 of them" and "it costs 5, and 7 in all" are no lists.
+    if not joins or joins[0][1] is None or (len(joins) == 1 and joins[0][1].startswith(",")):
+        return numbers[-1][0]
+    if _BETWEEN_NUMBERS.search(text, 0, numbers[first].start()):
+        return None
+    return text[numbers[first].start() : numbers[-1].end()]

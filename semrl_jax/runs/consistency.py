@@ -24,8 +24,8 @@ from semrl_jax.settings.rewards import reward_functions
 
 # Packages that results and files depend on, in addition to those that a run directory records.
 MORE_PACKAGES = (
-    "math-verify", "ml_collections", "ml_dtypes", "protobuf", "pyarrow", "safetensors",
-    "tensorstore", "tokenizers",
+    "latex2sympy2_extended", "ml_collections", "ml_dtypes", "protobuf", "pyarrow", "safetensors",
+    "sympy", "tensorstore", "tokenizers",
 )  # fmt: skip
 
 

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.rewards.extraction import (
-    expand_scientific,
-    extract_answer,
-    has_complete_box,
-    normalize_answer,
-)
+from semrl_jax.rewards.extraction import find_answer, has_complete_box
 
 
 @pytest.mark.parametrize(
@@ -21,19 +16,39 @@ from semrl_jax.rewards.extraction import (
         (r"final answer is $7$. I hope \boxed{9}", "7"),
         ("final answer is $ 7 $. I hope. final answer is $8$. I hope", "7"),
         # Rule 2.
-        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{1}, no, \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"$x=\boxed{1}$, $x=\boxed{2}$ or \boxed{3}", "1, 2, 3"),
+        (r"\boxed{1} and \boxed{1}", "1"),
+        (r"\boxed{1}. So \boxed{2}", "2"),
+        (r"\boxed {7} or \fbox{\frac12}", r"7, \frac12"),
+        (r"\boxed{7}. I boxed the answer, as \boxed was asked for \boxed{}.", "7"),
+        (r"It is \boxed{} 7.", "7"),
         (r"\boxed{\frac{1}{2}} he answer is 9", r"\frac{1}{2}"),
         (r"\boxed{7 and more", "7 and more"),
         (r"\boxed{7$ and more", "7"),
         (r"$\boxed 7$ and more", "7"),
-        (r"\boxed{}", ""),
-        # Rules 3 and 4.
+        (r"\boxed{}", None),
+        # Rule 3.
         ("The answer is 3. The answer is 7.", "7"),
         ("My final answer is: 7/", "7"),
-        # Rule 5.
         ("答案是 7\n\n所以 8", "7"),
-        # Rule 6.
-        ("first 12, then 1,234.5 apples", "1234.5"),
+        ("**Answer:** 7\nas 5 + 2 = 7", "7"),
+        ("Final answer:\n\n\\[\nx+1\n\\]", "x+1"),
+        ("7 #### -8 <answer>9</answer> #### ", "9"),
+        # Rule 4.
+        ("first 12, then 1,234.5 apples", "1,234.5"),
+        ("so $x = \\frac{1}{2}$.", "x = \\frac{1}{2}"),
+        ("It costs $5, and $7 in all", "$7"),
+        ("half is 1/2", "1/2"),
+        ("about 1.05e-34", "1.05e-34"),
+        ("it is 2.5 \\times 10^{-3}", "2.5 \\times 10^{-3}"),
+        ("so 10%", "10%"),
+        ("it falls to \u22123", "\u22123"),
+        ("so 4-3", None),  # a range has no answer
+        ("3, 4 and 5", "3, 4 and 5"),
+        ("between 3 and 5", None),
+        ("In 2020, 15", "15"),
         ("it falls to -3", "-3"),
         ("half is .5", ".5"),
         ("no idea", None),
@@ -48,32 +63,7 @@ from semrl_jax.rewards.extraction import (
     ],
 )
 def test_extracts_by_the_first_rule_that_applies(text, answer):
-    assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "normal"),
-    [
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\left( 1,\,2 \right)", "( 1, 2 )"),
-        (r"\leftarrow", r"\leftarrow"),
-        (r"10\%", "10"),
-        (r"\$5", "5"),
-        ("$5$", "5"),
-        (r"45^\circ", "45"),
-        (r"45^{\circ}", "45"),
-        (r"\text{A}", "A"),
-        (r"5 \text{ cm}", "5"),
-        (r"\frac{1}{2} \text{ cm}^2", r"\frac{1}{2}"),
-        ("5 dollars", "5"),
-        ("5 square units", "5"),
-        ("5 m", "5 m"),  # could be a variable
-        (r"x \text{ or } y", r"x \text{ or } y"),
-        ("7\x00", "7"),
-    ],
-)
-def test_normalises_what_does_not_change_an_answer(answer, normal):
-    assert normalize_answer(answer) == normal
+    assert find_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -85,6 +75,8 @@ def test_normalises_what_does_not_change_an_answer(answer, normal):
         (r"\boxed{7", False),
         (r"boxed{7}", False),
         (r"\boxed 7", False),
+        (r"\boxed {7}", True),
+        (r"\fbox{7}", True),
         (r"\boxed{\boxed{7}", True),  # the inner one is complete
         (r"<|im_end|>\boxed{7}", False),
     ],
@@ -109,13 +101,13 @@ def test_box_content_agrees_with_counting_braces(content):
     content, deepest = content
     text = "so \\boxed{" + content + "} ends"
     assert has_complete_box(text) is (deepest <= 2)
-    assert extract_answer(text) == normalize_answer(content)
+    assert find_answer(text) == (content.strip() or None)
 
 
 @given(text=st.text(max_size=200))
 def test_text_after_the_end_marker_is_ignored(text):
-    answer, boxed = extract_answer(text), has_complete_box(text)
-    assert extract_answer(text + "</s>\\boxed{1}") == answer
+    answer, boxed = find_answer(text), has_complete_box(text)
+    assert find_answer(text + "</s>\\boxed{1}") == answer
     assert has_complete_box(text + "</s>\\boxed{1}") is boxed
 
 
@@ -136,20 +128,6 @@ def test_text_after_the_end_marker_is_ignored(text):
 )
 def test_hostile_text_costs_one_pass(text):
     start = time.perf_counter()
-    extract_answer(text)
+    find_answer(text)
     has_complete_box(text)
     assert time.perf_counter() - start < 1.0  # about 0.02 s; a quadratic rule takes minutes
-
-
-@pytest.mark.parametrize(
-    ("answer", "expanded"),
-    [
-        ("1e3", r"1 \times 10^{3}"),
-        ("-2.5E-04", r"-2.5 \times 10^{-4}"),
-        ("1e9999", "1e9999"),  # would need 10,000 digits
-        ("2e", "2e"),
-        ("2e3x", "2e3x"),
-    ],
-)
-def test_scientific_notation_is_spelled_out(answer, expanded):
-    assert expand_scientific(answer) == expanded

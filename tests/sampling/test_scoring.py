@@ -335,7 +335,7 @@ def turn_tokenizer():
 
 
 class HereVerifier(VerifierPool):
-    """math-verify in this process."""
+    """The grader in this process."""
 
     def __init__(self):
         self.seen = []

@@ -11,7 +11,7 @@ import numpy as np
 from semrl_jax.evaluation.interface import PerProblem
 from semrl_jax.evaluation.repeated import log_factorials, plan, sizes_above_one
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.rewards.extraction import normalize_answer
+from semrl_jax.rewards.grading.text import normalized
 
 __all__ = ["per_problem", "plan"]
 
@@ -36,7 +36,7 @@ def per_problem(
 
 def answer_class(extracted: str | None) -> str:
     """The text by which two answers are equal: normalised, without case and spaces; "": no vote."""
-    return "".join(normalize_answer(extracted or "").casefold().split()).rstrip(".")
+    return "".join(normalized(extracted or "").casefold().split())
 
 
 def votes_of(samples: Sequence[Sample]) -> tuple[tuple[int, float], ...]:

@@ -1,9 +1,10 @@
-"""Whether two answers of a benchmark are equal; plain Python, and no text is ever executed.
+"""The grader of answers, for training and evaluation; no text is ever executed.
 
-`answers.equal` puts the rules together; each module has one of them.
+`grade` judges a response and `equal` two answers; each module has one of the rules.
 """
 
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.choice import chosen_letters
+from semrl_jax.rewards.grading.responses import Graded, grade, prepare
 
-__all__ = ["chosen_letters", "equal"]
+__all__ = ["Graded", "chosen_letters", "equal", "grade", "prepare"]

@@ -6,29 +6,34 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from semrl_jax.rewards.grading import expressions, relations
-from semrl_jax.rewards.grading.numbers import numbers_equal, parse_number
+from semrl_jax.rewards.grading import expressions, real_sets, relations, units
+from semrl_jax.rewards.grading.numbers import Number, numbers_equal, parse_number
 from semrl_jax.rewards.grading.splitting import Parts, bracketed, condition, split
-from semrl_jax.rewards.grading.text import MAX_CHARS, is_words, normalized, same_text
+from semrl_jax.rewards.grading.text import MAX_CHARS, is_words, same_text, split_unit
 
 MAX_LEVELS = 4  # of parts in parts, such as a set of pairs
-_BASE = re.compile(r"(\w+)_\{?(\d{1,2})\}?")
-_CLOCK = re.compile(r"\d{1,2}:\d\d(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)
+_BASE = re.compile(r"\(?(\d\w*)\)?_\{?(\d{1,2})\}?")
+_TIME = re.compile(
+    r"(\d{1,2}):(\d\d)\s*(?:\\text\s*\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
+)
+_SET = re.compile(r"[<>]|\\(?:leq|geq|neq|cup|cap|setminus|backslash|in)(?![a-zA-Z])")
 
 
 @functools.lru_cache(maxsize=8192)
 def equal(answer: str, reference: str, *, percent: bool = False) -> bool:
     """Whether an answer equals a reference answer; the first rule that decides counts.
 
-    1. The same text, but for case, spaces, fonts, units, currency and punctuation.
-    2. Two numbers: see `numbers_equal`.
-    3. Numbers to a base: the digits must be equal. One of them may leave out the base.
+    1. The same text, but for spaces, fonts, units, currency and punctuation. Two known units must
+       agree: 5 km is 5000 m, and not 5 m.
+    2. Two numbers: see `numbers_equal`. Numbers to a base and times of day: the same digits.
+    3. Inequalities, intervals and unions: the same real numbers, see `real_sets`. With parameters:
+       the same interval, or the same sides in the same order.
     4. Tuples, intervals and matrices: the same brackets, and equal elements in the same order.
        Sets, lists and unions: equal elements in any order; `1 \\pm 2` has two.
-    5. Inequalities: the same interval, or the same sides in the same order.
-    6. Equations: the same difference of the sides, but for a factor. `x = 5` and `5` are equal.
-    7. Words: never equal here, because rule 1 has compared them.
-    8. Expressions: the same values, see `expressions_equal`.
+    5. Equations: the same difference of the sides, but for a factor. `x = 5` and `5` are equal.
+       The value of `m + n = 113` is 113; sides without names must agree.
+    6. Words: never equal here, because rule 1 has compared them.
+    7. Expressions: the same values, see `expressions_equal`.
 
     Args:
       answer: as the model wrote it, without a box.
@@ -40,7 +45,15 @@ def equal(answer: str, reference: str, *, percent: bool = False) -> bool:
     """
     if max(len(answer), len(reference)) > MAX_CHARS:
         return False
-    return _equal(normalized(answer), normalized(reference), percent, MAX_LEVELS)
+    (answer, unit), (reference, reference_unit) = split_unit(answer), split_unit(reference)
+    worths = units.worth(unit), units.worth(reference_unit)
+    if worths[0] and worths[1] and worths[0] != worths[1]:
+        numbers = parse_number(answer), parse_number(reference)
+        if None in numbers or worths[0].dimensions != worths[1].dimensions:
+            return False
+        scaled = (number.scaled(worth.size) for number, worth in zip(numbers, worths))
+        return numbers_equal(*scaled)
+    return _equal(answer, reference, percent, MAX_LEVELS)
 
 
 def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
@@ -57,18 +70,26 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
             numbers = numbers[0], parse_number(reference, with_words=True)
     if numbers[0] and numbers[1]:
         return numbers_equal(numbers[0], numbers[1], percent=percent)
-    compare = functools.partial(_equal, percent=percent, levels=levels - 1)
     bases = _BASE.fullmatch(answer), _BASE.fullmatch(reference)
-    if any(base and base[1][0].isdigit() for base in bases):
-        if bases[0] and bases[1]:
-            return bases[0].groups() == bases[1].groups()
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
+    if bases[0] or bases[1]:
         return (bases[0] or bases[1])[1] in (answer, reference)
-    if _CLOCK.fullmatch(answer) and _CLOCK.fullmatch(reference):
-        return False
+    times = _time_of_day(answer), _time_of_day(reference)
+    if times[0] and times[1]:
+        return all(x == y for x, y in zip(*times) if x and y)
+    compare = functools.partial(_equal, percent=percent, levels=levels - 1)
     chains = relations.as_chain(answer), relations.as_chain(reference)
     if chains[0] and chains[1]:
         (sides, signs), (reference_sides, reference_signs) = chains
-        return signs == reference_signs and _all_equal(sides, reference_sides, compare)
+        if signs == reference_signs and _all_equal(sides, reference_sides, compare):
+            return True
+    if any(map(_SET.search, (answer, reference))):
+        sets = real_sets.as_real_set(answer), real_sets.as_real_set(reference)
+        if sets[0] and sets[1] and (found := real_sets.equal(*sets)) is not None:
+            return found
+    if chains[0] and chains[1]:
+        return False
     values = relations.without_names(answer, reference)
     if values != (answer, reference) and compare(*values):
         return True
@@ -77,12 +98,36 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return _parts_equal(
             parts[0] or Parts("", (answer,)), parts[1] or Parts("", (reference,)), compare
         )
+    if not relations.sides(reference)[1] and (found := _results(answer, compare)):
+        return any(compare(result, reference) for result in found)
     if is_words(answer) or is_words(reference):
         return False
     equations = relations.as_equation(answer), relations.as_equation(reference)
     if equations[0] and equations[1]:
         return expressions.equations_equal(*equations)
+    for number, other in zip(numbers, (reference, answer)):
+        if number and number.place and (value := expressions.constant(other)) is not None:
+            exact = Number(expressions.as_fraction(value))
+            return numbers_equal(number, exact, percent=percent)
     return expressions.expressions_equal(answer, reference)
+
+
+def _time_of_day(text: str) -> tuple[str, str] | None:
+    """Hours and minutes of 10:30 or 10:30 a.m., and `a` or `p`."""
+    time = _TIME.fullmatch(text)
+    return (f"{int(time[1])}:{time[2]}", (time[3] or "").casefold()) if time else None
+
+
+def _results(text: str, compare: Callable[[str, str], bool]) -> list[str]:
+    """The results of a chain of equations, if its sides without names agree."""
+    sides, signs = relations.sides(text)
+    for left, sign, right in zip(sides, signs, sides[1:]):
+        both = expressions.constant(left), expressions.constant(right)
+        if None not in both:
+            x, y = map(expressions.inexact, both)
+            if not (compare(left, right) if sign == "=" else abs(x - y) * 100 <= abs(y)):
+                return []
+    return relations.results(text)
 
 
 def _without_brackets(text: str) -> str:
@@ -97,6 +142,8 @@ def _without_brackets(text: str) -> str:
 
 
 def _parts(text: str) -> Parts | None:
+    if parse_number(text):  # 10,080 is no list
+        return None
     return split(text) or relations.as_interval(text)
 
 

@@ -7,12 +7,25 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.rewards.grading.text import normalized, same_text
 
-_MARKS = re.compile(
-    r"(?:answer|choice|option|choose|答案|选项|故选|应选|选择|选)\s*(?:is|are|为|是|的)?\s*[:：]?\s*",
-    re.IGNORECASE,
+_TAIL = r"[*_]*\s*(?:is|are|为|是|的)?\s*[:：]?\s*"
+_MARKS = (  # the first that a response has counts; "option B is wrong" announces nothing
+    re.compile(
+        rf"(?:answer|choose|chose|correct (?:option|choice)|答案|故选|应选|选择|选)s?{_TAIL}",
+        re.IGNORECASE,
+    ),
+    re.compile(rf"(?:option|choice|选项){_TAIL}", re.IGNORECASE),
 )
 _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*[).:：、．,]\s*")
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF21, 0xFF5B)}
 _ARTICLE = re.compile(r"A\s{1,9}[a-z]")
+# A response that ends with its letter: `it must be C.`, `**D**`, `(A)`.
+_LAST_WORD = re.compile(r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$")
+_HEDGE = re.compile(r"[\s,]*(?:or\b|/|或|和/或)", re.IGNORECASE)
+# A letter before its text: `(C) 12`, `C. 12`, `\\text{Option C}`, `C, because ...`.
+_BOXED_LABEL = re.compile(
+    r"\s*(?:\\text\s*\{\s*)?(?:[Oo]ption|[Cc]hoice)?\s*\(?\s*([A-Z])"
+    r"(?:\s*[).:、}]|,?\s+(?=\\text|since\b|because\b|as\b)|$)"
+)
 _FONTS = re.compile(r"\\[a-zA-Z]+\s*|[{}$*\\]")
 
 
@@ -42,12 +55,15 @@ def chosen_letters(
 
     The first rule that applies:
 
-    1. The box has letters: `C`, `(C)`, `C.`, `C. 12`, `\\text{C}`, `ACD`, `A, C`.
+    1. The box has letters: `C`, `(C)`, `C.`, `C. 12`, `\\text{C}`, `ACD`, `A, C`, `Option C`, also
+       before a reason: `C, since A fails`.
     2. The box equals the text of exactly one option.
-    3. The last stand-alone letter in the box.
+    3. The only letter that stands alone in the box.
     4. Without a box: the letters after the last mark, such as `answer is`, `答案是` or `故选`.
     5. Without a box: the last stand-alone letter. An `A` before a word in small letters is an
        article, and counts only if there is no other.
+
+    `B or C` chooses nothing.
 
     Args:
       response: the text.
@@ -60,14 +76,30 @@ def chosen_letters(
         return (
             _written(box, letters)
             or _by_text(box, letters, choices, equal)
-            or _last_alone(box, letters)
+            or _only_alone(box, letters)
         )
-    marks = list(_MARKS.finditer(response))
-    for mark in reversed(marks):
-        rest = response[mark.end() : mark.end() + 40].partition("\n")[0]
-        if found := _leading(rest, letters):
-            return found
-    return _last_alone(response, letters)
+    found = announced_letters(response, letters)
+    return _last_alone(response, letters) if found is None else found
+
+
+def announced_letters(response: str, letters: str) -> str | None:
+    """The letters after the last mark that letters follow; "" for `B or C`, None without any."""
+    for marks in _MARKS:
+        for mark in reversed(list(marks.finditer(response))):
+            rest = response[mark.end() : mark.end() + 40].partition("\n")[0]
+            if (found := _leading(rest, letters)) is not None:
+                return found
+    if last := _LAST_WORD.search(response):
+        return last[1] if last[1] in letters else None
+    return None
+
+
+def letters_of_answer(response: str, box: str | None) -> str:
+    """The letters that a response chooses by a box or a mark, where the options are not known."""
+    letters = "ABCDEFGHJKLMNOPQRSTUVWXYZ"
+    if box is not None:
+        return _written(box, letters)
+    return announced_letters(response, letters) or ""
 
 
 def _written(text: str, letters: str) -> str:
@@ -77,8 +109,10 @@ def _written(text: str, letters: str) -> str:
     bare = bare.upper() if len(bare) == 1 else bare
     if re.fullmatch(f"[{letters}]+", bare) and len(set(bare)) == len(bare):
         return "".join(sorted(bare))
-    label = re.match(r"\s*(?:\\text\s*\{)?\(?\s*([A-Z])\s*[).:、]", plain)
-    return label[1] if label and label[1] in letters else ""
+    label = _BOXED_LABEL.match(plain)
+    if label is None or label[1] not in letters or re.search(r"\bor\b|或", plain[label.end() :]):
+        return ""
+    return label[1]
 
 
 def _by_text(
@@ -96,14 +130,22 @@ def _same(a: str, b: str) -> bool:
     return same_text(normalized(a), normalized(b))
 
 
-def _leading(text: str, letters: str) -> str:
-    """Letters at the start of a text, such as `(C)`, `ACD.`, `A、C`, `**B**`."""
-    text = _FONTS.sub("", text).lstrip(" (（[:：")
+def _leading(text: str, letters: str) -> str | None:
+    """Letters at the start of a text, such as `(C)`, `ACD.`, `A、C`, `**B**`; "" for `B or C`."""
+    text = _FONTS.sub("", text.translate(_FULL_WIDTH))
+    text = re.sub(r"^\s*\(([a-z])\)", lambda m: m[1].upper(), text).lstrip(" (（[:：")
     match = re.match(rf"([{letters}](?:[,、\s]*(?:and|和)?\s*[{letters}])*)(?![A-Za-z])", text)
     if match is None or _ARTICLE.match(text):
+        return None
+    if _HEDGE.match(text, match.end()):
         return ""
     found = [character for character in match[1] if character in letters]
     return "".join(sorted(set(found)))
+
+
+def _only_alone(text: str, letters: str) -> str:
+    found = set(re.findall(rf"(?<![A-Za-z\\])[{letters}](?![A-Za-z'])", text))
+    return found.pop() if len(found) == 1 else ""
 
 
 def _last_alone(text: str, letters: str) -> str:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from semrl_jax.rewards.grading.numbers import tolerance
+
 MAX_CHARS = 400
 MAX_DEPTH = 10  # nested brackets; the parser's time grows exponentially with them
 MAX_BITS = 60_000  # of an exact number: 2023! has 19,272
@@ -25,6 +27,7 @@ MAX_MAGNITUDE = 1_000_000  # bits of the exponent of an inexact number
 MAX_ARGUMENT = 100  # bits before the point in an argument of sin, whose digits are lost otherwise
 MAX_FACTORIAL = 5000
 DIGITS = 40  # of an inexact number
+MORE_DIGITS = 160  # where 40 do not tell a small difference from none
 NUM_POINTS = 12
 MIN_POINTS = 3  # at which both have a value
 
@@ -36,12 +39,13 @@ _COMMAND_NAMES = """
 COMMANDS = frozenset(_COMMAND_NAMES.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.|$)")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-# Two numbers side by side, derivatives, values at a point, and transposed matrices: parsed wrongly.
+# Two numbers side by side, derivatives, primes, values at a point, and transposed matrices: parsed wrongly.
 _REFUSED = re.compile(
-    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?\"]"
+    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\"]"
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EULER = re.compile(r"\\[a-zA-Z]+|(?<![a-zA-Z])e(?![a-zA-Z])|e(?=\s*\^)")
+NO_VALUE = (ArithmeticError, ValueError, TypeError, MemoryError)
 EULER, IMAGINARY = "upsilon", "i"  # names of these numbers in the tree
 
 
@@ -94,11 +98,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def is_decimal(tree: Any) -> bool:
-    """Whether the tree has a decimal number, which may be rounded."""
-    return _has(tree, "Float")
-
-
 def _has(tree: Any, name: str) -> bool:
     return type(tree).__name__ == name or any(_has(argument, name) for argument in tree.args)
 
@@ -107,13 +106,14 @@ def expressions_equal(a: str, b: str) -> bool:
     """Whether two normalised expressions have the same value, at 12 fixed points if any has names.
 
     A point counts if both values are real there. If too few do, complex values count. This shows
-    that sqrt(x^2) is not x, and that log(x^2) is 2 log(x). Numbers with a decimal point may differ
-    by 1e-4.
+    that sqrt(x^2) is not x, and that log(x^2) is 2 log(x). Decimals of four digits or more may be
+    rounded, see `tolerance`.
     """
     trees = parse(a), parse(b)
     if None in trees:
         return False
-    return trees[0] == trees[1] or same_values(*(functools.partial(value, t) for t in trees), trees)
+    functions = (functools.partial(value, tree) for tree in trees)
+    return trees[0] == trees[1] or same_values(*functions, trees, tolerance(a, b))
 
 
 def equations_equal(a: tuple[str, str], b: tuple[str, str]) -> bool:
@@ -127,44 +127,83 @@ def equations_equal(a: tuple[str, str], b: tuple[str, str]) -> bool:
 
     first = functools.partial(difference, *trees[:2])
     second = functools.partial(difference, *trees[2:])
-    return same_values(first, second, trees, up_to_a_factor=True)
+    return same_values(first, second, trees, tolerance(*a, *b), up_to_a_factor=True)
+
+
+def constant(text: str) -> Any:
+    """The real value of a normalised expression without names; None if it has none."""
+    import mpmath
+
+    tree = parse(text)
+    if tree is None or {symbol.name for symbol in tree.free_symbols} - {EULER}:
+        return None
+    with mpmath.workdps(DIGITS):
+        try:
+            found = value(tree, {})
+        except NO_VALUE:
+            return None
+        return (
+            found if isinstance(found, Fraction) else mpmath.re(found) if _is_real(found) else None
+        )
+
+
+def as_fraction(x: Any) -> Fraction:
+    """A value of `constant`, with all its digits."""
+    import mpmath
+
+    return x if isinstance(x, Fraction) else Fraction(*mpmath.libmp.to_rational(x._mpf_))
 
 
 def same_values(
     first: Callable[[Mapping[str, Any]], Any],
     second: Callable[[Mapping[str, Any]], Any],
     trees: Any,
+    rounding: Fraction,
     *,
     up_to_a_factor: bool = False,
 ) -> bool:
-    """Compares two functions of a point at all points where both have a value."""
+    """Compares two functions of a point at all points where both have a value.
+
+    Values that agree to 25 digits of 1, but not of their own size, are computed again with more
+    digits: the difference of two irrational numbers may be 0, or 1e-34.
+    """
     import mpmath
 
     names = {symbol.name for tree in trees for symbol in tree.free_symbols}
-    is_rounded = any(map(is_decimal, trees))
     is_complex = IMAGINARY in names or any(_has(tree, "ImaginaryUnit") for tree in trees)
     names -= {EULER, IMAGINARY}
     functions = {f.func.__name__ for tree in trees for f in _undefined(tree)}
     points = _points(tuple(sorted(names | functions)))
+    for digits in (DIGITS, MORE_DIGITS):
+        with mpmath.workdps(digits):
+            pairs = _values(first, second, points, is_complex)
+            if up_to_a_factor:
+                pairs = _with_one_factor(pairs)
+            near = [_near(x, y, rounding, digits) for x, y in pairs]
+        if None not in near:
+            return bool(near) and all(near)
+    return False
+
+
+def _values(first: Any, second: Any, points: Any, is_complex: bool) -> list[tuple[Any, Any]]:
+    """The values of both functions at the points that count; none if too few do."""
     values = []
-    with mpmath.workdps(DIGITS):
-        for point in points:
-            try:
-                values.append((first(point), second(point)))
-            except (ArithmeticError, ValueError, TypeError, MemoryError):
-                continue
-        real = [pair for pair in values if all(map(_is_real, pair))]
-        least = 1 if len(points) == 1 else MIN_POINTS
-        used = real if len(real) >= least and not is_complex else values
-        if len(used) < least:
-            return False
-        factor = Fraction(1)
-        if up_to_a_factor:
-            pivot = next((pair for pair in used if all(not _near(x, 0, False) for x in pair)), None)
-            if pivot is None:
-                return all(_near(x, 0, False) for pair in used for x in pair)
-            factor = _divide(*pivot)
-        return all(_near(x, _multiply([factor, y]), is_rounded) for x, y in used)
+    for point in points:
+        try:
+            values.append((first(point), second(point)))
+        except NO_VALUE:
+            continue
+    real = [pair for pair in values if all(map(_is_real, pair))]
+    least = 1 if len(points) == 1 else MIN_POINTS
+    used = real if len(real) >= least and not is_complex else values
+    return used if len(used) >= least else []
+
+
+def _with_one_factor(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The pairs, with the second values multiplied by the ratio of the first pair without a 0."""
+    pivot = next((p for p in pairs if all(_near(x, 0, Fraction(0), DIGITS) is False for x in p)), 0)
+    factor = _divide(*pivot) if pivot else Fraction(1)
+    return [(x, _multiply([factor, y])) for x, y in pairs]
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,17 +237,24 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, Fraction) or abs(mpmath.im(x)) <= mpmath.mpf(10) ** -25 * (1 + abs(x))
 
 
-def _near(a: Any, b: Any, is_rounded: bool) -> bool:
-    """Equal: exact numbers exactly, others to 25 of their 40 digits, rounded ones to 1e-4."""
-    if isinstance(a, Fraction) and isinstance(b, (Fraction, int)) and not is_rounded:
+def _near(a: Any, b: Any, rounding: Fraction, digits: int) -> bool | None:
+    """Whether two values are equal: exact ones exactly, others to 25 digits or less by `rounding`.
+
+    None if more digits are needed to tell.
+    """
+    if isinstance(a, Fraction) and isinstance(b, (Fraction, int)) and not rounding:
         return a == b
     import mpmath
 
-    a, b = _inexact(a), _inexact(b)
-    size = max(abs(a), abs(b))
-    if is_rounded:
-        return abs(a - b) <= size / 10_000 * (1 + mpmath.mpf(10) ** -20)
-    return abs(a - b) <= mpmath.mpf(10) ** -25 * max(1, size)
+    a, b = inexact(a), inexact(b)
+    distance, size = abs(a - b), max(abs(a), abs(b))
+    if distance <= mpmath.mpf(10) ** -25 * size:
+        return True
+    if rounding and 2 * distance <= size * rounding.numerator / rounding.denominator:
+        return True
+    if digits == DIGITS:
+        return None if distance <= mpmath.mpf(10) ** -25 else False
+    return bool(distance <= mpmath.mpf(10) ** (DIGITS - digits))
 
 
 def value(tree: Any, point: Mapping[str, Any]) -> Any:
@@ -279,11 +325,11 @@ def _function(kind: str, values: list[Any]) -> Any:
     if kind == "log" and len(values) == 2:
         return _divide(_function("log", values[:1]), _function("log", values[1:]))
     if kind == "log":
-        x = _inexact(x)
+        x = inexact(x)
         if x == 0:
             raise NoValueError("log 0")
         return mpmath.log(x)
-    if kind == "exp" and mpmath.mag(_inexact(x)) > 20:
+    if kind == "exp" and mpmath.mag(inexact(x)) > 20:
         raise NoValueError("exp")
     return _checked(getattr(mpmath, kind)(_small(x)))
 
@@ -291,13 +337,13 @@ def _function(kind: str, values: list[Any]) -> Any:
 def _small(x: Any) -> Any:
     import mpmath
 
-    x = _inexact(x)
+    x = inexact(x)
     if x != 0 and mpmath.mag(x) > MAX_ARGUMENT:
         raise NoValueError("argument")
     return x
 
 
-def _inexact(x: Any) -> Any:
+def inexact(x: Any) -> Any:
     import mpmath
 
     if isinstance(x, Fraction):
@@ -312,7 +358,7 @@ def _checked(x: Any) -> Any:
     if isinstance(x, Fraction):
         if max(x.numerator.bit_length(), x.denominator.bit_length()) <= MAX_BITS:
             return x
-        x = _inexact(x)
+        x = inexact(x)
     if not mpmath.isfinite(x) or (x != 0 and abs(mpmath.mag(x)) > MAX_MAGNITUDE):
         raise NoValueError("size")
     return x
@@ -335,7 +381,7 @@ def _divide(a: Any, b: Any) -> Any:
 def _both(a: Any, b: Any, operation: Callable[[Any, Any], Any]) -> Any:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return operation(a, b)
-    return operation(_inexact(a), _inexact(b))
+    return operation(inexact(a), inexact(b))
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -356,13 +402,13 @@ def _power(base: Any, exponent: Any) -> Any:
                 return base ** int(exponent)
         if power > MAX_MAGNITUDE:
             raise NoValueError("exponent")
-        return _checked(mpmath.power(_inexact(base), int(exponent)))
+        return _checked(mpmath.power(inexact(base), int(exponent)))
     elif exponent.denominator % 2 and exponent.denominator < 100 and _is_real(base) and base < 0:
-        root = mpmath.power(-_inexact(base), _inexact(abs(exponent)))  # the real root, not complex
+        root = mpmath.power(-inexact(base), inexact(abs(exponent)))  # the real root, not complex
         root = -root if exponent.numerator % 2 else root
         return _checked(root if exponent > 0 else 1 / root)
-    if mpmath.mag(_inexact(exponent)) > 40:
+    if mpmath.mag(inexact(exponent)) > 40:
         raise NoValueError("exponent")
-    if abs(mpmath.mag(_inexact(base))) * abs(_inexact(exponent)) > MAX_MAGNITUDE:
+    if abs(mpmath.mag(inexact(base))) * abs(inexact(exponent)) > MAX_MAGNITUDE:
         raise NoValueError("power")
-    return _checked(mpmath.power(_inexact(base), _inexact(exponent)))
+    return _checked(mpmath.power(inexact(base), inexact(exponent)))

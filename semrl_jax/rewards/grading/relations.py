@@ -10,6 +10,9 @@ _RELATION = re.compile(r"\\(?:leq|geq|neq|in|approx|sim)(?![a-zA-Z])|[<>]=?|=")
 _NAME = re.compile(
     r"\\?[a-zA-Z]+'*(?:_(?:\w|\{\w+\}))?(?:\^\{-1\})?(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?"
     r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\)"
+    # Quantities of geometry: m\angle ABC, |AB|, \overline{AB}, [ABC]; and words.
+    r"|m?\\(?:angle|triangle)\s*\w+|\|\s*[A-Z]{1,3}\s*\||\\overline\{[A-Z]{2}\}|\[[A-Z]{3,4}\]"
+    r"|\\text\s*\{[^{}]*\}(?:_\w)?"
 )
 _SIGNS = {"<": "<", ">": ">", r"\leq": "<=", "<=": "<=", r"\geq": ">=", ">=": ">="}
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -49,6 +52,24 @@ def _named(text: str) -> tuple[str, str]:
     if not is_name(parts[0]) or (len(signs) > 1 and re.search("[,;]|or|and", text)):
         return "", text
     return parts[0].replace(" ", ""), parts[-1]
+
+
+def results(text: str) -> list[str]:
+    """The result of a chain of equations: 113 of `m + n = 100 + 13 = 113`.
+
+    `\\sqrt{2} \\approx 1.414` has two results, which are both sides. A text that is no chain, and
+    an equation such as `x^2 - y = 0`, have none.
+    """
+    parts, signs = sides(text)
+    if not signs or set(signs) - {"=", r"\approx"} or "" in parts:
+        return []
+    if signs == ["="] and parts[1] == "0" and re.search("[a-zA-Z]", parts[0]):
+        return []
+    return (
+        parts[-2:]
+        if signs[-1] == r"\approx" and (len(signs) > 1 or not is_name(parts[0]))
+        else parts[-1:]
+    )
 
 
 def as_equation(text: str) -> tuple[str, str] | None:

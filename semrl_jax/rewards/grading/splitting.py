@@ -8,7 +8,9 @@ from typing import NamedTuple
 MAX_ITEMS = 64  # an answer with more is compared as text
 
 _MATRIX = re.compile(
-    r"[\[(]?\s*\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*)\\end\s*\{\1\}\s*[\])]?"
+    r"(?P<factor>-?\s*(?:\d+|\d*\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})?)\s*(?:\\cdot\s*)?"
+    r"[\[(]?\s*\\begin\s*\{(?P<kind>[pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(?P<rows>.*)"
+    r"\\end\s*\{(?P=kind)\}\s*[\])]?"
 )
 _OPENING, _CLOSING = "([{", ")]}"
 _SEPARATOR = re.compile(
@@ -42,8 +44,10 @@ def split(text: str) -> Parts | None:
     `{1, 2}`, `1, 2`, `1 or 2` and `(1)(2)` are the same; `1 \\pm 2` is two items.
     """
     if matrix := _MATRIX.fullmatch(text):
-        rows = [row.split("&") for row in re.split(r"\\\\", matrix[2]) if row.strip()]
+        rows = [row.split("&") for row in re.split(r"\\\\", matrix["rows"]) if row.strip()]
+        factor = matrix["factor"] + ("1" if matrix["factor"].strip() == "-" else "")
         items = tuple(item.strip() for row in rows for item in row)
+        items = tuple(f"({factor})({item})" for item in items) if factor else items
         shape = " ".join(str(len(row)) for row in rows)
         return Parts(f"matrix {shape}", items) if len(items) <= MAX_ITEMS else None
     if _LABELS.fullmatch(text):
@@ -81,6 +85,8 @@ def _unordered(items: tuple[str, ...]) -> Parts | None:
                 found.append(re.sub(r"\\mp(?![a-zA-Z])", minus, signed).removeprefix("+"))
         elif item:
             found.append(item)
+    if found == [r"\emptyset"]:
+        return Parts("{}", (r"\emptyset",))  # the set of the empty set, which has one element
     return Parts("", tuple(found)) if len(found) <= MAX_ITEMS else None
 
 

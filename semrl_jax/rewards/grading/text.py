@@ -2,58 +2,116 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 
 MAX_CHARS = 4096  # of an answer; no benchmark has a longer one
 
+_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho"
 _SYMBOLS = {
-    "\u00a0": " ", "\u3000": " ", "、": ",", "。": ".", "【": "[", "】": "]", "“": '"', "”": '"',
-    "‘": "'", "’": "'", "−": "-", "–": "-", "—": "-", "×": r"\times ", "÷": "/", "·": r"\cdot ",
-    "⋅": r"\cdot ", "∙": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ",
-    "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
-    "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "∅": r"\emptyset ", "°": r"^{\circ}", "％": "%", "￥": "¥", "～": "~", "θ": r"\theta ",
-    "α": r"\alpha ", "β": r"\beta ",
+    "\u3000": " ", "、": ",", "。": ".", "【": "[", "】": "]", "“": '"', "”": '"', "‘": "'",
+    "’": "'", "′": "'", "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "‒": "-", "﹣": "-",
+    "×": r"\times ", "÷": "/", "∕": "/", "⁄": "/", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "∞": r"\infty ", "≤": r"\leq ", "≥": r"\geq ", "⩽": r"\leq ", "⩾": r"\geq ", "≠": r"\neq ",
+    "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
+    "∅": r"\emptyset ", "°": r"^{\circ}", "℃": r"^{\circ}", "％": "%", "￥": "¥", "～": "~",
+    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "∠": r"\angle ", "△": r"\triangle ", "⟨": "(", "⟩": ")",
+    "…": r"\ldots ",
 }  # fmt: skip
 _TO_ASCII = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
     | {chr(0x2460 + i): f"({i + 1})" for i in range(9)}  # circled digits
+    | {chr(0x3B1 + i): rf"\{name} " for i, name in enumerate(_GREEK.split())}
+    | {"σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ", "ϕ": r"\phi ", "ω": r"\omega "}
+    | {
+        c: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("⁄"))
+        for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+    }
     | _SYMBOLS
 )
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
+_INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
+# LaTeX spaces between digits, before three of them, are thousands separators; so is `{,}`.
+_THOUSANDS = re.compile(
+    r"(?<=\d)(?:,?\\[,;:! ]|,?\\!|\{,\\?!?\}|~|'|[\u00a0\u2009\u202f])\s?(?=\d{3}(?!\d))"
+)
+_ROW_SPACING = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
 _NO_SPACE = re.compile(
     r"(?<!\\)\\!\s*|\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])"
 )
-_SPACE = re.compile(r"(?<!\\)\\[,;: ]|(?<!\\)~|\\q?quad(?![a-zA-Z])|[\x00-\x1f\x7f]")
-_MATH_MARKS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$)")  # not after the \\ between rows
-_FONT = re.compile(r"\\(?:math(?:rm|bf|it|sf)|textbf|textrm|textit|mbox|operatorname|rm)\s*(?=\{)")
-_LETTER_IN_FONT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
-_COMMANDS = (
-    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\(?:leqslant|le)(?![a-zA-Z])"), r"\\leq"),
-    (re.compile(r"\\(?:geqslant|ge)(?![a-zA-Z])"), r"\\geq"),
-    (re.compile(r"\\ne(?![a-zA-Z])"), r"\\neq"),
-    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
-    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
-    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
-    (re.compile(r"\\lg(?![a-zA-Z])"), r"\\log_{10}"),
-    (re.compile(r"\\(?:mid|vert|lvert|rvert)(?![a-zA-Z])"), "|"),
-    (re.compile(r"\\infin(?![a-zA-Z])"), r"\\infty"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\+\s*(?=\\infty)"), ""),
-    (re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])"), ""),
-    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
-    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
-    (re.compile(r"\\sqrt\s*(\d|[a-zA-Z])"), r"\\sqrt{\1}"),
-    (re.compile(r"_\s*\{(\w)\}"), r"_\1"),
-    (re.compile(r"(?<![\w.])\.(?=\d)"), "0."),
+_SPACE = re.compile(
+    r"(?<!\\)\\[,;: ]|(?<!\\)~|\\q?quad(?![a-zA-Z])|[\x00-\x1f\x7f\u00a0\u2000-\u200b\u202f]"
 )
+_MATH_MARKS = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$)|\*\*")  # not after the \\ between rows
+_FONT = re.compile(
+    r"\\(?:math(?:rm|bf|it|sf|up|cal)|boldsymbol|text(?:bf|rm|it|sf|normal)|mbox|operatorname|rm"
+    r"|emph)\s*(?=\{)"
+)
+_LETTER_IN_FONT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
+_NUMBER = r"(?:\d+(?:\.\d+)?)"
+_DEGREES = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])"
+_TRIGONOMETRIC = re.compile(
+    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{]?)\s*({_NUMBER})\s*"
+    rf"(?:{_DEGREES})\s*[)}}]?"
+)
+_COMMANDS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:leqslant|leqq|le)(?![a-zA-Z])", r"\\leq"),
+        (r"\\(?:geqslant|geqq|ge)(?![a-zA-Z])", r"\\geq"),
+        (r"\\ne(?![a-zA-Z])", r"\\neq"),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (r"\\(?:mid|vert|lvert|rvert)(?![a-zA-Z])", "|"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"\\(?:infin|inf)(?![a-zA-Z])", r"\\infty"),
+        (r"\\(?:simeq|thickapprox|doteq)(?![a-zA-Z])", r"\\approx"),
+        (r"\\(?:dots|cdots|ldots|dotsc)(?![a-zA-Z])", "..."),
+        (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\(?:mathbb|Bbb|mathbf)\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])", r"(-\\infty,\\infty)"),
+        (r"\{\s*([^{}\\]*)\\choose(?![a-zA-Z])([^{}\\]*)\}", r"\\binom{\1}{\2}"),
+        (r"\+\s*(?=\\infty)", ""),
+        (r"\\text\s*\{\s*\}", ""),
+        (r"\{:\}|(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":"),
+        (r"\bC_\s*\{?(\d+)\}?\s*\^\s*\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (rf"(?:{_DEGREES})\s*[CF]?(?![a-zA-Z])", ""),
+        (r"\\frac\s*(\w)\s*(\w)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\w)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\w)", r"\1{\2}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\w)", r"\\sqrt\1{\2}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+        (r"_\s*\{(\w)\}", r"_\1"),
+        (r"(?<![\w.}])\.(?=\d)", "0."),
+        (r"(?<![\\a-zA-Z])(?=(?:sqrt|pi|sin|cos|tan|log|ln|infinity)(?![a-zA-Z]))", r"\\"),
+        (r"\\infinity(?![a-zA-Z])", r"\\infty"),
+        (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
+    )
+)
+# Words that mean a set.
+_NO_SOLUTION = re.compile(
+    r"(?i)(?:there (?:is|are) )?no (?:real |such )?(?:solutions?|roots?)|(?:the )?empty set"
+    r"|\\?\{\s*\\?\}|无解|空集"
+)
+_ALL_REAL = re.compile(r"(?i)(?:all|any) reals?(?: numbers?)?|全体实数|所有实数")
 _START = re.compile(
     r"^(?:[:=]|(?:最终)?答案[是为:]*|(?i:the )?(?i:final )?(?i:answer)(?: is\b|:))\s*"
+    r"|^\\text\s*\{\s*(?i:the )?(?i:final )?(?i:answer)(?: is\b|:)\s*\}\s*"
 )
-_CURRENCY = re.compile(r"\\\$|(?<!\\)\$|[¥€£₹]|\b(?:US|HK)D?\$|\bRs\.?\s*(?=\d)|\bUSD\b|\bRMB\b")
+_CURRENCIES = (
+    (re.compile(r"\b(?:US|HK)D?\\?\$|\\\$|(?<!\\)\$|\bUSD\b"), "dollar"),
+    (re.compile(r"¥|\bRMB\b|\bCNY\b"), "yuan"),
+    (re.compile(r"€|\\euro(?![a-zA-Z])|\bEUR\b"), "euro"),
+    (re.compile(r"£|\\pounds(?![a-zA-Z])|\bGBP\b"), "gbp"),
+    (re.compile(r"₹|\bRs\.?\s*(?=\}?\s*\d)|\bINR\b"), "rupee"),
+)
 _CHINESE_UNIT = (
     "平方|立方|千|厘|分|毫|公|微|米|克|里|升|吨|元|角|钱|个|人|岁|度|只|本|张|件|次|名|支|枝|辆|"
     "棵|页|块|箱|袋|瓶|盒|条|头|朵|颗|组|种|位|天|日|周|月|年|小|时|秒|钟|每|/|公顷|亩|倍|"
@@ -63,7 +121,7 @@ _UNIT = (
     r"mm|cm|dm|km|m|kg|mg|g|mL|ml|L|ft|in|lb|oz|mph|kmph|hrs?|mins?|secs?|"
     r"(?:kilo|centi|milli)?(?:met(?:er|re)|gram|lit(?:er|re))s?|miles?|feet|foot|inch(?:es)?|"
     r"yards?|pounds?|ounces?|tons?|seconds?|minutes?|hours?|days?|weeks?|months?|years?|degrees?|"
-    r"radians?|rad|dollars?|cents?|euros?|rupees?|units?|points?|people|students?|"
+    r"radians?|rad|dollars?|bucks?|cents?|euros?|rupees?|yuan|units?|points?|people|students?|"
     r"apples?|balls?|gallons?|acres?|steps?|times|ways|integers?"
 )
 _UNIT_PHRASE = re.compile(
@@ -72,10 +130,11 @@ _UNIT_PHRASE = re.compile(
     rf"(?:\s*(?:/|per)\s*(?:{_UNIT}|[smh])(?:\s*\^\s*\{{?[23]\}}?)?)?$"
 )
 _UNIT_TEXT = re.compile(
-    r"(?<=[\d)}])\s*\\text\s*\{(?!\s*(?:or|and|million|billion|thousand|hundred|percent)\b)[^{}]*\}"
+    r"(?<=[\d)}])\s*\\text\s*\{(?!\s*(?:or|and|to|more|less|fewer|[aApP]\.?\s?[mM]|percent\w*|pct|dozen"
+    r"|[a-z]+illion|thousand|hundred)\b)[^{}]*\}"
     r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)?\s*$"
 )
-_CHINESE_UNIT_TEXT = re.compile(rf"(?<=[\d)}}%])\s*(?:{_CHINESE_UNIT})+$")
+_CHINESE_UNIT_TEXT = re.compile(rf"(?<=[\d)}}%万亿])\s*(?:{_CHINESE_UNIT})+$")
 _WHOLLY_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTER_IN_BRACKETS = re.compile(r"\(\s*([A-Za-z])\s*\)")
 
@@ -86,36 +145,75 @@ def normalized(text: str) -> str:
     Full-width characters, Chinese punctuation and Unicode mathematics become ASCII and LaTeX.
     Percent signs stay, because they have a meaning for `numbers`.
     """
-    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", text.translate(_TO_ASCII))
-    text = _SPACE.sub(" ", _NO_SPACE.sub("", text))
-    text = _CURRENCY.sub("", _MATH_MARKS.sub("", text))
+    return split_unit(text)[0]
+
+
+@functools.lru_cache(maxsize=8192)
+def split_unit(text: str) -> tuple[str, str]:
+    """The answer as `normalized` writes it, and the unit or currency that was removed from it."""
+    is_price = text.lstrip().startswith("$") and text.count("$") % 2 == 1
+    unit = "dollar" if is_price else ""
+    text = _THOUSANDS.sub(",", text).translate(_TO_ASCII)
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = text.replace("\u2212", "-")  # the sign of a raised or lowered number
+    text = _ROOT.sub(lambda m: rf"\sqrt{_INDEX[m[1]]}{{{m[2] or m[3] or m[4]}}}", text)
+    text = _SPACE.sub(" ", _NO_SPACE.sub("", _ROW_SPACING.sub(r"\\\\", text)))
+    text = _MATH_MARKS.sub("", text)
+    for pattern, name in _CURRENCIES:
+        text, found = pattern.subn("", text)
+        unit = name if found else unit
     text = _LETTER_IN_FONT.sub(r"\1", _FONT.sub(r"\\text", text))
+    text = _TRIGONOMETRIC.sub(r"\1(\\frac{\3\\pi}{180})", text)
     for pattern, replacement in _COMMANDS:
         text = pattern.sub(replacement, text)
     text = _bare(text)
-    for unit in (_UNIT_TEXT, _UNIT_PHRASE, _CHINESE_UNIT_TEXT):
-        text = unit.sub("", text)
+    for pattern in (_UNIT_TEXT, _UNIT_PHRASE, _CHINESE_UNIT_TEXT):
+        if found := pattern.search(text):
+            text, unit = text[: found.start()], found[0]
     if whole := _WHOLLY_TEXT.fullmatch(text):
         text = whole[1]
     if letter := _LETTER_IN_BRACKETS.fullmatch(text.strip()):
         text = letter[1]
-    return _bare(text)
+    text = _bare(text)
+    if _NO_SOLUTION.fullmatch(text):
+        text = r"\emptyset"
+    elif _ALL_REAL.fullmatch(text):
+        text = r"(-\infty,\infty)"
+    return text, unit
 
 
 def _bare(text: str) -> str:
     """Without what may stand before and after an answer."""
-    return _START.sub("", " ".join(text.split())).rstrip(".,;:? ").strip()
+    return _START.sub("", " ".join(text.split())).rstrip(".,;:?\\ ").strip()
 
 
 def same_text(a: str, b: str) -> bool:
-    """Whether two normalised answers are the same but for case, spaces and fonts; not if empty."""
+    """Whether two normalised answers are the same but for spaces and fonts; not if empty.
+
+    Case, articles and punctuation count only without words: AB is not ab, and Yes is yes.
+    """
     a, b = map(_compared, (a, b))
-    return a != "" and a == b
+    if a == "" or a == b or not _WORD.search(a):
+        return a != "" and a == b
+    return _plain_words(a) == _plain_words(b)
+
+
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Za-z]{3}|[Nn][Oo]\b|[aApP]\.?[mM]\b)")
+
+
+_ARTICLE = re.compile(r"^(?i:an?|the)\s+(?=[a-z]{4})")
+
+
+def _plain_words(text: str) -> str:
+    return re.sub(r"[.,]|\s", "", text).casefold()
 
 
 def _compared(text: str) -> str:
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    text = _ARTICLE.sub("", text.strip())
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 2 is not 12
-    return re.sub(r"\\text(?![a-zA-Z])|[{}]|\\(?=[{}%])|['\"]", "", text).casefold()
+    return re.sub(r"\\(?=[{}%])|\"|([_^])\{(\w)\}", r"\1\2", text)
 
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 
+from semrl_jax.rewards.grading.numbers import parse_number
+from semrl_jax.rewards.grading.text import normalized
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
 
-NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+# A sign after a digit or letter is a minus or a dash: 3-5 has the numbers 3 and 5.
+NUMBER = r"(?:(?<![\w)\]}.])[-+−–])?(?:[$€£¥][-−]?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 MARKED = re.compile(rf"####\s*({NUMBER})")
 
 
@@ -23,16 +26,14 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
 
 def verdict_of_number(found: list[str], reference: str) -> Verdict:
     """Compares the last number found; the reference may be a number or a GSM8K solution."""
-    answer = plain_number(found[-1]) if found else None
+    answer = normalized(found[-1]).replace(",", "") if found else None
+    if answer and "." in answer:
+        answer = answer.rstrip("0").rstrip(".")
     marked = MARKED.findall(reference)
-    correct = answer is not None and answer == plain_number(marked[-1] if marked else reference)
+    number = parse_number(answer) if answer else None
+    right = parse_number(normalized(marked[-1] if marked else reference))
+    correct = None not in (number, right) and number.value == right.value
     return Verdict(float(correct), correct, answer is not None, answer)
-
-
-def plain_number(text: str) -> str:
-    """Without commas, currency, spaces and zeros after the point."""
-    text = text.translate(str.maketrans("", "", ",$ ")).rstrip(".")
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def prepare() -> None:

@@ -8,9 +8,8 @@ Source: the scorer for this format in the reference implementation (hf618/VERL, 
 
 from __future__ import annotations
 
-from semrl_jax.rewards.extraction import extract_answer, normalize_answer
+from semrl_jax.rewards.grading import grade, prepare
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
-from semrl_jax.rewards.verifiers.math import MAX_ANSWER_CHARS, answers_match, prepare
 
 __all__ = ["prepare", "tagged_answer", "verify"]
 
@@ -18,19 +17,12 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict:
-    """Scores the answer between the tags, or what `extract_answer` finds without them."""
+    """Scores the answer between the tags, or what `find_answer` finds without them."""
     tagged = tagged_answer(response)
-    answer = extract_answer(response if tagged is None else tagged)
-    if tagged is not None and "boxed" not in tagged:
-        answer = normalize_answer(tagged)
-    correct, error = False, ""
-    if answer and max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
-        answer, error = None, "too_long"
-    elif answer:
-        correct = answers_match(answer, reference)
     formatted = tagged is not None
-    score = (1.0 if formatted else 0.5) if correct else (-0.5 if formatted else -1.0)
-    return Verdict(score, correct, formatted, answer, error)
+    graded = grade(f"<answer>{tagged}</answer>" if formatted else response, reference)
+    score = (1.0 if formatted else 0.5) if graded.correct else (-0.5 if formatted else -1.0)
+    return Verdict(score, *graded._replace(boxed=formatted))
 
 
 def tagged_answer(response: str) -> str | None:

@@ -224,7 +224,7 @@ CHOICES = [  # response, reference, whether it is right, row
     (r"\boxed{\text{C}}", "C", True, FIVE), (r"\boxed{\text{(C)}}", "C", True, FIVE),
     (r"\boxed{\textbf{(C) } 12}", "C", True, FIVE), (r"\boxed{C. 1-\mathrm{i}}", "C", True, FOUR),
     (r"\boxed{c}", "C", True, FIVE), (r"\boxed{D}", "C", False, FIVE),
-    (r"\boxed{\text{A or }C}", "C", True, FIVE),
+    (r"\boxed{\text{A or }C}", "C", False, FIVE),
     ("So the answer is C.", "C", True, FIVE), ("The answer is (C) 12.", "C", True, FIVE),
     ("**Answer: C**", "C", True, FIVE), ("The correct option is C", "C", True, FIVE),
     ("A is wrong. B is wrong. So C", "C", True, FIVE), ("A is too small, so B", "A", False, FIVE),

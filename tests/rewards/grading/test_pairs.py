@@ -1,7 +1,7 @@
 """Verdicts on the pairs that people judged, on recorded responses, and properties of equality."""
 
 import json
-import math
+import pathlib
 from fractions import Fraction
 
 import pytest
@@ -12,9 +12,10 @@ from sympy.parsing import sympy_parser
 
 from semrl_jax.rewards import VerifierSettings
 from semrl_jax.rewards.grading import equal, expressions
-from semrl_jax.rewards.verifiers import benchmark
+from semrl_jax.rewards.verifiers import benchmark, math
 from tests.rewards.grading.pairs import CHOICES, PAIRS
 
+REPORTED = pathlib.Path(__file__).with_name("reported.jsonl")
 SETTINGS = VerifierSettings()
 KINDS = list(dict.fromkeys(pair.kind for pair in PAIRS))
 
@@ -49,6 +50,24 @@ def test_the_verdict_is_that_of_a_person(kind):
             if verdict.correct is not pair.correct:
                 mistaken.append(pair)
     assert not mistaken
+
+
+@pytest.mark.parametrize("verifier", [math, benchmark])
+def test_reported_answers_are_graded_rightly(verifier):
+    """Cases of public bug reports, and neighbours of each that a careless grader accepts.
+
+    math-verify 0.9 alone errs on 15 % of them.
+    """
+    rows = [json.loads(line) for line in REPORTED.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) > 1100 and sum(not row["correct"] for row in rows) > 550
+    refused = []
+    for row in rows:
+        verdict = verifier.verify(row["response"], row["reference"], SETTINGS)
+        if verdict.correct:
+            assert row["correct"], (row, verdict)
+        elif row["correct"]:
+            refused.append((row["reference"], verdict.extracted))
+    assert len(refused) <= 0.005 * len(rows), refused
 
 
 @pytest.mark.parametrize(("response", "reference", "correct", "row"), CHOICES)
@@ -87,18 +106,32 @@ def test_recorded_verdicts(golden):
     assert found == DISAGREEMENTS.keys()
 
 
-decimals = st.decimals(-(10**6), 10**6, allow_nan=False, places=4)
-
-
-@given(a=decimals, scale=st.sampled_from([0, 1, 0.5e-4, 0.99e-4, 1.01e-4, 2e-4, 0.1, 1, 99]))
-def test_decimals_are_equal_within_the_tolerance(a, scale):
-    b = Fraction(a) * (1 + Fraction(scale))
-    written = f"{float(b):.12f}"  # 12 places: an exact tie with the tolerance cannot change sides
-    expected = Fraction(a) == Fraction(written)
-    if Fraction(a).denominator > 1 or Fraction(written).denominator > 1:
-        expected = math.isclose(float(a), float(written), rel_tol=1e-4)
-    assert equal(str(a), written) is expected
-    assert equal(written, str(a)) is expected
+@given(
+    top=st.integers(1, 10**7), bottom=st.integers(3, 10**4), places=st.integers(0, 12),
+    step=st.integers(-3, 3), sign=st.sampled_from(["", "-"]),
+)  # fmt: skip
+def test_decimals_are_equal_to_what_they_are_rounded_or_truncated_from(
+    top, bottom, places, step, sign
+):
+    exact, place = Fraction(top, bottom), Fraction(1, 10**places)
+    last = exact // place + step  # step 0 truncates; 0 or 1 rounds
+    written = f"{last // 10**places}.{last % 10**places:0{places}d}" if places else str(last)
+    distance = abs(last * place - exact)
+    is_rounded = step == 0 or distance <= place / 2
+    # 14 digits are as many as a program prints of a float.
+    is_close = (
+        last > 0
+        and distance <= max(exact, last * place) / 10_000
+        and (
+            (is_rounded and place <= max(exact, last * place) / 1000)
+            or (distance <= exact / 10**14 and place <= exact / 10**14)
+        )
+    )
+    is_exact = (last * place).denominator == 1
+    expected = distance == 0 or (is_close and not is_exact)
+    if last >= 0:
+        assert equal(sign + written, f"{sign}{top}/{bottom}") is expected
+        assert equal(f"{sign}{top}/{bottom}", sign + written) is expected
 
 
 @given(a=st.integers(-(10**9), 10**9), step=st.integers(0, 3))

@@ -4,9 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from semrl_jax.rewards.grading import equal, expressions, relations
+from semrl_jax.rewards.grading import equal, expressions, real_sets, relations
 from semrl_jax.rewards.grading.choice import option_text
 from semrl_jax.rewards.grading.numbers import Number, parse_number
+from semrl_jax.rewards.grading.real_sets import as_real_set
 from semrl_jax.rewards.grading.splitting import Parts, split
 from semrl_jax.rewards.grading.text import is_words, normalized
 
@@ -29,12 +30,12 @@ def test_normalized_text(text, expected):
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("1,234.50", Number(Fraction("1234.5"), False)), ("27.0", Number(Fraction(27), True)),
-        ("-1\\frac{4}{5}", Number(Fraction(-9, 5), True)),
-        ("10^{-2}", Number(Fraction("0.01"), True)),
-        ("1.5e3", Number(Fraction(1500), False)),
-        ("12.5\\%", Number(Fraction("12.5"), False, True)),
-        ("3万", Number(Fraction(30000), True)), ("1,23", None), ("1/0", None), ("1e999", None),
+        ("1,234.50", Number(Fraction("1234.5"), Fraction("0.01"))), ("27.0", Number(Fraction(27))),
+        ("-1\\frac{4}{5}", Number(Fraction(-9, 5))),
+        ("10^{-2}", Number(Fraction("0.01"))),
+        ("1.5e3", Number(Fraction(1500), Fraction(100))),
+        ("12.5\\%", Number(Fraction("12.5"), Fraction("0.1"), True)),
+        ("3万", Number(Fraction(30000))), ("1,23", None), ("1/0", None), ("1e999", None),
         ("1e9999999", None), ("9" * 500, None), ("٣", None), ("", None), ("x", None), ("2k", None),
     ],
 )  # fmt: skip
@@ -73,6 +74,70 @@ def test_relations():
     assert relations.as_chain("b > a >= c") == (["c", "a", "b"], ["<=", "<"])
     assert relations.without_names("x=1,y=2", "3") == ("x=1,y=2", "3")
     assert relations.without_names("x=5", "y=5") == ("x=5", "y=5")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("-2 < x < 2", "|x| < 2", True), ("-2 < x < 2", r"|x| \leq 2", False),
+        (r"x \neq 3", r"(-\infty,3) \cup (3,\infty)", True),
+        (r"(-\infty,3) \cup (3,\infty)", r"(-\infty,\infty) \setminus \{3\}", True),
+        (r"(1,3) \cup (2,4)", "(1,4)", True), (r"(1,2) \cup (2,3)", "(1,3)", False),
+        (r"(1,2) \cup \{2\}", "(1,2]", True), ("x > 2", "y > 2", False),
+        (r"x^2 < 2", r"(-\sqrt{2}, \sqrt{2})", True), (r"x \in [1,2)", "1 <= x < 2", True),
+        (r"x < 1 \text{ or } x > 2", r"x < 1 \text{ and } x > 2", False),
+    ],
+)  # fmt: skip
+def test_sets_are_equal_if_they_have_the_same_numbers(a, b, same):
+    sets = as_real_set(a), as_real_set(b)
+    assert None not in sets
+    assert real_sets.equal(*sets) is same
+    assert real_sets.equal(*sets[::-1]) is same
+
+
+@pytest.mark.parametrize("text", ["x > a", "(1,a)", "x + y > 2", "(1,2,3)", "5", "<", "x < y <"])
+def test_what_is_no_set_of_numbers(text):
+    assert as_real_set(text) is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("5 km", "5000 m", True), ("5 km", "5 m", False), (r"5\text{ kg}", r"5\text{ g}", False),
+        ("50 cents", r"\$0.50", True), ("50 cents", r"\$50", False), ("5 euros", r"\$5", False),
+        ("10 m/s", "36 km/h", True), ("3 square feet", "3 ft^2", True), ("3 m^2", "3 m^3", False),
+        ("2 hours", "120 minutes", True), ("5 apples", "5 pears", True), ("5 km", "5", True),
+        ("5千米", "5米", False), (r"5\text{ millimetres}", "0.5 cm", True),
+    ],
+)  # fmt: skip
+def test_known_units_must_agree(a, b, same):
+    assert equal(a, b) is same
+    assert equal(b, a) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "same"),
+    [
+        ("m+n=113", "113", True), ("m+n=112+1=113", "113", True), ("m+n=113", "112", False),
+        ("2+3=6", "6", False), ("x^2+y^2=0", "0", False), ("4", "x^2+y^2=4", False),
+        (r"\angle B = 40^\circ", "40", True), (r"\sqrt{2} \approx 1.414", r"\sqrt{2}", True),
+        (r"\sqrt{2} \approx 1.9", r"\sqrt{2}", False), ("1 = 2", "2", False),
+    ],
+)  # fmt: skip
+def test_the_result_of_a_chain(answer, reference, same):
+    assert equal(answer, reference) is same
+
+
+def test_a_small_difference_is_no_zero():
+    assert not equal(r"10^{-34}\sqrt{2}", r"10^{-34}\sqrt{3}")
+    assert equal(r"(\sqrt{2}+\sqrt{3})^2-5-2\sqrt{6}", "0")
+    assert not equal(r"10^{-34}\sqrt{2}", "0")
+
+
+def test_braces_tell_numbers_apart():
+    assert not equal(r"\frac{1}{23}", r"\frac{12}{3}")
+    assert not equal("2^{34}", "2^{3}4")
+    assert not equal("f'(x)", "f(x)")
 
 
 def test_words_are_no_products():

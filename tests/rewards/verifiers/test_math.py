@@ -1,4 +1,4 @@
-"""Verdicts of math-verify against recorded ones, and the score table."""
+"""Verdicts of the grader against recorded ones of math-verify, and the score table."""
 
 import json
 
@@ -13,7 +13,9 @@ def verify(response, reference, **settings):
 
 
 # The reference implementation calls these wrong; they are right.
-KNOWN_FALSE_NEGATIVES = {(r"\boxed{10\%}", r"10\%"), (r"\boxed{1e3}", "1000")}
+KNOWN_FALSE_NEGATIVES = {
+    (r"\boxed{10\%}", r"10\%"), (r"\boxed{10\%}", "0.1"), (r"\boxed{1e3}", "1000")
+}  # fmt: skip
 
 
 def test_verdicts_match_reference(golden):
@@ -74,8 +76,7 @@ def test_equality(response, reference, correct):
     assert verify(response, reference).correct is correct
 
 
-def test_long_answer_is_never_parsed(monkeypatch):
-    verdict = verify(r"\boxed{" + "(" * 5000 + "}", "7")
-    assert verdict == Verdict(-0.5, False, True, None, "too_long")
-    monkeypatch.setattr(math, "MAX_ANSWER_CHARS", 2)
-    assert verify(r"\boxed{123}", "123").error == "too_long"
+def test_a_long_answer_is_never_parsed():
+    long = Verdict(-0.5, False, True, None, "too_long")
+    assert verify(r"\boxed{" + "(" * 5000 + "}", "7") == long
+    assert verify(r"\boxed{7}", "7" * 5000) == long

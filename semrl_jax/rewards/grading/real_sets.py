@@ -1,0 +1,180 @@
+"""Sets of real numbers: inequalities of one variable, intervals, unions, and finite sets.
+
+Two sets are equal if the same numbers are in both: all numbers at which one of them may begin or
+end, numbers next to these and between them, and a grid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from semrl_jax.rewards.grading import expressions, relations
+from semrl_jax.rewards.grading.splitting import at_top_level, bracketed, condition
+
+MAX_PIECES = 12
+_OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![a-zA-Z])|\bor\b|或")
+_AND = re.compile(
+    r"\\cap(?![a-zA-Z])|\\text\s*\{\s*and\s*\}|\\(?:land|wedge)(?![a-zA-Z])|\band\b|且"
+    r"|,(?=[^,]*\\neq)"
+)
+_WITHOUT = re.compile(r"\\(?:setminus|backslash|smallsetminus)(?![a-zA-Z])")
+_MEMBER = re.compile(r"(\\?[a-zA-Z]+(?:_\w)?)\s*\\in(?![a-zA-Z])(.*)")
+_INFINITY = {r"\infty": 1, r"-\infty": -1, r"- \infty": -1}
+_COMPARE: dict[str, Callable[[int], bool]] = {
+    "<": lambda sign: sign < 0, ">": lambda sign: sign > 0, "=": lambda sign: sign == 0,
+    r"\leq": lambda sign: sign <= 0, "<=": lambda sign: sign <= 0,
+    r"\geq": lambda sign: sign >= 0, ">=": lambda sign: sign >= 0,
+    r"\neq": lambda sign: sign != 0,
+}  # fmt: skip
+_NEAR = Fraction(1, 10**9)
+_GRID = [Fraction(n, 7) for n in range(-211, 212, 3)] + [Fraction(10**6), Fraction(-(10**6))]
+
+
+class RealSet(NamedTuple):
+    """A set of real numbers.
+
+    Attributes:
+      contains: whether a number, a Fraction or of mpmath, is in the set.
+      ends: where the set may begin or end, as far as they are written.
+      name: of the variable; "" if none is written.
+    """
+
+    contains: Callable[[Any], bool]
+    ends: tuple[Any, ...]
+    name: str = ""
+
+
+def as_real_set(text: str) -> RealSet | None:
+    """The set that a normalised answer describes; None if it is no set or has a parameter."""
+    text = condition(text)
+    if member := _MEMBER.fullmatch(text):
+        found = as_real_set(member[2].strip())
+        return found and found._replace(name=member[1])
+    for separator, combine in ((_OR, any), (_AND, all), (_WITHOUT, _without)):
+        pieces = at_top_level(text, separator)
+        if 1 < len(pieces) <= MAX_PIECES:
+            sets = [as_real_set(piece) for piece in pieces]
+            names = {s.name for s in sets if s and s.name}
+            if None in sets or len(names) > 1:
+                return None
+            ends = tuple(end for s in sets for end in s.ends)
+            return RealSet(_combined(sets, combine), ends, *names)
+    return _interval(text) or _finite(text) or _inequality(text)
+
+
+def equal(a: RealSet, b: RealSet) -> bool | None:
+    """Whether both have the same numbers; None if that cannot be told."""
+    import mpmath
+
+    if a.name and b.name and a.name != b.name:
+        return False
+    ends = sorted((*a.ends, *b.ends), key=expressions.inexact)
+    with mpmath.workdps(expressions.DIGITS):
+        points = [*ends, *_GRID]
+        for end in ends:
+            step = _NEAR if isinstance(end, Fraction) else mpmath.mpf(10) ** -9
+            points += [end - step * max(1, abs(end)), end + step * max(1, abs(end))]
+        points += [
+            (expressions.inexact(x) + y) / 2
+            for x, y in zip(ends, map(expressions.inexact, ends[1:]))
+        ]
+        try:
+            return all(a.contains(x) is b.contains(x) for x in points)
+        except expressions.NO_VALUE:
+            return None
+
+
+def _without(memberships: Any) -> bool:
+    first, *others = memberships
+    return first and not any(others)
+
+
+def _combined(sets: list[RealSet], combine: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: combine(s.contains(x) for s in sets)
+
+
+def _interval(text: str) -> RealSet | None:
+    brackets, content = bracketed(text) or ("", "")
+    items = at_top_level(content, re.compile(","))
+    if brackets not in ("()", "(]", "[)", "[]") or len(items) != 2:
+        return None
+    low, high = (_INFINITY.get(item) or expressions.constant(item) for item in items)
+    ends = [end for end, item in zip((low, high), items) if item not in _INFINITY]
+    if None in (low, high):
+        return None
+
+    def contains(x: Any) -> bool:
+        above = items[0] == r"-\infty" or _sign(x, low) > (-1 if brackets[0] == "[" else 0)
+        below = items[1] == r"\infty" or _sign(x, high) < (1 if brackets[1] == "]" else 0)
+        return above and below
+
+    return RealSet(contains, tuple(ends))
+
+
+def _finite(text: str) -> RealSet | None:
+    if text == r"\emptyset":
+        return RealSet(lambda x: False, ())
+    brackets, content = bracketed(text) or ("", "")
+    if brackets != "{}":
+        return None
+    numbers = tuple(map(expressions.constant, at_top_level(content, re.compile(","))))
+    if None in numbers or len(numbers) > MAX_PIECES:
+        return None
+    return RealSet(lambda x: any(_sign(x, number) == 0 for number in numbers), numbers)
+
+
+def _inequality(text: str) -> RealSet | None:
+    """A relation, or a chain of them, between expressions of one variable."""
+    parts, signs = relations.sides(text)
+    trees = [expressions.parse(part) or part for part in parts]
+    if not signs or len(signs) > 3 or any(sign not in _COMPARE for sign in signs):
+        return None
+    if any(isinstance(tree, str) and tree not in _INFINITY for tree in trees):
+        return None
+    symbols = {s.name for t in trees if not isinstance(t, str) for s in t.free_symbols}
+    names = symbols - {expressions.EULER}
+    if len(names) != 1:
+        return None
+    (name,) = names
+    constants = [expressions.constant(part) for part in parts if part not in _INFINITY]
+
+    def side(tree: Any, x: Any) -> Any:
+        return (
+            _INFINITY[tree] * 10**30
+            if isinstance(tree, str)
+            else expressions.value(tree, {name: x})
+        )
+
+    def contains(x: Any) -> bool:
+        try:
+            values = [side(tree, x) for tree in trees]
+        except expressions.NO_VALUE:
+            return False
+        return all(
+            _COMPARE[sign](_sign(first, second))
+            for sign, first, second in zip(signs, values, values[1:])
+        )
+
+    return RealSet(contains, tuple(c for c in constants if c is not None), name)
+
+
+def _sign(a: Any, b: Any) -> int:
+    """-1, 0 or 1: how a compares with b; numbers that agree to 25 digits are equal.
+
+    Raises:
+      ValueError: if one is not real.
+    """
+    import mpmath
+
+    if isinstance(a, (Fraction, int)) and isinstance(b, (Fraction, int)):
+        return (a > b) - (a < b)
+    a, b = expressions.inexact(a), expressions.inexact(b)
+    if mpmath.im(a) or mpmath.im(b):
+        raise ValueError("not real")
+    distance = mpmath.re(a) - mpmath.re(b)
+    if abs(distance) <= mpmath.mpf(10) ** -25 * max(abs(a), abs(b)):
+        return 0
+    return 1 if distance > 0 else -1
