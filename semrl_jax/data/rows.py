@@ -48,6 +48,7 @@ class RowReader:
       answer_after: the answer is the text after the last such mark; "" means the whole field.
       keep_columns: whether to keep the whole row, which needs memory.
       needs_answer: whether a row without an answer is bad; else its answer is "".
+      only_message: a field with a list of exactly one message, the user's; "" checks nothing.
     """
 
     question_fields: tuple[str, ...]
@@ -55,6 +56,7 @@ class RowReader:
     answer_after: str = ""
     keep_columns: bool = False
     needs_answer: bool = True
+    only_message: str = ""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -77,6 +79,7 @@ class RowReader:
         """
         if isinstance(row, RowError):
             raise row
+        self._check_messages(row)
         question = question_text(row, self.question_fields)
         answer = self._answer(row) if self.needs_answer or self._has_answer(row) else ""
         source = row.get(DATA_SOURCE_FIELD)
@@ -87,6 +90,21 @@ class RowReader:
         check_unicode(DATA_SOURCE_FIELD, source)
         columns = columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
+
+    def _check_messages(self, row: dict[str, Any]) -> None:
+        """Raises RowError if the question would be one message of several."""
+        messages = field_value(row, self.only_message) if self.only_message else None
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            return  # the question is missing, which has its own error
+        roles = [str(message.get("role") or "user") for message in messages]
+        if messages and roles != ["user"]:
+            raise RowError(
+                f"field {self.only_message!r} has messages of {', '.join(roles):.80}, but "
+                "row_format='simplerl' reads exactly one message, the user's, with its template; "
+                "leave the others out, or name a text by row_format='question_answer', "
+                f"question_fields='{self.only_message}.{len(messages) - 1}.content' and "
+                f"answer_field={self.answer_field!r}."
+            )
 
     def _has_answer(self, row: dict[str, Any]) -> bool:
         try:
@@ -128,7 +146,7 @@ def row_reader(
 
     Args:
       row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
-        question is the text of the first message under `prompt`, template included, and whose
+        question is the text of the only message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
       question_fields, answer_field, answer_after, keep_columns, needs_answer: see `RowReader`;
         "simplerl" has its own fields.
@@ -142,6 +160,7 @@ def row_reader(
         question_fields = (question_fields,)
     question_fields = tuple(question_fields)
     check_row_format(row_format, field_prefix)
+    only_message = ""
     if row_format == "simplerl":
         if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
             raise UserError(
@@ -149,12 +168,15 @@ def row_reader(
                 f"{answer_field!r} are not read with row_format='simplerl'; leave them as they are."
             )
         question_fields, answer_field = ("prompt.0.content",), "reward_model.ground_truth"
+        only_message = "prompt"
     if not question_fields or not all((*question_fields, answer_field)):
         raise UserError(
             f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
             "must each name a field."
         )
-    return RowReader(question_fields, answer_field, answer_after, keep_columns, needs_answer)
+    return RowReader(
+        question_fields, answer_field, answer_after, keep_columns, needs_answer, only_message
+    )
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:

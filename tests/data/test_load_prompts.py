@@ -108,7 +108,7 @@ def test_long_reading_reports_progress(tokenizer, tmp_path, monkeypatch):
 
 
 def simplerl(content="Q:1", truth="7", index=0, **fields):
-    messages = [{"content": content, "role": "user"}, {"content": "second", "role": "user"}]
+    messages = [{"content": content, "role": "user"}]
     return {
         "data_source": "simplelr_qwen",
         "prompt": messages,
@@ -140,6 +140,15 @@ def test_simplerl_rows(tokenizer, tmp_path, suffix):
         (simplerl(truth=""), r"field 'reward_model\.ground_truth' must be text or a finite"),
         (simplerl(data_source=3), r"field 'data_source' must be text, not 3"),
         (simplerl(data_source=""), r"field 'data_source' must be text, not ''"),
+        *(
+            (
+                simplerl(prompt=[{"role": role, "content": "1"} for role in roles.split(", ")]),
+                rf"field 'prompt' has messages of {roles}, but .*question_fields='prompt\."
+                rf"{number - 1}\.content' and answer_field='reward_model\.ground_truth'",
+            )
+            for number, roles in ((2, "system, user"), (3, "user, assistant, user"), (1, "system"))
+        ),
+        (simplerl(prompt=["1"]), r"field 'prompt\.0\.content' is missing"),
     ],
 )
 def test_bad_simplerl_rows(tokenizer, tmp_path, row, message):
