@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class RowReader:
     Attributes:
       question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
         a single text is not changed.
-      answer_field: a text, or a finite number; 27.0 becomes "27".
+      answer_field: a text, or a finite number, see `answer_text`.
       answer_after: the answer is the text after the last such mark; "" means the whole field.
       keep_columns: whether to keep the whole row, which needs memory.
       needs_answer: whether a row without an answer is bad; else its answer is "".
@@ -265,13 +265,19 @@ def _is_json(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> str | None:
-    """The answer as text. 27.0 becomes "27": number columns turn whole answers into floats."""
+    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001".
+
+    Number columns turn whole answers into floats. An exponent is read as a variable by verifiers.
+    """
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, float):
+        value = decimal.Decimal(repr(float(value)))  # the shortest text with the same value
+    if isinstance(value, decimal.Decimal) and value.is_finite():
+        whole, point, fraction = f"{value or abs(value):f}".partition(".")  # -0.0 is "0"
+        return f"{whole}{point}{fraction}".rstrip("0").rstrip(".") if point else whole
     return None
 
 

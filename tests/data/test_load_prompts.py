@@ -1,6 +1,7 @@
 """Valid and invalid prompt files: loaded rows, rows left out, error messages."""
 
 import datetime
+import decimal
 import hashlib
 import json
 import os
@@ -65,6 +66,61 @@ def test_loads_files_by_field_paths(tokenizer, tmp_path, suffix):
     assert [e.answer for e in dataset.examples] == ["5", "27"]
     np.testing.assert_array_equal(dataset.examples[1].prompt_ids, [4, 23, 3])
     assert dataset.examples[1].prompt_ids.dtype == np.int32
+
+
+FLOATS = [0.1, 3.0, 1e-5, 2.5]
+ANSWERS = {
+    "float16": (pyarrow.array(np.array(FLOATS, np.float16)), ["0.1", "3", "0.00001", "2.5"]),
+    "float32": (pyarrow.array(FLOATS, pyarrow.float32()), ["0.1", "3", "0.00001", "2.5"]),
+    "float64": (pyarrow.array(FLOATS, pyarrow.float64()), ["0.1", "3", "0.00001", "2.5"]),
+    "large floats": (
+        pyarrow.array([16777216.0, 1e10, -0.0, 1e22], pyarrow.float32()),
+        ["16777216", "10000000000", "0", "1" + 22 * "0"],
+    ),
+    "decimal": (
+        pyarrow.array(map(decimal.Decimal, ("0.10", "27.00", "-0.05", "1200")))
+        .cast(pyarrow.decimal128(38, 20)),
+        ["0.1", "27", "-0.05", "1200"],
+    ),
+    "many digits": (
+        pyarrow.array([decimal.Decimal("1" * 40 + ".50")] * 4, pyarrow.decimal256(60, 2)),
+        ["1" * 40 + ".5"] * 4,
+    ),
+    "int8": (pyarrow.array([1, -2, 3, 0], pyarrow.int8()), ["1", "-2", "3", "0"]),
+    "uint64": (pyarrow.array([2**64 - 1] * 4, pyarrow.uint64()), [str(2**64 - 1)] * 4),
+    "string": (pyarrow.array([" 0.10 ", "27.0", "1e-5", "x"]), ["0.10", "27.0", "1e-5", "x"]),
+    "large string": (pyarrow.array(["1"] * 4, pyarrow.large_string()), ["1"] * 4),
+    "dictionary": (pyarrow.array(list("abab")).dictionary_encode(), [*"abab"]),
+}  # fmt: skip
+REFUSED = {
+    "bool": pyarrow.array([True]), "binary": pyarrow.array([b"1"]),
+    "list": pyarrow.array([["1"]]), "null": pyarrow.array([None], pyarrow.string()),
+    "date": pyarrow.array([datetime.date(2026, 1, 1)]),
+    "nan": pyarrow.array([float("nan")], pyarrow.float32()),
+    "infinite": pyarrow.array([float("inf")], pyarrow.float32()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_answers_of_every_type_of_parquet(tokenizer, tmp_path, kind):
+    """In a column, in a struct, and in a list, where the field is a path."""
+    column, expected = ANSWERS[kind]
+    struct = pyarrow.StructArray.from_arrays([column], ["truth"])
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(5), pyarrow.int32()), column)
+    questions = pyarrow.array(["1"] * 4)
+    table = pyarrow.table([questions, column, struct, lists], ["question", "answer", "a", "b"])
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    for field in ("answer", "a.truth", "b.0"):
+        dataset = load_prompts(tmp_path / "set.parquet", tokenizer, answer_field=field)
+        assert [example.answer for example in dataset.examples] == expected, field
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_values_that_are_no_answer(tokenizer, tmp_path, kind):
+    table = pyarrow.table([["1"], REFUSED[kind]], ["question", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    with pytest.raises(UserError, match="field 'answer' must be text or a finite number, not"):
+        load_prompts(tmp_path / "set.parquet", tokenizer)
 
 
 def test_parts_of_a_question_are_joined_by_one_space(tokenizer, tmp_path):
