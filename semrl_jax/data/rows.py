@@ -208,8 +208,15 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
     """The texts in the fields of a row, see `RowReader.question_fields`.
 
     Raises:
-      RowError: if a field is missing or holds no text.
+      RowError: if a field is missing or holds no text, or if the fields are texts of messages and
+        none of them is the user's.
     """
+    roles = [_role(row, field) for field in fields]
+    if all(roles) and "user" not in roles:
+        raise RowError(
+            f"field {fields[0]!r} is the text of a message of the {roles[0]!s:.80}, so the "
+            "question would be without the user's; name the user's message."
+        )
     parts: list[str] = []
     for field in fields:
         value = field_value(row, field)
@@ -220,6 +227,18 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
             check_unicode(field, text)
         parts += texts
     return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
+
+
+def _role(row: dict[str, Any], field: str) -> Any:
+    """The role of the message whose content a field's path leads to; None if there is none."""
+    place, _, name = field.rpartition(".")
+    if name != "content" or field in row:
+        return None
+    try:
+        message = field_value(row, place)
+    except RowError:  # the field itself has the better error
+        return None
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def field_value(row: dict[str, Any], field: str) -> Any:

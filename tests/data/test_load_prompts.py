@@ -213,6 +213,18 @@ def test_bad_simplerl_rows(tokenizer, tmp_path, row, message):
         load_prompts(path, tokenizer, row_format="simplerl")
 
 
+def test_a_path_to_a_message_leads_to_the_users(tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "0"}, {"role": "user", "content": "1"}]
+    rows = [{"prompt": messages[1:], "answer": "1"}, {"prompt": messages, "answer": "1"}]
+    path = write(tmp_path / "set.jsonl", rows)
+    expected = r"line 2: field 'prompt\.0\.content' is the text of a message of the system, so"
+    with pytest.raises(UserError, match=expected):
+        load_prompts(path, tokenizer, question_fields="prompt.0.content")
+    write(path, rows[1:])
+    both = load_prompts(path, tokenizer, question_fields=("prompt.0.content", "prompt.1.content"))
+    assert prompts_of(both) == ["0 1"]
+
+
 def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
     path = write(tmp_path / "train.jsonl", [simplerl()])
     with pytest.raises(UserError, match=r"template='abel' must be 'plain' with .*='simplerl'"):
