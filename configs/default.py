@@ -72,7 +72,9 @@ def get_config() -> ml_collections.ConfigDict:
     # Of the prompt: plain, abel, ..., chat, a text with {input}, or its file
     config.data.template = "plain"
     config.data.system_prompt = ""  # for the template chat
-    config.data.add_special_tokens = False  # True: the tokenizer adds its own, such as BOS
+    # Before a prompt: the special tokens that the tokenizer adds by default, such as BOS. A chat
+    # template writes its own. docs/data.md
+    config.data.add_special_tokens = True
     # True: count and skip rows that cannot be used instead of stopping
     config.data.skip_bad_rows = False
 
@@ -358,7 +360,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft.completion_field = "completion"  # of a row with prompt_completion
     config.sft.template = "plain"  # as data.template
     config.sft.system_prompt = ""  # for the template chat
-    config.sft.add_special_tokens = False  # as data.add_special_tokens
+    config.sft.add_special_tokens = True  # as data.add_special_tokens
     config.sft.chat_template = ""  # Jinja file that replaces the tokenizer's chat template
     # True: count and skip rows that cannot be used instead of stopping
     config.sft.skip_bad_rows = False

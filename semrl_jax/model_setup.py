@@ -29,11 +29,8 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
         directory = models.find_directory(config.model.path)
         architecture = models.load_config(directory, config.model.family)
         tokenizer = data.load_tokenizer(directory)
-        if len(tokenizer) > architecture.vocab_size:
-            raise UserError(
-                f"model.path={config.model.path}: the tokenizer has {len(tokenizer)} tokens, the "
-                f"model vocab_size={architecture.vocab_size}; they do not belong together."
-            )
+        place = f"model.path={config.model.path}"
+        data.check_vocabulary(tokenizer, architecture.vocab_size, place)
     else:
         tokenizer = data.character_tokenizer()
         model = config.model

@@ -19,6 +19,7 @@ def get_config():
 
     config.data.task = "files"
     config.data.row_format = "simplerl"
+    config.data.add_special_tokens = False
     config.data.prompts_per_step = 48
     config.rollout.group_size = 4
     config.rollout.temperature = 1.0

@@ -2,6 +2,13 @@
 
 from semrl_jax.data.conversations import Conversation, ConversationDataset, load_conversations
 from semrl_jax.data.demonstrations import Demonstrations, arithmetic_demonstrations
+from semrl_jax.data.encoding import (
+    check_ids,
+    check_vocabulary,
+    encode,
+    special_prefix,
+    template_line,
+)
 from semrl_jax.data.files import RowError, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import pad_response_values, pad_rows
@@ -47,10 +54,13 @@ __all__ = [
     "build_dataset",
     "character_tokenizer",
     "check_file",
+    "check_ids",
     "check_row_format",
     "columns_hash",
     "check_same_tokens",
+    "check_vocabulary",
     "dataset_hash",
+    "encode",
     "expand_stop_words",
     "full_text",
     "is_chat",
@@ -65,7 +75,9 @@ __all__ = [
     "read_shots",
     "row_reader",
     "set_chat_template",
+    "special_prefix",
     "stop_word_ids",
+    "template_line",
     "tokenizer_hash",
     "train_tokenizer",
     "verifier_text",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from semrl_jax.data.encoding import encode_spans, special_prefix
 from semrl_jax.data.files import Row, RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
 from semrl_jax.data.rows import BadRows, check_unicode, field_value, question_text
@@ -88,7 +89,7 @@ def load_conversations(
     completion_field: str = "completion",
     template: str = "plain",
     system_prompt: str = "",
-    add_special_tokens: bool = False,
+    add_special_tokens: bool = True,
     skip_bad_rows: bool = False,
     max_tokens: int = 2048,
     too_long: str = "drop",
@@ -251,14 +252,17 @@ class CompletionReader:
         check_unicode(self.completion_field, completion)
         (prompt,) = self._render([question_text(row, self.prompt_fields)])
         text = prompt + completion
-        token_ids, mask = tokens_in_spans(
-            self.tokenizer, text, [(len(prompt), len(text))], self.add_special_tokens
-        )
+        spans = [(len(prompt), len(text))]
+        token_ids, mask = encode_spans(self.tokenizer, text, spans, self._prefix)
         end = self.tokenizer.eos_token_id
         if token_ids[-1:].tolist() != [end]:
             token_ids, mask = np.append(token_ids, np.int32(end)), np.append(mask, True)
         mask[-1] = True
         return conversation_of(token_ids, mask)
+
+    @functools.cached_property
+    def _prefix(self) -> list[int]:
+        return special_prefix(self.tokenizer, self.template, self.add_special_tokens)
 
     @functools.cached_property
     def _render(self) -> Callable[[Sequence[str]], list[str]]:
@@ -312,7 +316,7 @@ class MessagesReader:
         else:
             text = self._render(messages)
             spans = list(self._assistant_spans(messages, text))
-            token_ids, mask = tokens_in_spans(self.tokenizer, text, spans, False)
+            token_ids, mask = encode_spans(self.tokenizer, text, spans)
             mask &= ~self._follows_end(token_ids, mask)
         return conversation_of(token_ids, mask)
 
@@ -421,32 +425,3 @@ def check_messages(messages: Any, field: str) -> list[Message]:
     if not any(message["role"] == "assistant" for message in checked):
         raise RowError(f"field {field!r} has no assistant message, so nothing can be learned.")
     return checked
-
-
-def tokens_in_spans(
-    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], add_special_tokens: bool
-) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
-    """Token ids of the text, and whether the text of each token begins in one of the spans.
-
-    Args:
-      tokenizer: a fast one.
-      text: tokenised as a whole.
-      spans: first character and the one after the last.
-      add_special_tokens: whether the tokenizer adds its default special tokens, which are in no
-        span.
-    """
-    found = tokenizer(
-        text,
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=True,
-        return_special_tokens_mask=True,
-    )
-    token_ids = np.array(found["input_ids"], np.int32)
-    begins = np.array([begin for begin, _ in found["offset_mapping"]], np.int64)
-    mask = np.zeros(len(token_ids), bool)
-    for begin, end in spans:
-        mask |= (begins >= begin) & (begins < end)
-    if add_special_tokens:  # an added token has no text: its place is (0, 0)
-        added = np.array([begin == end for begin, end in found["offset_mapping"]])
-        mask &= ~(added & np.array(found["special_tokens_mask"], bool))
-    return token_ids, mask

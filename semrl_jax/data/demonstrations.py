@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from semrl_jax.data import arithmetic
+from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.padding import PaddedTokens, pad_rows
 from semrl_jax.data.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ def demonstration_rows(
 ) -> Demonstrations:
     """Tokenises (prompt, response) pairs and ends each response with the end token.
 
-    Prompt and response are tokenised separately, as in sampling. No special tokens are added.
+    Prompt and response are tokenised separately, as in sampling.
 
     Args:
       tokenizer: with end and padding tokens.
@@ -46,11 +47,14 @@ def demonstration_rows(
     """
     if not pairs:
         raise ValueError("there are no demonstrations.")
-    texts = [text for pair in pairs for text in pair]
-    token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompts, responses = zip(*pairs)
+    prompt_ids = encode(tokenizer, prompts, special_prefix(tokenizer))
     rows = pad_rows(
-        [np.array(ids, np.int32) for ids in token_ids[::2]],
-        [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in token_ids[1::2]],
+        [np.array(ids, np.int32) for ids in prompt_ids],
+        [
+            np.array([*ids, tokenizer.eos_token_id], np.int32)
+            for ids in encode(tokenizer, responses, ())
+        ],
         prompt_length=prompt_length,
         response_length=response_length,
         pad_id=tokenizer.pad_token_id,

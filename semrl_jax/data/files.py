@@ -8,8 +8,10 @@ import json
 import os
 import pathlib
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from semrl_jax.errors import UserError
 from semrl_jax.files import parse_json
@@ -124,7 +126,7 @@ def _read_parquet(
             if whole_rows:
                 columns = None
             for batch in file.iter_batches(_PARQUET_BATCH_ROWS, columns=columns):
-                for row in _batch_rows(batch):
+                for row in batch_rows(batch):
                     number += 1
                     yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError) as e:
@@ -150,11 +152,12 @@ def _columns(
     return sorted(columns)
 
 
-def _batch_rows(batch: Any) -> list[Row]:
+def batch_rows(batch: Any) -> list[Row]:
+    """The rows of a pyarrow.RecordBatch; one that cannot be read is a `RowError`."""
+    rows: list[Row] = []
     try:
-        return batch.to_pylist()
+        rows += batch.to_pylist()
     except (ValueError, OverflowError):  # text that is not UTF-8, a time outside Python's range
-        rows: list[Row] = []
         for i in range(batch.num_rows):
             try:
                 rows += batch.slice(i, 1).to_pylist()
@@ -162,4 +165,33 @@ def _batch_rows(batch: Any) -> list[Row]:
                 rows.append(RowError(f"holds text that is not UTF-8 ({e.reason})."))
             except (ValueError, OverflowError) as e:
                 rows.append(RowError(f"holds a value that cannot be read ({e!s:.100})."))
-        return rows
+    for field in batch.schema:
+        if shortened := _shortest_floats(field.type):
+            for row in rows:
+                if not isinstance(row, RowError):
+                    row[field.name] = shortened(row[field.name])
+    return rows
+
+
+def _shortest_floats(kind: Any) -> Callable[[Any], Any] | None:
+    """What makes 0.1 of the 0.10000000149011612 that pyarrow reads from float32; None: no such.
+
+    The result is the shortest decimal number that has the same value in float32, or in float16.
+    """
+    import pyarrow.types as types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        dtype = np.dtype(kind.to_pandas_dtype())
+        return lambda value: value if value is None else float(str(dtype.type(value)))
+    if types.is_struct(kind):
+        found = {field.name: _shortest_floats(field.type) for field in kind}
+        found = {name: shortened for name, shortened in found.items() if shortened}
+        if not found:
+            return None
+        return lambda value: value and value | {name: found[name](value[name]) for name in found}
+    if types.is_map(kind) or not hasattr(kind, "value_type"):  # no field is a path into a map
+        return None
+    inner = _shortest_floats(kind.value_type)
+    if inner is None or types.is_dictionary(kind):
+        return inner
+    return lambda values: values and [inner(value) for value in values]

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.files import RowError, read_rows
-from semrl_jax.data.prompts import PromptDataset, PromptExample, tokenize
+from semrl_jax.data.prompts import PromptDataset, PromptExample
 from semrl_jax.data.rows import (
     DATA_SOURCE_FIELD,
     MAX_REPORTED_BAD_ROWS,
     BadRows,
     row_reader,
 )
-from semrl_jax.data.templates import is_chat, prompt_renderer
+from semrl_jax.data.templates import prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
@@ -44,7 +45,7 @@ def load_prompts(
     system_prompt: str = "",
     shots: Sequence[tuple[str, str]] = (),
     max_prompt_tokens: int = 512,
-    add_special_tokens: bool = False,
+    add_special_tokens: bool = True,
     skip_bad_rows: bool = False,
     too_long: str = "drop",
     num_rows: int = 0,
@@ -64,7 +65,7 @@ def load_prompts(
       reader: replaces these four: reads rows as a `rows.RowReader` does, see `rows_of_files`.
       template, system_prompt, shots: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
       max_prompt_tokens: the limit, template and special tokens included.
-      add_special_tokens: see `build_dataset`; False with a chat template, which writes them itself.
+      add_special_tokens: see `encoding.special_prefix`.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
       too_long: "drop" leaves out a prompt above the limit; "keep" keeps it, for benchmarks, whose
         size must not change. Both count it.
@@ -98,11 +99,6 @@ def load_prompts(
             f"{field_prefix}template={template!r:.200} must be 'plain' with row_format='simplerl': "
             "these rows already include a template."
         )
-    if add_special_tokens and is_chat(template):
-        raise UserError(
-            f"{field_prefix}template={template!r:.200} needs data.add_special_tokens=False: the "
-            "chat template writes them itself."
-        )
     if too_long not in TOO_LONG:
         raise UserError(f"too_long={too_long!r} is unknown; choose from {TOO_LONG}.")
     if max_prompt_tokens < 1 or num_rows < 0:
@@ -113,6 +109,7 @@ def load_prompts(
     render = prompt_renderer(
         template, tokenizer, system_prompt=system_prompt, shots=shots, field_prefix=field_prefix
     )
+    prefix = special_prefix(tokenizer, template, add_special_tokens)
     bad_rows = BadRows(skip_bad_rows, report)
     rows = itertools.islice(rows_of_files(files, reader, bad_rows), num_rows or None)
     examples: list[PromptExample] = []
@@ -123,7 +120,7 @@ def load_prompts(
         good = [(num_read + i, *row) for i, row in enumerate(chunk) if row is not None]
         num_read += len(chunk)
         prompts = render([problem.question for _, _, problem in good])
-        token_ids = tokenize(tokenizer, prompts, add_special_tokens)
+        token_ids = encode(tokenizer, prompts, prefix)
         for (index, where, problem), prompt, ids in zip(good, prompts, token_ids, strict=True):
             if not ids:
                 bad_rows.add(where, RowError("the tokenizer has no token for any of its text."))
@@ -142,7 +139,7 @@ def load_prompts(
             ids = np.array(ids, np.int32)
             # Benchmarks and files of generated responses show it.
             question = problem.question if too_long == "keep" or keep_columns else ""
-            kept = (problem.columns, question, problem.problem_type)
+            kept = (problem.columns, question, problem.problem_type, template)
             examples.append(PromptExample(prompt, ids, problem.answer, source, index, *kept))
         if report and time.monotonic() - reported_s > _PROGRESS_S:
             report(f"{num_read} rows of prompt data read")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.data import arithmetic
+from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
@@ -35,6 +36,7 @@ class PromptExample:
       columns: its row as a JSON object, for a verifier that takes it; "" if none does.
       question: without the template; "" if only the prompt is known.
       problem_type: of a problem of a benchmark, such as "Algebra"; "" if it has none.
+      template: with which the prompt was made; "" if that is not known.
     """
 
     prompt: str
@@ -45,6 +47,7 @@ class PromptExample:
     columns: str = ""
     question: str = ""
     problem_type: str = ""
+    template: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,26 +112,28 @@ def build_dataset(
     *,
     data_source: str,
     max_prompt_tokens: int,
-    add_special_tokens: bool = False,
+    template: str = "",
+    add_special_tokens: bool = True,
 ) -> PromptDataset:
     """Tokenises (prompt, answer) pairs and leaves out prompts that are too long.
 
     Args:
       rows: prompt texts including the template, and reference answers.
       tokenizer: see `tokenizer.load_tokenizer`.
-      data_source: stored with every example.
+      data_source, template: stored with every example.
       max_prompt_tokens: the limit, in tokens.
-      add_special_tokens: whether the tokenizer adds its default special tokens, such as a
-        beginning-of-sequence token; training and evaluation must agree.
+      add_special_tokens: whether the special tokens that the tokenizer adds before a text by
+        default, such as BOS, come before a prompt; training and evaluation must agree.
 
     Raises:
       UserError: if no prompt is left.
     """
     rows = list(rows)
     texts = [prompt for prompt, _ in rows]
-    all_ids = tokenize(tokenizer, texts, add_special_tokens)
+    prefix = special_prefix(tokenizer, add_special_tokens=add_special_tokens)
+    all_ids = encode(tokenizer, texts, prefix)
     examples = tuple(
-        PromptExample(prompt, np.array(ids, np.int32), answer, data_source, i)
+        PromptExample(prompt, np.array(ids, np.int32), answer, data_source, i, template=template)
         for i, ((prompt, answer), ids) in enumerate(zip(rows, all_ids, strict=True))
         if 0 < len(ids) <= max_prompt_tokens
     )
@@ -143,16 +148,19 @@ def build_dataset(
     return PromptDataset(examples, len(rows) - len(examples))
 
 
-def arithmetic_prompts(tokenizer: Tokenizer, seed: int, size: int) -> PromptDataset:
+def arithmetic_prompts(
+    tokenizer: Tokenizer, seed: int, size: int, add_special_tokens: bool = True
+) -> PromptDataset:
     """Training prompts of the quickstart task."""
-    return _arithmetic_dataset(tokenizer, arithmetic.training_problems(seed, size))
+    problems = arithmetic.training_problems(seed, size)
+    return _arithmetic_dataset(tokenizer, problems, add_special_tokens)
 
 
 def arithmetic_held_out_prompts(
-    tokenizer: Tokenizer, size: int = arithmetic.NUM_HELD_OUT
+    tokenizer: Tokenizer, size: int = arithmetic.NUM_HELD_OUT, add_special_tokens: bool = True
 ) -> PromptDataset:
     """The first `size` of the 512 test prompts of the quickstart task, which training never has."""
-    return _arithmetic_dataset(tokenizer, arithmetic.held_out_problems()[:size])
+    return _arithmetic_dataset(tokenizer, arithmetic.held_out_problems()[:size], add_special_tokens)
 
 
 def dataset_hash(dataset: PromptDataset) -> str:
@@ -176,16 +184,14 @@ def columns_hash(dataset: PromptDataset) -> str:
     return digest.hexdigest()
 
 
-def _arithmetic_dataset(tokenizer: Tokenizer, problems: list[arithmetic.Problem]) -> PromptDataset:
+def _arithmetic_dataset(
+    tokenizer: Tokenizer, problems: list[arithmetic.Problem], add_special_tokens: bool
+) -> PromptDataset:
     return build_dataset(
         [(arithmetic.prompt_text(p), arithmetic.reference_answer(p)) for p in problems],
         tokenizer,
         data_source="arithmetic",
+        template=arithmetic.QUESTION_TEMPLATE,
         max_prompt_tokens=arithmetic.MAX_PROMPT_TOKENS,
+        add_special_tokens=add_special_tokens,
     )
-
-
-def tokenize(tokenizer: Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-    if not texts:  # the tokenizer does not accept an empty batch
-        return []
-    return tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,10 +44,11 @@ class RowReader:
     Attributes:
       question_fields: texts, or lists of texts. Several texts are stripped and joined by one space;
         a single text is not changed.
-      answer_field: a text, or a finite number; 27.0 becomes "27".
+      answer_field: a text, or a finite number, see `answer_text`.
       answer_after: the answer is the text after the last such mark; "" means the whole field.
       keep_columns: whether to keep the whole row, which needs memory.
       needs_answer: whether a row without an answer is bad; else its answer is "".
+      only_message: a field with a list of exactly one message, the user's; "" checks nothing.
     """
 
     question_fields: tuple[str, ...]
@@ -55,6 +56,7 @@ class RowReader:
     answer_after: str = ""
     keep_columns: bool = False
     needs_answer: bool = True
+    only_message: str = ""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -77,6 +79,7 @@ class RowReader:
         """
         if isinstance(row, RowError):
             raise row
+        self._check_messages(row)
         question = question_text(row, self.question_fields)
         answer = self._answer(row) if self.needs_answer or self._has_answer(row) else ""
         source = row.get(DATA_SOURCE_FIELD)
@@ -87,6 +90,21 @@ class RowReader:
         check_unicode(DATA_SOURCE_FIELD, source)
         columns = columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
+
+    def _check_messages(self, row: dict[str, Any]) -> None:
+        """Raises RowError if the question would be one message of several."""
+        messages = field_value(row, self.only_message) if self.only_message else None
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            return  # the question is missing, which has its own error
+        roles = [str(message.get("role") or "user") for message in messages]
+        if messages and roles != ["user"]:
+            raise RowError(
+                f"field {self.only_message!r} has messages of {', '.join(roles):.80}, but "
+                "row_format='simplerl' reads exactly one message, the user's, with its template; "
+                "leave the others out, or name a text by row_format='question_answer', "
+                f"question_fields='{self.only_message}.{len(messages) - 1}.content' and "
+                f"answer_field={self.answer_field!r}."
+            )
 
     def _has_answer(self, row: dict[str, Any]) -> bool:
         try:
@@ -128,7 +146,7 @@ def row_reader(
 
     Args:
       row_format: "question_answer": fields by name. "simplerl": rows of SimpleRL-Zoo, whose
-        question is the text of the first message under `prompt`, template included, and whose
+        question is the text of the only message under `prompt`, template included, and whose
         answer is `reward_model.ground_truth`.
       question_fields, answer_field, answer_after, keep_columns, needs_answer: see `RowReader`;
         "simplerl" has its own fields.
@@ -142,6 +160,7 @@ def row_reader(
         question_fields = (question_fields,)
     question_fields = tuple(question_fields)
     check_row_format(row_format, field_prefix)
+    only_message = ""
     if row_format == "simplerl":
         if (question_fields, answer_field) != (_QUESTION_FIELDS, _ANSWER_FIELD):
             raise UserError(
@@ -149,12 +168,15 @@ def row_reader(
                 f"{answer_field!r} are not read with row_format='simplerl'; leave them as they are."
             )
         question_fields, answer_field = ("prompt.0.content",), "reward_model.ground_truth"
+        only_message = "prompt"
     if not question_fields or not all((*question_fields, answer_field)):
         raise UserError(
             f"{field_prefix}question_fields={question_fields} and answer_field={answer_field!r} "
             "must each name a field."
         )
-    return RowReader(question_fields, answer_field, answer_after, keep_columns, needs_answer)
+    return RowReader(
+        question_fields, answer_field, answer_after, keep_columns, needs_answer, only_message
+    )
 
 
 def check_row_format(row_format: str, field_prefix: str = "data.") -> None:
@@ -186,8 +208,15 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
     """The texts in the fields of a row, see `RowReader.question_fields`.
 
     Raises:
-      RowError: if a field is missing or holds no text.
+      RowError: if a field is missing or holds no text, or if the fields are texts of messages and
+        none of them is the user's.
     """
+    roles = [_role(row, field) for field in fields]
+    if all(roles) and "user" not in roles:
+        raise RowError(
+            f"field {fields[0]!r} is the text of a message of the {roles[0]!s:.80}, so the "
+            "question would be without the user's; name the user's message."
+        )
     parts: list[str] = []
     for field in fields:
         value = field_value(row, field)
@@ -198,6 +227,18 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
             check_unicode(field, text)
         parts += texts
     return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
+
+
+def _role(row: dict[str, Any], field: str) -> Any:
+    """The role of the message whose content a field's path leads to; None if there is none."""
+    place, _, name = field.rpartition(".")
+    if name != "content" or field in row:
+        return None
+    try:
+        message = field_value(row, place)
+    except RowError:  # the field itself has the better error
+        return None
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def field_value(row: dict[str, Any], field: str) -> Any:
@@ -243,13 +284,19 @@ def _is_json(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> str | None:
-    """The answer as text. 27.0 becomes "27": number columns turn whole answers into floats."""
+    """The answer as text, in full digits: 27.0 and 27.00 are "27", 1e-05 is "0.00001".
+
+    Number columns turn whole answers into floats. An exponent is read as a variable by verifiers.
+    """
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else repr(value)
+    if isinstance(value, float):
+        value = decimal.Decimal(repr(float(value)))  # the shortest text with the same value
+    if isinstance(value, decimal.Decimal) and value.is_finite():
+        whole, point, fraction = f"{value or abs(value):f}".partition(".")  # -0.0 is "0"
+        return f"{whole}{point}{fraction}".rstrip("0").rstrip(".") if point else whole
     return None
 
 

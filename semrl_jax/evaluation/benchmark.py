@@ -111,12 +111,15 @@ class BenchmarkReader:
 
 
 def text(row: dict[str, Any], *fields: str) -> str:
-    """The first of these fields that the row has, as text; a number 27.0 is "27"."""
-    field = next((field for field in fields if field in row), fields[0])
+    """The only of these fields that the row has, as text; a number 27.0 is "27"."""
+    there = [field for field in fields if row.get(field) is not None] or [fields[0]]
+    field, *others = there
     value = field_value(row, field)
     found = answer_text(value)
     if not found:
         raise RowError(f"field {field!r} must be text or a finite number, not {value!r:.80}.")
+    if any(answer_text(row[other]) != found for other in others):
+        raise RowError(f"fields {there} have different texts; leave one of them.")
     return found
 
 

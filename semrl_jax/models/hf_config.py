@@ -36,6 +36,17 @@ OPTIONS = {
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "final_logit_softcap": "final_logit_softcapping",
 }
+# Fields that change what transformers computes in every family: the only value that the decoder
+# supports, in addition to null, and why or what to do. The other fields of transformers' classes
+# are read below or have no effect on logits (tests/models/test_config_fields.py).
+ONLY: Mapping[str, tuple[Any, str]] = {
+    "is_causal": (True, "a token attends to earlier tokens alone"),
+    "is_encoder_decoder": (False, "models with an encoder are not read"),
+    "add_cross_attention": (False, "models with an encoder are not read"),
+    "partial_rotary_factor": (1, "all of a head is rotated"),
+    "per_layer_config": ({}, "all layers have the same sizes"),
+    "quantization_config": ({}, "give a directory with weights that are not quantised"),
+}
 OPTIONAL_SIZES = ("num_kv_heads", "head_dim")
 
 
@@ -213,14 +224,12 @@ def _refuse_unsupported(family: Family, hf: Mapping[str, Any]) -> None:
     for name in (*family.must_be_false, "mlp_bias"):
         if _flag(hf, name):
             raise UserError(f"{name}=true is not supported.")
+    for name, (only, reason) in ONLY.items():
+        if (value := hf.get(name)) is not None and value != only:
+            raise UserError(f"{name}={value!r:.100} is not supported, only {only!r}: {reason}.")
     if hf.get("hidden_act", family.activation) != family.activation:
         raise UserError(
             f"hidden_act={hf['hidden_act']!r:.100} is not supported, only {family.activation!r}."
-        )
-    if hf.get("quantization_config"):
-        raise UserError(
-            "quantization_config is not supported; give a directory with weights that are not "
-            "quantised."
         )
 
 
@@ -230,8 +239,8 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope = hf.get(field) or {}
     if not isinstance(rope, Mapping):
         raise UserError(f"{field}={rope!r:.100} must be an object, or null.")
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    partial = rope.get("partial_rotary_factor")
+    if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial!r:.100} is not supported.")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError("rope_parameters of each kind of layer are not supported.")

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,14 +28,30 @@ from semrl_jax.models.weights import layer_kernels
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # as in PEFT: all linear modules but the output matrix
 BASE_SAMPLE = "base_weights_sample"  # in the metadata of our files
-# What these fields of PEFT ask for is not supported, unless they are absent, false or empty.
-REFUSED = (
-    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
-    "alpha_pattern", "layers_to_transform", "layer_replication", "modules_to_save",
-    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "kasa_config",
-    "arrow_config", "velora_config", "monteclora_config",
+# Fields of PEFT's LoraConfig that are in none of the next three tables must be absent, null, false
+# or empty. A field of a later version of PEFT is therefore refused by name when it is used.
+READ = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora")
+# The tensors of a trained adapter give the same logits with every value. Dropout exists only in
+# training, and adapters are trained without it here.
+WITHOUT_EFFECT = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules",
+    "exclude_modules", "lora_dropout", "layers_pattern", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
+    "ensure_weight_tying",
 )  # fmt: skip
+# Supported values besides null, and what to do with another one.
+SUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "bias": (("none",), "train an adapter without biases"),
+    "init_lora_weights": (
+        (True, False, "gaussian", "eva", "orthogonal", "mica"),
+        "the other ones change the weights of the base; save the adapter by PEFT's "
+        "save_pretrained(..., path_initial_model_for_weight_conversion=...), which makes it an "
+        "adapter of the unchanged base",
+    ),
+}
 LEAVES = {A: "lora_A.weight", B: "lora_B.weight"}
+# The module that a tensor of an adapter belongs to, below its layer if it is in one.
+_ADAPTED = re.compile(r"base_model\.model\.(?:model\.layers\.\d+\.)?(.+?)\.(?:lora_|base_layer)")
 
 
 def find_modules(config: DecoderConfig, targets: Sequence[str]) -> tuple[str, ...]:
@@ -206,12 +223,19 @@ def find_adapter(path: str | os.PathLike[str]) -> AdapterFiles:
         ) from None
     if content.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type={content.get('peft_type')!r:.100} must be 'LORA'.")
-    for name in REFUSED:
-        value = content.get(name)
-        if value or type(value) is int:  # layers_to_transform=0 names the first layer
-            raise UserError(f"{file}: {name}={value!r:.100} is not supported.")
-    if content.get("bias", "none") != "none":
-        raise UserError(f"{file}: bias={content['bias']!r:.100} is not supported; only 'none' is.")
+    for name, value in content.items():
+        if name in SUPPORTED:
+            values, way_out = SUPPORTED[name]
+            if value is not None and value not in values:
+                raise UserError(
+                    f"{file}: {name}={value!r:.100} is not supported, only {values!r}; {way_out}."
+                )
+        # layers_to_transform=0 names the first layer
+        elif name not in (*READ, *WITHOUT_EFFECT) and (value or type(value) in (int, float)):
+            raise UserError(
+                f"{file}: {name}={value!r:.100} is not supported; train an adapter without it, or "
+                "remove the field if the adapter computes the same without it."
+            )
     rank, alpha = content.get("r"), content.get("lora_alpha")
     is_number = type(alpha) in (int, float) and 0 < alpha < MAX_ALPHA
     if type(rank) is not int or not 0 < rank <= MAX_SIZE or not is_number:
@@ -286,6 +310,13 @@ def load_adapter(
             layers.setdefault(module, {})[leaf] = np.stack(found)
     if tensors or not modules:
         name = min(tensors, default="no tensor")
+        adapted = _ADAPTED.match(name)
+        names = [kernel.name for kernel in kernels.values()]
+        if adapted and adapted[1] not in names:
+            raise UserError(
+                f"{file}: {name:.150} adapts {adapted[1]:.100}, but only the linear modules of a "
+                f"layer can have an adapter ({', '.join(names)}); train one without it."
+            )
         raise UserError(
             f"{file}: {name:.150} is no adapter of a linear module of {base_name}; name the base "
             "that the adapter was trained on."

@@ -108,9 +108,10 @@ def chat(
         inference.load(source)
         multi_turn = data.is_chat(template) if options.multi_turn is None else options.multi_turn
         conversation = Conversation(inference, template, multi_turn, measuring)
-        reporter.line(
-            f"{source.name}, template {template!r}, temperature {config.evaluation.temperature:g}"
-        )
+        added = config.data.add_special_tokens
+        fields = "--template", "--config.data.add_special_tokens"
+        reporter.line(data.template_line("prompts", template, tokenizer, added, fields))
+        reporter.line(f"{source.name}, temperature {config.evaluation.temperature:g}")
         reporter.line(HELP)
         return talk(conversation, questions or _next_line, reporter)
 
@@ -190,7 +191,8 @@ class Conversation:
             shots=self._turns,
         )
         (text,) = render([question])
-        ids = tokenizer(text, add_special_tokens=config.data.add_special_tokens)["input_ids"]
+        prefix = data.special_prefix(tokenizer, self._template, config.data.add_special_tokens)
+        (ids,) = data.encode(tokenizer, [text], prefix)
         limit = config.rollout.max_prompt_tokens
         if not ids:
             raise UserError("the prompt has no token; ask with words that the tokenizer knows.")
@@ -200,7 +202,10 @@ class Conversation:
                 f"the prompt has {len(ids)} tokens, more than rollout.max_prompt_tokens={limit}; "
                 f"ask something shorter, or start with --max_prompt_tokens={len(ids)}{turns}."
             )
-        return np.array(ids, np.int32)
+        prompt_ids = np.array(ids, np.int32)
+        vocab_size = self._inference.policy.config.vocab_size
+        data.check_ids(tokenizer, vocab_size, [("the prompt", prompt_ids)])
+        return prompt_ids
 
 
 def talk(conversation: Conversation, questions: Callable[[], str], reporter: Reporter) -> int:

@@ -42,6 +42,7 @@ from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import SAMPLES, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.sampling.prompt_sources import check_prompts
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
@@ -156,6 +157,8 @@ def _evaluate_model(
         settings = benchmark_settings(config)
         keep = takes_rows(config, settings)
         problems = load_problems(config, tokenizer, reporter.line, keep_columns=keep)
+        vocab_size = policy.config.vocab_size
+        check_prompts("evaluation", problems, config, tokenizer, vocab_size, reporter.line)
         if config.evaluation.metrics:
             check_metrics_of(config.evaluation.metric_options, policy)
         graders = open_graders(stack, config, problems, settings)
@@ -267,7 +270,10 @@ def _evaluate_policy(
     benchmarks = evaluator.benchmarks
     directory.check(
         flat | {"weights": digest},
-        {name: _identity(benchmark, evaluator, config) for name, benchmark in benchmarks.items()},
+        {
+            name: _identity(benchmark, evaluator, inference)
+            for name, benchmark in benchmarks.items()
+        },
     )
     finished = directory.finished()
     for benchmark in benchmarks.values():
@@ -403,16 +409,19 @@ def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:
     return [Call(benchmark, first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _identity(
-    benchmark: Benchmark, evaluator: Evaluator, config: ml_collections.ConfigDict
-) -> dict[str, Any]:
+def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) -> dict[str, Any]:
     """What decides the responses to a benchmark, and their verdicts, beside the settings of all."""
+    config = inference.config
     (plan,) = benchmark.scores
     problems = tuple(evaluator.problems[index] for index in benchmark.problems)
     options = evaluator.settings.get(benchmark.name, {})
     verifier = config.evaluation.verifier or options.get("verifier", "")
     fields = () if verifier else ("function", "functions", "mode", "unboxed_penalty")
     return {
+        "template": problems[0].template,
+        "special tokens before a prompt": data.special_prefix(
+            inference.tokenizer, problems[0].template, config.data.add_special_tokens
+        ),
         "problems": data.dataset_hash(data.PromptDataset(problems)),
         **plan._asdict(),
         "verifier": verifier,

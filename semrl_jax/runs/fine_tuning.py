@@ -20,6 +20,7 @@ from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Bar, Reporter, duration, short_path
+from semrl_jax.data.templates import CHAT
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.model_setup import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.models import from_host, replicated
@@ -76,6 +77,8 @@ class Inputs:
         if sft.chat_template:
             data.set_chat_template(self.tokenizer, sft.chat_template, "sft.chat_template")
         ends = end_token_ids(config, self.tokenizer)
+        template = CHAT if sft.row_format == "messages" else sft.template
+        self.prefix = data.special_prefix(self.tokenizer, template, sft.add_special_tokens)
 
         def read(field: str, paths: Sequence[str]) -> data.ConversationDataset:
             found = data.load_conversations(
@@ -86,6 +89,11 @@ class Inputs:
                 files_field=f"sft.{field}",
                 report=reporter.line,
             )
+            named = (
+                (f"conversation {number} of sft.{field}", one.token_ids)
+                for number, one in enumerate(found.conversations)
+            )
+            data.check_ids(self.tokenizer, architecture.vocab_size, named)
             num_tokens = sum(map(len, found.conversations))
             num_learned = sum(int(one.loss_mask.sum()) for one in found.conversations)
             reporter.line(
@@ -94,6 +102,12 @@ class Inputs:
             )
             return found
 
+        reporter.line(
+            data.template_line(
+                "conversations", template, self.tokenizer, sft.add_special_tokens,
+                ("sft.template", "sft.add_special_tokens"),
+            )
+        )  # fmt: skip
         self.conversations = read("files", sft.files)
         self.held_out = {
             name: read("evaluation_files", [path])
@@ -103,6 +117,7 @@ class Inputs:
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
         return {
+            "special tokens before a prompt": " ".join(map(str, self.prefix)),
             "data": self.conversations.hash,
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,

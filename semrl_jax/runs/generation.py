@@ -33,7 +33,7 @@ from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import PARTS, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.runs.workdir import versions
-from semrl_jax.sampling.prompt_sources import prompts_of_files
+from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files
 from semrl_jax.sampling.sampler import GENERATION, Measuring, stream_seed
 from semrl_jax.types import HiddenStateParams, SampleRequest
 
@@ -138,12 +138,18 @@ def _generate(
             num_rows=contents.num_prompts,
             needs_answer=bool(verifier),
         )
+        vocab_size = policy.config.vocab_size
+        check_prompts("generation", prompts.examples, config, tokenizer, vocab_size, reporter.line)
         if not only_check:
             directory = stack.enter_context(contextlib.closing(open_results(output, RECORD)))
             directory.check(settings_of(config, prompts, contents), {})
             directory.note(
                 versions=versions(),
                 policy=str(source.checkpoint or source.model),
+                template=config.data.template,
+                special_tokens_before_a_prompt=data.special_prefix(
+                    tokenizer, config.data.template, config.data.add_special_tokens
+                ),
                 files=[str(pathlib.Path(file).absolute()) for file in config.data.files],
             )
         grader = measurer = None

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from semrl_jax import data
+from semrl_jax.data.files import batch_rows
 from semrl_jax.data.rows import answer_text, field_value
 from semrl_jax.end_markers import response_text
 from semrl_jax.errors import UserError
@@ -145,7 +146,7 @@ def _batches(file: pathlib.Path, fields: Fields) -> Iterator[_Batch]:
         with pq.ParquetFile(file) as source:
             for table in source.iter_batches(_ROWS):
                 samples = []
-                for row in table.to_pylist():
+                for row in batch_rows(table):
                     number += 1
                     samples.append(_sample(f"{file}, row {number}", row, fields))
                 yield _Batch(samples, table)

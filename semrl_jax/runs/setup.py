@@ -50,7 +50,7 @@ from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.ahead import AheadSampler, check_memory
 from semrl_jax.sampling.exchange import sampling_processes
-from semrl_jax.sampling.prompt_sources import check_files, training_prompts
+from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import check_fit, is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
@@ -80,6 +80,7 @@ class Inputs(NamedTuple):
     reward_model: ModelFiles | None
     lora: models.Lora | None
     adapter: models.Params | None  # that training starts from; None: a new one
+    prefix: list[int]  # special tokens before a training prompt
 
     def hashes(self) -> dict[str, str]:
         """Hash by name of the input."""
@@ -92,6 +93,7 @@ class Inputs(NamedTuple):
             **({"reward model": models.weights_sample(files.directory)} if files else {}),
             **({"critic": models.weights_sample(critic)} if critic else {}),
             **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),
+            "special tokens before a prompt": " ".join(map(str, self.prefix)),
             "data": data.dataset_hash(self.prompts),
             "tokenizer": data.tokenizer_hash(self.tokenizer),
             "architecture": self.policy.config.hash,
@@ -191,6 +193,8 @@ def check_inputs(
     keep = {"keep_columns": verifier.takes_row}
     prompts = training_prompts(config, tokenizer, report, **keep)
     problems = load_problems(config, tokenizer, report, **keep)
+    for of, examples in (("training", prompts.examples), ("evaluation", problems)):
+        check_prompts(of, examples, config, tokenizer, policy.config.vocab_size, report)
     verifiers, _ = split_functions(reward_functions(config.rewards.functions))
     if config.rewards.function or verifiers:
         first = prompts.examples[0]
@@ -216,6 +220,9 @@ def check_inputs(
         ),
         lora=lora,
         adapter=adapter,
+        prefix=data.special_prefix(
+            tokenizer, prompts.examples[0].template, config.data.add_special_tokens
+        ),
     )
 
 

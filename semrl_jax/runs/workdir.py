@@ -11,7 +11,7 @@ import pathlib
 import re
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import ml_collections
@@ -43,6 +43,8 @@ MAY_DIFFER = (
     # A run that ended with too few groups may continue with more rounds, or without the rule.
     "algorithms.batch_rules.max_sampling_rounds",
     "data.files",  # paths may change: `check_inputs` compares the contents
+    "data.add_special_tokens",  # without effect for many tokenizers: compared as the contents
+    "sft.add_special_tokens",
     "sft.files",  # as data.files
     "sft.evaluation_files",
     "sft.evaluation_every_steps",
@@ -112,7 +114,7 @@ class Workdir:
             raise UserError(
                 f"{error} It records the inputs of the run; restore it or name a new workdir."
             ) from None
-        _compare_inputs(self.path, recorded, hashes)
+        _compare_inputs(self.path, recorded, hashes, self.changed)
 
     def discard(self, message: str = "") -> None:
         """Removes the files of this attempt if a user mistake stopped it before it had results.
@@ -192,7 +194,7 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
     """
     directory = pathlib.Path(path).absolute()
     with _named_errors(path):
-        _check_contents(path, directory, jsonable(config.to_dict()))
+        changed = _check_contents(path, directory, jsonable(config.to_dict()))
         existing = next(d for d in (directory, *directory.parents) if d.exists())
         if not os.access(existing, os.W_OK):
             raise UserError(f"workdir={path} cannot be used: {existing} cannot be written to.")
@@ -200,7 +202,8 @@ def check_workdir(path: str, config: ml_collections.ConfigDict, hashes: dict[str
             with open(directory / ".lock", opener=through_no_link) as lock:
                 _lock(path, lock)
         if (directory / "inputs.json").exists():
-            _compare_inputs(directory, read_json_object(directory / "inputs.json"), hashes)
+            recorded = read_json_object(directory / "inputs.json")
+            _compare_inputs(directory, recorded, hashes, changed)
         return (directory / "config.json").exists()
 
 
@@ -213,18 +216,19 @@ def _named_errors(path: str) -> Iterator[None]:
         raise UserError(f"workdir={path} cannot be used: {error.strerror or error}.") from None
 
 
-def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> None:
-    """Raises UserError unless the directory is new, empty, or of a run with these settings."""
+def _check_contents(path: str, directory: pathlib.Path, settings: Any) -> tuple[str, ...]:
+    """The changed settings; UserError unless the directory is new, empty, or of such a run."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"workdir={path} is a file; name a directory.")
     contents = [entry.name for entry in directory.iterdir()] if directory.exists() else []
     if "config.json" in contents:
-        _compare(path, _read_record(directory / "config.json")["config"], settings)
-    elif not all(map(_is_left_by_a_start, contents)):
+        return _compare(path, _read_record(directory / "config.json")["config"], settings)
+    if not all(map(_is_left_by_a_start, contents)):
         raise UserError(
             f"workdir={path} is not empty and holds no run (config.json is missing); name a "
             "new directory."
         )
+    return ()
 
 
 def _make_and_lock(
@@ -255,14 +259,19 @@ def _lock(path: str, file: IO[str]) -> None:
 
 
 def _compare_inputs(
-    directory: pathlib.Path, recorded: dict[str, Any], hashes: dict[str, str]
+    directory: pathlib.Path,
+    recorded: dict[str, Any],
+    hashes: dict[str, str],
+    changed: Sequence[str],
 ) -> None:
-    """Raises UserError if an input has changed since it was recorded."""
+    """Raises UserError if an input has changed since it was recorded; it names changed settings."""
+    of_data = [line for line in changed if line.startswith(("data.", "sft."))]
+    since = f"; changed since: {', '.join(of_data)}" if of_data else ""
     for name, value in hashes.items():
         if recorded.get(name, value) != value:
             raise UserError(
                 f"the run in {directory} began with other {name} (see inputs.json); restore "
-                "the original or name a new workdir."
+                f"the original or name a new workdir{since}."
             )
 
 

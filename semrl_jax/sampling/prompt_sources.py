@@ -71,7 +71,8 @@ def training_prompts(
       UserError: for a file, row or template that cannot be used.
     """
     if config.data.task == "arithmetic":
-        return data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts)
+        added = config.data.add_special_tokens
+        return data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts, added)
     prompts = _prompts_of_files(config, tokenizer, keep_columns=keep_columns, report=report)
     report(f"{len(prompts)} training prompts")
     return prompts
@@ -139,7 +140,8 @@ def held_out_problems(
     if not options.held_out:
         return []
     if config.data.task == "arithmetic":
-        return data.arithmetic_held_out_prompts(tokenizer, options.num_problems).examples
+        added = config.data.add_special_tokens
+        return data.arithmetic_held_out_prompts(tokenizer, options.num_problems, added).examples
     problems: list[data.PromptExample] = []
     for file in evaluation_files(options.files):
         found = load_file(
@@ -193,16 +195,42 @@ def load_file(
         tokenizer,
         **found,
         reader=reader,
-        # Only chat templates use a system prompt, and they add the special tokens themselves.
+        # Only chat templates use a system prompt.
         system_prompt=config.data.system_prompt if is_chat else "",
         shots=data.read_shots(defaults.shots_file, num_shots) if num_shots else (),
-        add_special_tokens=config.data.add_special_tokens and not is_chat,
+        add_special_tokens=config.data.add_special_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         too_long="keep",
         num_rows=num_rows,
         data_source=name,
         **options,
     ).examples
+
+
+def check_prompts(
+    of: str,
+    examples: Sequence[data.PromptExample],
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    vocab_size: int,
+    report: Callable[[str], None],
+) -> None:
+    """Reports the templates of prompts; raises UserError for a token that the model does not have.
+
+    Args:
+      of: what the prompts are for: "training", "generation" or "evaluation".
+    """
+    section = "evaluation" if of == "evaluation" else "data"
+    fields = f"{section}.template", "data.add_special_tokens"
+    for template in dict.fromkeys(example.template for example in examples):
+        if template:
+            added = config.data.add_special_tokens
+            report(data.template_line(f"{of} prompts", template, tokenizer, added, fields))
+    data.check_ids(
+        tokenizer,
+        vocab_size,
+        ((f"{of} prompt {e.index} of {e.data_source!r:.100}", e.prompt_ids) for e in examples),
+    )
 
 
 def sampled_problems(

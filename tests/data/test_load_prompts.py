@@ -1,6 +1,7 @@
 """Valid and invalid prompt files: loaded rows, rows left out, error messages."""
 
 import datetime
+import decimal
 import hashlib
 import json
 import os
@@ -67,6 +68,61 @@ def test_loads_files_by_field_paths(tokenizer, tmp_path, suffix):
     assert dataset.examples[1].prompt_ids.dtype == np.int32
 
 
+FLOATS = [0.1, 3.0, 1e-5, 2.5]
+ANSWERS = {
+    "float16": (pyarrow.array(np.array(FLOATS, np.float16)), ["0.1", "3", "0.00001", "2.5"]),
+    "float32": (pyarrow.array(FLOATS, pyarrow.float32()), ["0.1", "3", "0.00001", "2.5"]),
+    "float64": (pyarrow.array(FLOATS, pyarrow.float64()), ["0.1", "3", "0.00001", "2.5"]),
+    "large floats": (
+        pyarrow.array([16777216.0, 1e10, -0.0, 1e22], pyarrow.float32()),
+        ["16777216", "10000000000", "0", "1" + 22 * "0"],
+    ),
+    "decimal": (
+        pyarrow.array(map(decimal.Decimal, ("0.10", "27.00", "-0.05", "1200")))
+        .cast(pyarrow.decimal128(38, 20)),
+        ["0.1", "27", "-0.05", "1200"],
+    ),
+    "many digits": (
+        pyarrow.array([decimal.Decimal("1" * 40 + ".50")] * 4, pyarrow.decimal256(60, 2)),
+        ["1" * 40 + ".5"] * 4,
+    ),
+    "int8": (pyarrow.array([1, -2, 3, 0], pyarrow.int8()), ["1", "-2", "3", "0"]),
+    "uint64": (pyarrow.array([2**64 - 1] * 4, pyarrow.uint64()), [str(2**64 - 1)] * 4),
+    "string": (pyarrow.array([" 0.10 ", "27.0", "1e-5", "x"]), ["0.10", "27.0", "1e-5", "x"]),
+    "large string": (pyarrow.array(["1"] * 4, pyarrow.large_string()), ["1"] * 4),
+    "dictionary": (pyarrow.array(list("abab")).dictionary_encode(), [*"abab"]),
+}  # fmt: skip
+REFUSED = {
+    "bool": pyarrow.array([True]), "binary": pyarrow.array([b"1"]),
+    "list": pyarrow.array([["1"]]), "null": pyarrow.array([None], pyarrow.string()),
+    "date": pyarrow.array([datetime.date(2026, 1, 1)]),
+    "nan": pyarrow.array([float("nan")], pyarrow.float32()),
+    "infinite": pyarrow.array([float("inf")], pyarrow.float32()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_answers_of_every_type_of_parquet(tokenizer, tmp_path, kind):
+    """In a column, in a struct, and in a list, where the field is a path."""
+    column, expected = ANSWERS[kind]
+    struct = pyarrow.StructArray.from_arrays([column], ["truth"])
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array(range(5), pyarrow.int32()), column)
+    questions = pyarrow.array(["1"] * 4)
+    table = pyarrow.table([questions, column, struct, lists], ["question", "answer", "a", "b"])
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    for field in ("answer", "a.truth", "b.0"):
+        dataset = load_prompts(tmp_path / "set.parquet", tokenizer, answer_field=field)
+        assert [example.answer for example in dataset.examples] == expected, field
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_values_that_are_no_answer(tokenizer, tmp_path, kind):
+    table = pyarrow.table([["1"], REFUSED[kind]], ["question", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    with pytest.raises(UserError, match="field 'answer' must be text or a finite number, not"):
+        load_prompts(tmp_path / "set.parquet", tokenizer)
+
+
 def test_parts_of_a_question_are_joined_by_one_space(tokenizer, tmp_path):
     rows = [{"question": " 1 \n", "options": ["A)1 ", " B)2"], "answer": "A"}]
     path = write(tmp_path / "set.jsonl", rows)
@@ -108,7 +164,7 @@ def test_long_reading_reports_progress(tokenizer, tmp_path, monkeypatch):
 
 
 def simplerl(content="Q:1", truth="7", index=0, **fields):
-    messages = [{"content": content, "role": "user"}, {"content": "second", "role": "user"}]
+    messages = [{"content": content, "role": "user"}]
     return {
         "data_source": "simplelr_qwen",
         "prompt": messages,
@@ -140,12 +196,33 @@ def test_simplerl_rows(tokenizer, tmp_path, suffix):
         (simplerl(truth=""), r"field 'reward_model\.ground_truth' must be text or a finite"),
         (simplerl(data_source=3), r"field 'data_source' must be text, not 3"),
         (simplerl(data_source=""), r"field 'data_source' must be text, not ''"),
+        *(
+            (
+                simplerl(prompt=[{"role": role, "content": "1"} for role in roles.split(", ")]),
+                rf"field 'prompt' has messages of {roles}, but .*question_fields='prompt\."
+                rf"{number - 1}\.content' and answer_field='reward_model\.ground_truth'",
+            )
+            for number, roles in ((2, "system, user"), (3, "user, assistant, user"), (1, "system"))
+        ),
+        (simplerl(prompt=["1"]), r"field 'prompt\.0\.content' is missing"),
     ],
 )
 def test_bad_simplerl_rows(tokenizer, tmp_path, row, message):
     path = write(tmp_path / "train.jsonl", [simplerl(), row])
     with pytest.raises(UserError, match=rf"train\.jsonl, line 2: {message}"):
         load_prompts(path, tokenizer, row_format="simplerl")
+
+
+def test_a_path_to_a_message_leads_to_the_users(tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "0"}, {"role": "user", "content": "1"}]
+    rows = [{"prompt": messages[1:], "answer": "1"}, {"prompt": messages, "answer": "1"}]
+    path = write(tmp_path / "set.jsonl", rows)
+    expected = r"line 2: field 'prompt\.0\.content' is the text of a message of the system, so"
+    with pytest.raises(UserError, match=expected):
+        load_prompts(path, tokenizer, question_fields="prompt.0.content")
+    write(path, rows[1:])
+    both = load_prompts(path, tokenizer, question_fields=("prompt.0.content", "prompt.1.content"))
+    assert prompts_of(both) == ["0 1"]
 
 
 def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):

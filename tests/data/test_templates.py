@@ -285,7 +285,7 @@ def test_prompts_do_not_change_with_the_date(chat_tokenizer):
     assert prompt_renderer("chat", chat_tokenizer)(["1"]) == ["2024-07-26, Friday July"]
 
 
-def test_chat_mistakes_are_the_users(chat_tokenizer, tokenizer, question_file):
+def test_chat_mistakes_are_the_users(chat_tokenizer, tokenizer):
     chat_tokenizer.chat_template = MISTRAL
     with pytest.raises(UserError, match=r"refuses a system and a user message \(Conversation rol"):
         prompt_renderer("chat", chat_tokenizer, system_prompt="Be brief.")
@@ -297,10 +297,6 @@ def test_chat_mistakes_are_the_users(chat_tokenizer, tokenizer, question_file):
         UserError, match=r"data.template='abel' takes no data.system_prompt='Be brief.'"
     ):
         prompt_renderer("abel", chat_tokenizer, system_prompt="Be brief.")
-    with pytest.raises(
-        UserError, match=r"data.template='chat' needs data.add_special_tokens=False"
-    ):
-        load_prompts(question_file, chat_tokenizer, template="chat", add_special_tokens=True)
     for broken in ["{{ 1 + }}", "{{ messages[0]['content'] + 1 }}", "{{ nothing.there }}"]:
         chat_tokenizer.chat_template = broken
         with pytest.raises(UserError, match="refuses one user message") as caught:

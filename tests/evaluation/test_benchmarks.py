@@ -264,6 +264,11 @@ def test_a_verifier_that_takes_the_row_gets_it_with_the_keys_of_the_grader():
         ("asdiv", {"body": "b", "question": "x", "answer": "(x)"}, "the answer is empty"),
         (
             "aime25",
+            {"question": "x", "problem": "y", "answer": "1"},
+            "fields ['question', 'problem'] have different texts; leave one of them",
+        ),
+        (
+            "aime25",
             {"question": "\ud800", "answer": "1"},
             "field 'question' holds a lone surrogate",
         ),

@@ -195,7 +195,11 @@ def test_hashes_equal_those_of_earlier_versions():
         ("llama", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true is not supported"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config={'bits': 4} is not supp",
+        ),
         ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu' .*, only 'gelu_pytorch_tanh'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not support"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional.*not supported"),

@@ -166,6 +166,7 @@ def change_tensors(folder, change, metadata=None):
 
 PREFIX = "base_model.model.model.layers.1."
 UP = f"{PREFIX}mlp.up_proj.lora_B.weight"
+UP_A = np.ones((4, 32), np.float32)
 MISTAKES = {
     "another peft": (lambda f: change_config(f, peft_type="IA3"), "peft_type='IA3' must be"),
     "dora": (lambda f: change_config(f, use_dora=True), "use_dora=True is not supported"),
@@ -220,6 +221,41 @@ MISTAKES = {
         ),
         r"layers\.1\.mlp\.up_proj\.lora_A\.weight is missing, but rank 4 .* needs \(4, 32\)",
     ),
+    "pissa": (
+        lambda f: change_config(f, init_lora_weights="pissa_niter_4"),
+        "init_lora_weights='pissa_niter_4' is not supported, only .*'eva'.*; the other ones change",
+    ),
+    "a later version of peft": (
+        lambda f: change_config(f, use_new_method={"a": 1}),
+        "use_new_method={'a': 1} is not supported; train an adapter without it, or remove",
+    ),
+    "the output matrix": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="mine"),
+            change_tensors(
+                f,
+                lambda t: t.update({"base_model.model.lm_head.lora_A.weight": UP_A[:, :32]}),
+            ),
+        ),
+        "lm_head.lora_A.weight adapts lm_head, but only the linear modules of a layer can have",
+    ),
+    "the embedding": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="mine"),
+            change_tensors(
+                f,
+                lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": UP_A}),
+            ),
+        ),
+        "adapts model.embed_tokens, but only the linear modules of a layer can have an adapter",
+    ),
+    "a layer more": (
+        lambda f: (
+            change_config(f, base_model_name_or_path="mine"),
+            change_tensors(f, lambda t: t.update({UP.replace("layers.1", "layers.2"): UP_A})),
+        ),
+        "layers.2.* is no adapter of a linear module of models/mine; name the base",
+    ),
     "a head": (
         lambda f: (
             change_config(f, base_model_name_or_path="mine"),
@@ -240,6 +276,49 @@ def test_an_adapter_that_cannot_be_read(name, saved, tmp_path):
     change(folder)
     with pytest.raises(UserError, match=message):
         peft.load_adapter(peft.find_adapter(folder), CONFIG, saved / "base", "models/mine")
+
+
+def test_every_field_of_peft_is_supported_or_refused(saved, tmp_path):
+    """With a value that PEFT does not have by default; a field that PEFT adds must come here."""
+    import peft as library
+
+    supported = {
+        "bias": None, "init_lora_weights": "orthogonal", "use_rslora": True, "r": 5,
+        "lora_alpha": 3.0, "base_model_name_or_path": "other", **dict.fromkeys(
+            (
+                "task_type", "auto_mapping", "peft_version", "revision", "inference_mode",
+                "target_modules", "exclude_modules", "lora_dropout", "layers_pattern",
+                "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+                "qalora_group_size", "runtime_config", "ensure_weight_tying",
+            ),
+            "other",
+        ),
+    }  # fmt: skip
+    refused = {
+        "peft_type": "IA3", "fan_in_fan_out": True, "modules_to_save": ["lm_head"],
+        "layers_to_transform": 0, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
+        "megatron_config": {"a": 1}, "trainable_token_indices": [0], "use_dora": True,
+        "velora_config": {"a": 1}, "alora_invocation_tokens": [1], "use_qalora": True,
+        "monteclora_config": {"a": 1}, "layer_replication": [[0, 1]], "lora_bias": True,
+        "target_parameters": ["a"], "use_bdlora": {"a": 1}, "arrow_config": {"a": 1},
+        "kasa_config": {"a": 1},
+    }  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(library.LoraConfig)}
+    assert fields <= supported.keys() | refused.keys()
+    (tmp_path / "adapter_config.json").write_bytes(
+        (saved / "adapter" / "adapter_config.json").read_bytes()
+    )
+    # What PEFT writes by default is accepted, also with the other supported values.
+    defaults = json.loads(json.dumps(library.LoraConfig().to_dict(), default=list))
+    change_config(tmp_path, **defaults)
+    peft.find_adapter(tmp_path)
+    change_config(tmp_path, **supported)
+    found = peft.find_adapter(tmp_path)
+    assert (found.rank, found.alpha, found.rank_stabilized) == (5, 3.0, True)
+    for name, value in refused.items():
+        change_config(tmp_path, **defaults | {"peft_type": "LORA", name: value})
+        with pytest.raises(UserError, match=f"{name}=.*(is not supported|must be 'LORA')"):
+            peft.find_adapter(tmp_path)
 
 
 def test_an_adapter_of_other_weights(saved, tmp_path):
@@ -308,3 +387,32 @@ def test_peft_agrees_in_both_directions(targets, stabilized, tmp_path):
     found, their_lora = peft.load_adapter(files, config, pair.directory, base)
     assert their_lora == lora
     np.testing.assert_allclose(ours(found, their_lora), theirs(loaded), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva"])
+def test_a_supported_initialisation_leaves_the_base_as_it_is(init, tmp_path):
+    """PEFT loads its own untrained adapter onto the base, and its logits are ours."""
+    import peft as library
+    import torch
+    import transformers
+
+    pair = make_pair(tmp_path / "base", "llama")
+    config = library.LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=init, task_type="CAUSAL_LM"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
+    library.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    again = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
+    loaded = library.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    tokens = np.arange(2, 22, dtype=np.int32).reshape(2, 10)
+    with torch.no_grad():
+        theirs = loaded(torch.tensor(tokens)).logits.numpy()
+    found, lora = peft.load_adapter(
+        peft.find_adapter(tmp_path / "adapter"), pair.policy.config, pair.directory, "base"
+    )
+    params = models.adapted(found, lora.base(pair.params))
+    columns = jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
+    states = pair.policy.final_states(params, jnp.asarray(tokens), columns, jnp.ones_like(columns))
+    ours = np.asarray(pair.policy.logits(params, states.reshape(20, -1))).reshape(2, 10, -1)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)

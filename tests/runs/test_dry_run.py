@@ -52,7 +52,8 @@ def test_a_dry_run_checks_and_writes_nothing(config, tmp_path, capsys, monkeypat
     workdir = tmp_path / "run"
     assert dry_run(config, str(workdir)) == 0
     out = capsys.readouterr().out
-    names = ["model", "data", "rewards", "training", "replicas", "memory", "disk", "workdir"]
+    names = ["training", "evaluation"]  # the templates of the prompts
+    names += ["model", "data", "rewards", "training", "replicas", "memory", "disk", "workdir"]
     assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [*names, "dry"]
     assert "6 prompts, 8 held-out problems" in out and max(map(len, out.splitlines())) <= 100
     assert not list(tmp_path.iterdir())
