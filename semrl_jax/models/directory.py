@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import read_json_object, remove
+from semrl_jax.models import gguf
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
@@ -49,16 +50,22 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` r
 def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
 
+    A `.gguf` file, or a directory with one and without config.json, is converted at the first call.
+
     Only configuration, safetensors and tokenizer files are fetched. No code is fetched or run.
 
     Raises:
       UserError: if there is no such directory, or the hub does not give the model.
     """
     directory = pathlib.Path(path)
+    if file := gguf.find_file(directory):
+        return gguf.hf_directory(file)
     if directory.is_dir():
         return directory
     if directory.exists():
-        raise UserError(f"model {str(path)!r} is a file; give the directory it lies in.")
+        raise UserError(
+            f"model {str(path)!r} is a file, and no .gguf file; give the directory it lies in."
+        )
     owner, _, name = str(path).partition("/")
     is_hub_id = all(re.fullmatch(r"\w[\w.-]*", part, re.ASCII) for part in (owner, name))
     # A missing directory inside an existing one is a mistake, not a model of the hub.
