@@ -62,7 +62,7 @@ def convert(
       UserError: for a flag out of range, a source without parameters, or an existing target.
     """
     if not source.is_dir() and source.suffix != ".gguf":
-        raise UserError(f"--source={source} is neither a directory nor a .gguf file.")
+        raise UserError(f"--source={source} is not a directory, and no .gguf file.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
     if source.suffix == ".gguf" or not (source / "config.json").exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -237,7 +236,7 @@ def read_tensors(
 
 def save_directory(
     path: str | os.PathLike[str],
-    params: Params,
+    params: Params | Iterable[np.ndarray],
     config: DecoderConfig,
     tokenizer: Any,
     *,
@@ -251,7 +250,8 @@ def save_directory(
 
     Args:
       path: replaced if it exists.
-      params: parameters as `Policy.init` returns them.
+      params: parameters as `Policy.init` returns them, or the tensors of `tensor_specs` in their
+        order and of `dtype`.
       config: their architecture.
       tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`; None writes no
         tokenizer files.
@@ -402,7 +402,11 @@ def _save_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
 
 
 def _save_weights(
-    directory: pathlib.Path, params: Params, config: DecoderConfig, dtype: str, max_bytes: int
+    directory: pathlib.Path,
+    params: Params | Iterable[np.ndarray],
+    config: DecoderConfig,
+    dtype: str,
+    max_bytes: int,
 ) -> None:
     shards: list[list[TensorSpec]] = [[]]
     num_bytes = 0
@@ -415,9 +419,11 @@ def _save_weights(
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [WEIGHTS_FILE]
-    stream = iterate_hf_tensors(params, config, dtype)
+    arrays = iter(params)
+    if isinstance(params, Mapping):
+        arrays = (array for _, array in iterate_hf_tensors(params, config, dtype))
     for name, shard in zip(names, shards):
-        tensors = {spec.name: array for spec, array in itertools.islice(stream, len(shard))}
+        tensors = {spec.name: np.ascontiguousarray(next(arrays)) for spec in shard}
         save_file(tensors, directory / name, metadata={"format": "pt"})
         del tensors  # before the next shard's tensors are fetched
     if len(shards) > 1:

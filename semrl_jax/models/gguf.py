@@ -22,7 +22,7 @@ import numpy as np
 from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf
-from semrl_jax.models.weights import HfTensor, Piece, hf_tensors
+from semrl_jax.models.weights import HfTensor, hf_tensors
 
 VERSION = 1  # of the conversion; part of the names of converted directories
 FAMILIES = {  # architecture of the file: `model_type` of Hugging Face
@@ -216,8 +216,8 @@ class Gguf:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise self._error("; ".join(sorted(problems)[:5]) + more)
 
-    def pieces(self, config: DecoderConfig) -> Iterator[Piece]:
-        """The tensors of `hf_tensors`, in the layout of Hugging Face."""
+    def arrays(self, config: DecoderConfig) -> Iterator[np.ndarray]:
+        """The tensors of `hf_tensors` as float32, in the layout of Hugging Face."""
         array = functools.lru_cache(maxsize=1)(self.array)  # experts share one
         for tensor in hf_tensors(config):
             values = array(_name(tensor))
@@ -230,7 +230,7 @@ class Gguf:
                 values = pairs.swapaxes(1, 2).reshape(values.shape)
             if self.architecture == "gemma3" and module.endswith("norm"):
                 values = values - 1  # Hugging Face multiplies by 1 + weight
-            yield Piece(tensor.name, 0, values)
+            yield values
 
     def tokenizer(self) -> Any:
         """The tokenizer, as a transformers one, with chat template and special tokens.
@@ -442,7 +442,6 @@ def convert(
       UserError: if the file is damaged or not supported.
     """
     from semrl_jax.models.directory import save_directory  # which finds directories by this module
-    from semrl_jax.models.weights import params_from_hf
 
     source = Gguf(file)
     hf = source.hf_config()
@@ -452,8 +451,8 @@ def convert(
         raise UserError(f"{file}: {error}") from None
     source.check_tensors(config)
     tokenizer = source.tokenizer()
-    params = params_from_hf(source.pieces(config), config)
-    save_directory(target, params, config, tokenizer, dtype=dtype, base=hf, **options)
+    arrays = (array.astype(dtype, copy=False) for array in source.arrays(config))
+    save_directory(target, arrays, config, tokenizer, dtype=dtype, base=hf, **options)
 
 
 def _fingerprint(file: pathlib.Path) -> str:
