@@ -22,6 +22,7 @@ setup(
         "absl-py>=2.5",
         "chex>=0.1.92",
         "flax>=0.12.8",
+        "gguf>=0.19",
         f"grpcio>={GRPC}",
         f"grpcio-health-checking>={GRPC}",
         f"grpcio-reflection>={GRPC}",

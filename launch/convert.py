@@ -4,10 +4,10 @@
 
 A run directory becomes a directory for transformers, vLLM or --config.model.path, from its newest
 valid checkpoint or that of --step. Adapters are merged with their base, or written in PEFT's format
-with --adapter. A directory in PEFT's format becomes one of the merged model. Another Hugging Face
-directory becomes a checkpoint of its parameters, with config.json and tokenizer beside it.
-Converting back gives the same weights, bit for bit. Nothing is overwritten. Exit codes: 0 done, 2
-wrong flag or directory (one line names it).
+with --adapter. A directory in PEFT's format becomes one of the merged model, and a GGUF file one
+of its dequantised model. Another Hugging Face directory becomes a checkpoint of its parameters,
+with config.json and tokenizer beside it. Converting back gives the same weights, bit for bit.
+Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # mistakes and --help need no JAX
 # Files copied with the parameters: configuration and tokenizer.
 BESIDE = ("*.json", "tokenizer.model", "merges.txt", "*.jinja")
 
-SOURCE = flags.DEFINE_string("source", None, "run, checkpoint or Hugging Face directory")
+SOURCE = flags.DEFINE_string(
+    "source", None, "run, checkpoint, Hugging Face directory or .gguf file"
+)
 TARGET = flags.DEFINE_string("target", None, "directory to make; must not exist, or be empty")
 STEP = flags.DEFINE_integer("step", None, "step of the checkpoint; default: the newest valid one")
 DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "dtype of Hugging Face weights")
@@ -59,10 +61,24 @@ def convert(
     Raises:
       UserError: for a flag out of range, a source without parameters, or an existing target.
     """
-    if not source.is_dir():
-        raise UserError(f"--source={source} is not a directory.")
+    if not source.is_dir() and source.suffix != ".gguf":
+        raise UserError(f"--source={source} is not a directory, and no .gguf file.")
     if not 0 < max_shard_gb < float("inf"):
         raise UserError(f"--max_shard_gb={max_shard_gb:g} must be a finite number above 0.")
+    if source.suffix == ".gguf" or not (source / "config.json").exists():
+        from semrl_jax.models import gguf  # here: mistakes and --help need no JAX
+
+        if file := gguf.find_file(source):
+            if step is not None or adapter or family:
+                raise UserError(
+                    f"--step, --adapter and --family apply to other sources; --source={source} is "
+                    "a GGUF file: leave them out."
+                )
+            with cli.new_directory("target", target) as target:
+                print(f"reading {file}", flush=True)
+                gguf.convert(file, target, dtype, max_shard_bytes=round(max_shard_gb * 1e9))
+                print(f"done: {target} is a Hugging Face model directory", flush=True)
+            return
     if (source / "adapter_config.json").is_file():
         if step is not None or adapter:
             raise UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -18,6 +17,7 @@ from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import read_json_object, remove
+from semrl_jax.models import gguf
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
@@ -49,16 +49,22 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # blocks of a file that `weights_sample` r
 def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     """The local directory of a model: `path` itself, or the hub's snapshot of `owner/name`.
 
+    A `.gguf` file, or a directory with one and without config.json, is converted at the first call.
+
     Only configuration, safetensors and tokenizer files are fetched. No code is fetched or run.
 
     Raises:
       UserError: if there is no such directory, or the hub does not give the model.
     """
     directory = pathlib.Path(path)
+    if file := gguf.find_file(directory):
+        return gguf.hf_directory(file)
     if directory.is_dir():
         return directory
     if directory.exists():
-        raise UserError(f"model {str(path)!r} is a file; give the directory it lies in.")
+        raise UserError(
+            f"model {str(path)!r} is a file, and no .gguf file; give the directory it lies in."
+        )
     owner, _, name = str(path).partition("/")
     is_hub_id = all(re.fullmatch(r"\w[\w.-]*", part, re.ASCII) for part in (owner, name))
     # A missing directory inside an existing one is a mistake, not a model of the hub.
@@ -230,7 +236,7 @@ def read_tensors(
 
 def save_directory(
     path: str | os.PathLike[str],
-    params: Params,
+    params: Params | Iterable[np.ndarray],
     config: DecoderConfig,
     tokenizer: Any,
     *,
@@ -244,7 +250,8 @@ def save_directory(
 
     Args:
       path: replaced if it exists.
-      params: parameters as `Policy.init` returns them.
+      params: parameters as `Policy.init` returns them, or the tensors of `tensor_specs` in their
+        order and of `dtype`.
       config: their architecture.
       tokenizer: a transformers tokenizer with `eos_token_id` and `pad_token_id`; None writes no
         tokenizer files.
@@ -395,7 +402,11 @@ def _save_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
 
 
 def _save_weights(
-    directory: pathlib.Path, params: Params, config: DecoderConfig, dtype: str, max_bytes: int
+    directory: pathlib.Path,
+    params: Params | Iterable[np.ndarray],
+    config: DecoderConfig,
+    dtype: str,
+    max_bytes: int,
 ) -> None:
     shards: list[list[TensorSpec]] = [[]]
     num_bytes = 0
@@ -408,9 +419,11 @@ def _save_weights(
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [WEIGHTS_FILE]
-    stream = iterate_hf_tensors(params, config, dtype)
+    arrays = iter(params)
+    if isinstance(params, Mapping):
+        arrays = (array for _, array in iterate_hf_tensors(params, config, dtype))
     for name, shard in zip(names, shards):
-        tensors = {spec.name: array for spec, array in itertools.islice(stream, len(shard))}
+        tensors = {spec.name: np.ascontiguousarray(next(arrays)) for spec in shard}
         save_file(tensors, directory / name, metadata={"format": "pt"})
         del tensors  # before the next shard's tensors are fetched
     if len(shards) > 1:

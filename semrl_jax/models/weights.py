@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     rows: np.ndarray
 
 
-class _Tensor(NamedTuple):
+class HfTensor(NamedTuple):
     """A tensor of Hugging Face, and which of our parameters holds it, transposed if a kernel."""
 
     name: str
@@ -78,7 +78,7 @@ class _Tensor(NamedTuple):
         return tuple(i for i in (self.place, self.expert) if i is not None)
 
 
-def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
+def hf_tensors(config: DecoderConfig) -> Iterator[HfTensor]:
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     kv_heads, inner = config.num_kv_heads * config.head_dim, config.intermediate_size
     shapes = {
@@ -95,7 +95,7 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
             "expert_up": (inner, width), "expert_down": (width, inner),
         }  # fmt: skip
     family = config.declared
-    yield _Tensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
+    yield HfTensor(EMBEDDING, (config.vocab_size, width), ("embed", "embedding"))
     for layer in range(config.num_layers):
         for (module, kind), name in LAYER_NAMES.items():
             if module in ("query_norm", "key_norm") and not config.query_key_norm:
@@ -112,13 +112,13 @@ def _tensors(config: DecoderConfig) -> Iterator[_Tensor]:
             shape = shapes[module][:1] if kind == "bias" else shapes[module]
             name, path = f"model.layers.{layer}.{name}", ("layers", module, kind)
             if "{expert}" not in name:
-                yield _Tensor(name, shape, path, layer, place)
+                yield HfTensor(name, shape, path, layer, place)
                 continue
             for expert in range(config.experts.num_experts):
-                yield _Tensor(name.format(expert=expert), shape, path, layer, place, expert)
-    yield _Tensor("model.norm.weight", (width,), ("final_norm", "scale"))
+                yield HfTensor(name.format(expert=expert), shape, path, layer, place, expert)
+    yield HfTensor("model.norm.weight", (width,), ("final_norm", "scale"))
     if not config.tie_embeddings:
-        yield _Tensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
+        yield HfTensor(HEAD, (config.vocab_size, width), ("head", "kernel"))
 
 
 class Kernel(NamedTuple):
@@ -131,7 +131,7 @@ class Kernel(NamedTuple):
 def layer_kernels(config: DecoderConfig) -> dict[str, Kernel]:
     """The linear modules that all layers have, by our names. A mixture of experts is none."""
     prefix = "model.layers.0."
-    kernels = [t for t in _tensors(config) if t.layer is not None and t.is_kernel]
+    kernels = [t for t in hf_tensors(config) if t.layer is not None and t.is_kernel]
     counts = collections.Counter(tensor.path[1] for tensor in kernels)
     return {
         tensor.path[1]: Kernel(tensor.name[len(prefix) : -len(".weight")], tensor.shape)
@@ -143,7 +143,7 @@ def layer_kernels(config: DecoderConfig) -> dict[str, Kernel]:
 
 def tensor_specs(config: DecoderConfig, dtype: str) -> list[TensorSpec]:
     """Every tensor in streaming order: embedding, layers, final norm, output matrix."""
-    return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in _tensors(config)]
+    return [TensorSpec(tensor.name, tensor.shape, dtype) for tensor in hf_tensors(config)]
 
 
 def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> int:
@@ -155,7 +155,7 @@ def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> in
     """
     parts = axes.get("fsdp", 1) * axes.get("tensor", 1)
     numbers = {True: 0, False: 0}  # of experts, of the rest
-    for tensor in _tensors(config):
+    for tensor in hf_tensors(config):
         numbers[tensor.expert is not None] += math.prod(tensor.shape)
     return (numbers[True] // axes.get("expert", 1) + numbers[False]) // parts
 
@@ -170,7 +170,7 @@ def iterate_hf_tensors(
     it to its end.
     """
 
-    def start(group: Sequence[_Tensor]) -> list[Array]:
+    def start(group: Sequence[HfTensor]) -> list[Array]:
         arrays = _hf_layout(
             {"/".join(t.path): stored(params, t.path) for t in group},
             {"/".join(tensor.path): tensor.place for tensor in group},
@@ -181,7 +181,7 @@ def iterate_hf_tensors(
         return arrays
 
     # One transfer per layer: the host never holds the whole stack.
-    by_layer = itertools.groupby(_tensors(config), lambda tensor: tensor.layer)
+    by_layer = itertools.groupby(hf_tensors(config), lambda tensor: tensor.layer)
     groups = [list(group) for _, group in by_layer]
     ready = start(groups[0])
     for group, following in itertools.zip_longest(groups, groups[1:]):
@@ -242,7 +242,7 @@ def params_from_hf(
     Returns:
       NumPy arrays; with `shardings`, jax.Arrays. Each process fills the parts on its own devices.
     """
-    tensors = {tensor.name: tensor for tensor in _tensors(config)}
+    tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
     for tensor in tensors.values():  # the last of a parameter has the largest index
         shape = tensor.shape[::-1] if tensor.is_kernel else tensor.shape
@@ -353,7 +353,7 @@ class UnstackedParams:
     """
 
     def __init__(self, config: DecoderConfig, shardings: Any, dtype: str):
-        self._tensors = {tensor.name: tensor for tensor in _tensors(config)}
+        self._tensors = {tensor.name: tensor for tensor in hf_tensors(config)}
         self._shardings, self._dtype = shardings, dtype
         self._num_layers = config.num_layers
         self._leaves: dict[str, Array] = {}
@@ -380,7 +380,7 @@ class UnstackedParams:
     def finish(self) -> Params:
         self.wait()
         params: Params = {"layers": tuple({} for _ in range(self._num_layers))}
-        experts: dict[_Tensor, list[Array]] = {}  # by the first one of a parameter
+        experts: dict[HfTensor, list[Array]] = {}  # by the first one of a parameter
         for name, tensor in self._tensors.items():
             if tensor.expert is not None and name in self._leaves:
                 first = tensor._replace(name="", expert=None)

@@ -39,7 +39,8 @@ _COMMAND_NAMES = """
 COMMANDS = frozenset(_COMMAND_NAMES.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.|$)")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-# Two numbers side by side, derivatives, primes, values at a point, and transposed matrices: parsed wrongly.
+# Parsed wrongly: two numbers side by side, derivatives, primes, values at a point, transposed
+# matrices.
 _REFUSED = re.compile(
     r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\"]"
 )
