@@ -69,8 +69,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.answer_field = "answer"  # of a row, with the reference answer
     # The answer is the text after this mark, #### in GSM8K; empty: all
     config.data.answer_after = ""
-    # Of the prompt: plain, abel, ..., chat, a text with {input}, or its file
-    config.data.template = "plain"
+    # Of the prompt: auto (the tokenizer's chat template, else plain), plain, abel, ..., chat, a
+    # text with {input}, or its file
+    config.data.template = "auto"
     config.data.system_prompt = ""  # for the template chat
     # Before a prompt: the special tokens that the tokenizer adds by default, such as BOS. A chat
     # template writes its own. docs/data.md
@@ -358,7 +359,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Of a row with prompt_completion; several are joined by a space
     config.sft.prompt_fields = ("prompt",)
     config.sft.completion_field = "completion"  # of a row with prompt_completion
-    config.sft.template = "plain"  # as data.template
+    config.sft.template = "auto"  # as data.template
     config.sft.system_prompt = ""  # for the template chat
     config.sft.add_special_tokens = True  # as data.add_special_tokens
     config.sft.chat_template = ""  # Jinja file that replaces the tokenizer's chat template

@@ -112,7 +112,8 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         raise UserError("--policy is needed; see --help.")
     for path in POLICY.value:
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path)
-        if not is_hub_id and not os.path.isdir(path):
+        is_file = path.endswith(".gguf") and os.path.isfile(path)
+        if not is_hub_id and not os.path.isdir(path) and not is_file:
             raise UserError(
                 f"--policy={path} is no directory; name a run, a checkpoint or a model."
             )

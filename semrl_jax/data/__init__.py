@@ -27,7 +27,7 @@ from semrl_jax.data.rows import BadRows, check_row_format, row_reader
 from semrl_jax.data.shots import read_shots
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes
 from semrl_jax.data.stop_words import expand_stop_words, stop_word_ids
-from semrl_jax.data.templates import is_chat, set_chat_template
+from semrl_jax.data.templates import chosen_template, is_chat, set_chat_template
 from semrl_jax.data.tokenizer import (
     character_tokenizer,
     check_same_tokens,
@@ -39,6 +39,7 @@ from semrl_jax.data.tokenizer import (
 )
 
 __all__ = [
+    "chosen_template",
     "BadRows",
     "Conversation",
     "ConversationDataset",

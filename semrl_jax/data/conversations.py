@@ -22,7 +22,7 @@ from semrl_jax.data.encoding import encode_spans, special_prefix
 from semrl_jax.data.files import Row, RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
 from semrl_jax.data.rows import BadRows, check_unicode, field_value, question_text
-from semrl_jax.data.templates import chat_template_text, prompt_renderer
+from semrl_jax.data.templates import chat_template_text, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import one_of
@@ -262,7 +262,8 @@ class CompletionReader:
 
     @functools.cached_property
     def _prefix(self) -> list[int]:
-        return special_prefix(self.tokenizer, self.template, self.add_special_tokens)
+        template = chosen_template(self.template, self.tokenizer)
+        return special_prefix(self.tokenizer, template, self.add_special_tokens)
 
     @functools.cached_property
     def _render(self) -> Callable[[Sequence[str]], list[str]]:

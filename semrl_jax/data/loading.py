@@ -20,7 +20,7 @@ from semrl_jax.data.rows import (
     BadRows,
     row_reader,
 )
-from semrl_jax.data.templates import prompt_renderer
+from semrl_jax.data.templates import AUTO, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
 
@@ -41,7 +41,7 @@ def load_prompts(
     answer_field: str = "answer",
     answer_after: str = "",
     reader: Any = None,
-    template: str = "plain",
+    template: str = AUTO,
     system_prompt: str = "",
     shots: Sequence[tuple[str, str]] = (),
     max_prompt_tokens: int = 512,
@@ -63,7 +63,7 @@ def load_prompts(
       row_format, question_fields, answer_field, answer_after: see `rows.row_reader`. The data
         source of a row is its field "data_source", else the file's name without suffix.
       reader: replaces these four: reads rows as a `rows.RowReader` does, see `rows_of_files`.
-      template, system_prompt, shots: see `templates.prompt_renderer`; "plain" for "simplerl" rows.
+      template, system_prompt, shots: see `templates.prompt_renderer`; "simplerl" rows have theirs.
       max_prompt_tokens: the limit, template and special tokens included.
       add_special_tokens: see `encoding.special_prefix`.
       skip_bad_rows: leave bad rows out and count them, instead of raising.
@@ -94,11 +94,12 @@ def load_prompts(
         needs_answer=needs_answer,
         field_prefix=field_prefix,
     )
-    if row_format == "simplerl" and template != "plain":
+    if row_format == "simplerl" and template not in ("plain", AUTO):
         raise UserError(
-            f"{field_prefix}template={template!r:.200} must be 'plain' with row_format='simplerl': "
-            "these rows already include a template."
+            f"{field_prefix}template={template!r:.200} must be 'auto' or 'plain' with "
+            "row_format='simplerl': these rows already include a template."
         )
+    template = "plain" if row_format == "simplerl" else chosen_template(template, tokenizer)
     if too_long not in TOO_LONG:
         raise UserError(f"too_long={too_long!r} is unknown; choose from {TOO_LONG}.")
     if max_prompt_tokens < 1 or num_rows < 0:

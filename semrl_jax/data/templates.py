@@ -150,6 +150,7 @@ _MARKS = {
 STOP_STRINGS = {name: (*END_MARKERS, *marks) for name, marks in _MARKS.items()}
 
 CHAT = "chat"
+AUTO = "auto"
 MAX_TEMPLATE_CHARS = 2**20
 
 # Replaces the function with which some chat templates write today's date. With another date, a
@@ -179,8 +180,8 @@ def _format(template: str, field: str) -> Format:
         return _own_format(template)
     if not os.path.isfile(template):
         raise UserError(
-            f"{field} is unknown; choose from {sorted([*TEMPLATES, CHAT])}, or give a text that "
-            "contains {input} or the path of a file with such a text."
+            f"{field} is unknown; choose from {sorted([*TEMPLATES, CHAT, AUTO])}, or give a text "
+            "that contains {input} or the path of a file with such a text."
         )
     text = _read_text(template, field)
     if _QUESTION not in text:
@@ -202,6 +203,13 @@ def _read_text(path: str, field: str) -> str:
     if not text or len(text) > MAX_TEMPLATE_CHARS:
         raise UserError(f"{field}: the file must have 1 to {MAX_TEMPLATE_CHARS} characters.")
     return text
+
+
+def chosen_template(template: str, tokenizer: Tokenizer) -> str:
+    """The template; for "auto", the tokenizer's chat template if it has one, else "plain"."""
+    if template != AUTO:
+        return template
+    return CHAT if getattr(tokenizer, "chat_template", None) else "plain"
 
 
 def is_chat(template: str) -> bool:
@@ -240,10 +248,10 @@ def prompt_renderer(
     """Makes the function from questions to prompt texts.
 
     Args:
-      template: see `_format`; or "chat", the tokenizer's chat template with the question as
-        the user's message, up to the place where the assistant's message begins; or "chat:TEXT",
-        the same with TEXT, another template, as the message. A chat template that asks for today's
-        date gets 26 July 2024.
+      template: see `chosen_template` and `_format`; or "chat", the tokenizer's chat template with
+        the question as the user's message, up to the place where the assistant's message begins; or
+        "chat:TEXT", the same with TEXT, another template, as the message. A chat template that asks
+        for today's date gets 26 July 2024.
       tokenizer: only its chat template is used.
       system_prompt: the message before the user's, for "chat" only; "" is no message.
       shots: examples before the question, pairs of question and answer. With "chat" they are
@@ -255,6 +263,7 @@ def prompt_renderer(
         refuses these messages, or for a system prompt without "chat".
     """
     field = f"{field_prefix}template={template!r:.200}"
+    template = chosen_template(template, tokenizer)
     if not is_chat(template):
         form = _format(template, field)
         if system_prompt:

@@ -19,7 +19,7 @@ from semrl_jax import compilation, data
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
-from semrl_jax.data.templates import CHAT, STOP_STRINGS, prompt_renderer
+from semrl_jax.data.templates import STOP_STRINGS, prompt_renderer
 from semrl_jax.errors import UserError
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.model_setup import build_policy
@@ -120,9 +120,7 @@ def own_template(config: ml_collections.ConfigDict, tokenizer: Any) -> str:
     """The template of a policy's task, or the one that fits its tokenizer."""
     if config.data.task == "arithmetic" and not config.data.files and is_of_the_task(tokenizer):
         return QUESTION_TEMPLATE
-    if config.data.template != "plain":
-        return config.data.template
-    return CHAT if getattr(tokenizer, "chat_template", None) else "plain"
+    return data.chosen_template(config.data.template, tokenizer)
 
 
 def is_of_the_task(tokenizer: Any) -> bool:

@@ -77,7 +77,9 @@ class Inputs:
         if sft.chat_template:
             data.set_chat_template(self.tokenizer, sft.chat_template, "sft.chat_template")
         ends = end_token_ids(config, self.tokenizer)
-        template = CHAT if sft.row_format == "messages" else sft.template
+        template = data.chosen_template(sft.template, self.tokenizer)
+        if sft.row_format == "messages":
+            template = CHAT
         self.prefix = data.special_prefix(self.tokenizer, template, sft.add_special_tokens)
 
         def read(field: str, paths: Sequence[str]) -> data.ConversationDataset:

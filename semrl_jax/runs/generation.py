@@ -143,12 +143,13 @@ def _generate(
         if not only_check:
             directory = stack.enter_context(contextlib.closing(open_results(output, RECORD)))
             directory.check(settings_of(config, prompts, contents), {})
+            template = data.chosen_template(config.data.template, tokenizer)
             directory.note(
                 versions=versions(),
                 policy=str(source.checkpoint or source.model),
-                template=config.data.template,
+                template=template,
                 special_tokens_before_a_prompt=data.special_prefix(
-                    tokenizer, config.data.template, config.data.add_special_tokens
+                    tokenizer, template, config.data.add_special_tokens
                 ),
                 files=[str(pathlib.Path(file).absolute()) for file in config.data.files],
             )

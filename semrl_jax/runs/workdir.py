@@ -45,6 +45,8 @@ MAY_DIFFER = (
     "data.files",  # paths may change: `check_inputs` compares the contents
     "data.add_special_tokens",  # without effect for many tokenizers: compared as the contents
     "sft.add_special_tokens",
+    "data.template",  # likewise: "auto" is another name
+    "sft.template",
     "sft.files",  # as data.files
     "sft.evaluation_files",
     "sft.evaluation_every_steps",

@@ -19,7 +19,7 @@ ROW_DEFAULTS = {
     "question_fields": ("question",),
     "answer_field": "answer",
     "answer_after": "",
-    "template": "plain",
+    "template": "auto",
 }
 # Settings that an entry of evaluation.files may have. Those of evaluation.benchmarks have more.
 FILE_SETTINGS = (*ROW_DEFAULTS, "num_problems", "name")
@@ -189,7 +189,7 @@ def load_file(
     others = {"num_problems": defaults.num_problems, "name": "", "shots": defaults.shots}
     found = {**found, **others, **settings}
     num_rows, name, num_shots = (found.pop(key) for key in others)
-    is_chat = data.is_chat(found["template"])
+    is_chat = data.is_chat(data.chosen_template(found["template"], tokenizer))
     return data.load_prompts(
         (path,),
         tokenizer,

@@ -1,5 +1,6 @@
 """Valid and invalid prompt files: loaded rows, rows left out, error messages."""
 
+import copy
 import datetime
 import decimal
 import hashlib
@@ -227,7 +228,9 @@ def test_a_path_to_a_message_leads_to_the_users(tokenizer, tmp_path):
 
 def test_simplerl_rows_have_their_own_template_and_fields(tokenizer, tmp_path):
     path = write(tmp_path / "train.jsonl", [simplerl()])
-    with pytest.raises(UserError, match=r"template='abel' must be 'plain' with .*='simplerl'"):
+    with pytest.raises(
+        UserError, match=r"template='abel' must be 'auto' or 'plain' with .*='simplerl'"
+    ):
         load_prompts(path, tokenizer, row_format="simplerl", template="abel")
     with pytest.raises(UserError, match=r"and answer_field='x' are not read with"):
         load_prompts(path, tokenizer, row_format="simplerl", answer_field="x")
@@ -555,3 +558,17 @@ def test_rows_may_lack_the_answer_if_none_is_needed(tokenizer, tmp_path, suffix)
         assert [example.answer for example in loaded.examples] == [""]
     with pytest.raises(UserError, match="field 'answer' is missing"):
         load_prompts(path, tokenizer)
+
+
+def test_auto_is_the_chat_template_if_there_is_one(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": "2"}])
+    (plain,) = load_prompts(path, tokenizer).examples
+    assert (plain.prompt, plain.template) == ("1+1?", "plain")
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (chat,) = load_prompts(path, chatty, system_prompt="Be brief.").examples
+    assert (chat.prompt, chat.template) == ("<system>Be brief.<user>1+1?", "chat")
+    (own,) = load_prompts(path, chatty, template="plain").examples
+    assert (own.prompt, own.template) == ("1+1?", "plain")
+    with pytest.raises(UserError, match="takes no data.system_prompt='Be brief.'"):
+        load_prompts(path, tokenizer, system_prompt="Be brief.")

@@ -87,7 +87,7 @@ MISTAKES = {
     "gsm8k.jsonl:num_problems=1e3": "num_problems='1e3' must be a whole number",
     "gsm8k.jsonl:name= ": "name=' ' must not be empty",
     "gsm8k.jsonl:question_fields=": r"question_fields=\('',\) .* must each name a field",
-    "simplerl.jsonl:row_format=simplerl:template=abel": "template='abel' must be 'plain'",
+    "simplerl.jsonl:row_format=simplerl:template=abel": "template='abel' must be 'auto' or",
 }
 
 
