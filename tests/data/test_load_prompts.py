@@ -570,5 +570,5 @@ def test_auto_is_the_chat_template_if_there_is_one(tokenizer, tmp_path):
     assert (chat.prompt, chat.template) == ("<system>Be brief.<user>1+1?", "chat")
     (own,) = load_prompts(path, chatty, template="plain").examples
     assert (own.prompt, own.template) == ("1+1?", "plain")
-    with pytest.raises(UserError, match="takes no data.system_prompt='Be brief.'"):
+    with pytest.raises(UserError, match=r"takes no data.system_prompt='Be brief.'"):
         load_prompts(path, tokenizer, system_prompt="Be brief.")
