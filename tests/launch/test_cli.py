@@ -1,10 +1,8 @@
 """Wrong flags and settings are reported in one line, before anything slow is loaded."""
 
 import os
-import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 from absl import flags
@@ -198,19 +196,6 @@ def test_the_commands_are_listed():
 def test_a_missing_flag_is_named_with_an_example(parse, monkeypatch):
     with pytest.raises(UserError, match=r"--config is needed, such as --config=configs/quicks"):
         parse()
-
-
-def test_a_reader_that_has_seen_enough_ends_the_command_quietly(monkeypatch):
-    """As `| head` does after its last line."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["command"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("launch.train"))
-    with os.fdopen(writes, "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as end:
-            cli.run(lambda: print("a line"), "usage")
-        assert end.value.code == 128 + signal.SIGPIPE
 
 
 def test_a_path_that_cannot_be_looked_up_is_one_line():
