@@ -30,8 +30,10 @@ from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.settings.data import check_training as check_prompts
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rollout import check_quantization, num_parts
+from semrl_jax.settings.rollout import check_training as check_responses
 from semrl_jax.settings.rules import at_most
 from semrl_jax.shaping import ShapingOptions
 
@@ -64,6 +66,8 @@ def check_sections(config: ml_collections.ConfigDict) -> None:
 def validate(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first wrong field or combination of fields of a training run."""
     check_sections(config)
+    check_prompts(config.data)
+    check_responses(config.rollout)
     _check_data(config)
     _check_sizes(config)
     check_quantization(config, config.rollout.engine)

@@ -8,6 +8,7 @@ import pytest
 from configs import default, quickstart, quickstart_async, quickstart_ppo, recorded
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
+from semrl_jax.runs.config import check_sections
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 
@@ -166,6 +167,24 @@ def test_a_contradiction_is_named(field, value, message):
     with pytest.raises(UserError, match=message) as caught:
         validate(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout.temperature": 0.0},
+        {"rollout.annealing.enabled": True, "rollout.engine": "vllm"},
+        {"rollout.max_staleness": 1, "rollout.in_flight": "keep"},
+        {"data.task": "files"},
+        {"data.num_prompts": 1},
+    ],
+)
+def test_rules_of_training_are_not_applied_where_nothing_is_trained(fields):
+    config = default.get_config()
+    config.update_from_flattened_dict(fields)
+    check_sections(config)
+    with pytest.raises(UserError):
+        validate(config)
 
 
 def test_rewards_are_named_in_one_field():
