@@ -21,6 +21,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
+import configs
 from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.runs.config import flatten, validate
 from semrl_jax.settings.moved import new_places
@@ -253,6 +254,16 @@ def _explain(
     )
 
 
+def _find_shipped() -> None:
+    """Names a shipped config by its place if --config=configs/NAME.py is not in this directory."""
+    for number, argument in enumerate(sys.argv):
+        given = re.fullmatch(r"(--?config=)?(configs/[^:]+)(:.*)?", argument, re.DOTALL)
+        if given and (given[1] or sys.argv[number - 1] in ("-config", "--config")):
+            shipped = pathlib.Path(configs.__file__).parents[1] / given[2]
+            if not os.path.exists(given[2]) and shipped.is_file():
+                sys.argv[number] = f"{given[1] or ''}{shipped}{given[3] or ''}"
+
+
 def _parse(usage: str) -> list[str]:
     options = {"allow_hide_cpp": True, "short_name": "h", "flag_values": flags.FLAGS}
     flags.DEFINE_bool("help", False, "print this help", **options)
@@ -265,6 +276,8 @@ def _parse(usage: str) -> list[str]:
             flag_values=flags.FLAGS,
         )
     _check_values()
+    if "config" in flags.FLAGS:
+        _find_shipped()
     try:
         try:
             rest = flags.FLAGS(sys.argv)[1:]

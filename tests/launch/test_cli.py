@@ -121,6 +121,20 @@ def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
     assert message in str(caught.value)
 
 
+def test_a_shipped_config_is_found_from_every_directory(parse, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert parse(QUICKSTART, "--config.seed=3").training.num_steps == 30
+    assert parse("--config", "configs/verl/grpo_llama3_2_3b.py").data.prompts_per_step == 48
+    with pytest.raises(UserError, match=r"configs/nowhere\.py'; name one such as configs/quick"):
+        parse("--config=configs/nowhere.py")
+    (tmp_path / "configs").mkdir()  # one's own has priority
+    (tmp_path / "configs" / "quickstart.py").write_text(
+        "import ml_collections\ndef get_config(): raise ValueError('my own')\n"
+    )
+    with pytest.raises(UserError, match="my own"):
+        parse(QUICKSTART)
+
+
 def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path):
     monkeypatch.setitem(moved.MOVED, "rewards.luck.size", "rewards.failure_score")
     for arguments in (["--config.rewards.luck.size=1"], ["--config.rewards.luck.size", "1"]):
