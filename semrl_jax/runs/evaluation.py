@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from semrl_jax import data, models
+from semrl_jax import compilation, data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
@@ -121,7 +121,7 @@ def evaluate(
     stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
     found = []
     try:
-        with stop.installed():
+        with stop.installed(), compilation.watching(reporter.line):
             places = {
                 source: output if len(sources) == 1 else output / source.name for source in sources
             }
