@@ -40,12 +40,13 @@ _running: dict[int, list[_Stage]] = {}  # by thread; the tracing of a program ma
 
 
 def current() -> str:
-    """What this process compiles now and for how long, as "decode_chunk for 12 s"; "": nothing."""
+    """What this process compiles now, as "decode_chunk" or "decode_chunk for 12 s"; "": nothing."""
     outermost = [stages[0] for stages in list(_running.values())]
     if not outermost:
         return ""
     stage = min(outermost, key=lambda stage: stage.since)
-    return f"{stage.program} for {time.monotonic() - stage.since:.0f} s"
+    seconds = time.monotonic() - stage.since
+    return f"{stage.program} for {seconds:.0f} s" if seconds >= 1 else stage.program
 
 
 def keep_programs() -> None:

@@ -116,7 +116,7 @@ def test_the_program_that_compiles_has_a_name(monkeypatch):
                 jax.jit(a_program)(jnp.ones(size)).block_until_ready()
         finally:
             jax.monitoring.unregister_scalar_listener(look)
-        assert "a_program for 0 s" in seen and compilation.current() == ""
+        assert "a_program" in seen and compilation.current() == ""
         assert len(lines) == 1
         assert lines[0].startswith("compiling programs; later starts read them from ")
         lines.clear()
