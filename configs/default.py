@@ -7,6 +7,22 @@ of VERL's launcher (arXiv 2509.23808 and its repository), unless a comment gives
 import ml_collections
 
 
+def part_of(total, size: int):
+    """`size` if it divides `total`, otherwise `total`.
+
+    Args:
+      total: a number, or a reference to a field: the result then follows its overrides.
+      size: above 0.
+    """
+    is_rest = (total % size + size - 1) // size  # 1 if it does not divide, else 0
+    return size + (total - size) * is_rest
+
+
+def at_least(size, least):
+    """The larger one; for numbers or references, as `part_of`."""
+    return (size + least + abs(size - least)) // 2
+
+
 def get_config() -> ml_collections.ConfigDict:
     """The default configuration; `semrl_jax.runs.validate` checks combinations of settings."""
     config = ml_collections.ConfigDict()
@@ -343,7 +359,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.warm_start.num_steps = 0  # optimiser steps; 0: no warm start
     config.warm_start.num_demonstrations = 20_000  # demonstrations that are generated and repeated
     config.warm_start.batch_size = 64  # of an optimiser step
-    config.warm_start.micro_batch_size = 16  # of one forward and backward pass
+    # Of one forward and backward pass; divides batch_size. Default: 16 if that divides it, else all
+    config.warm_start.micro_batch_size = part_of(config.warm_start.get_ref("batch_size"), 16)
     config.warm_start.learning_rate = 2e-3  # of the warm start
     config.warm_start.forget_probability = 0.8  # probability that the teacher drops a carry
 
@@ -400,8 +417,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.training.responses_per_step = (  # derived: follows overrides of both factors
         config.data.get_ref("prompts_per_step") * config.rollout.get_ref("group_size")
     )
-    # Of one optimiser step; divides data.prompts_per_step
-    config.training.prompts_per_minibatch = 24
+    # Of one optimiser step; divides data.prompts_per_step. Default: 24 if that divides it, else all
+    config.training.prompts_per_minibatch = part_of(config.data.get_ref("prompts_per_step"), 24)
     config.training.micro_batch_size = 8  # of one forward and backward pass
     # Tokens of one forward and backward pass on each data shard, padding included. Above 0, it
     # replaces micro_batch_size.

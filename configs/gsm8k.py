@@ -33,7 +33,9 @@ def get_config():
     config.rollout.max_response_tokens = 128
     config.metrics.stride = 16
     config.training.num_steps = 10
-    config.training.prompts_per_minibatch = 8
+    config.training.prompts_per_minibatch = default.part_of(
+        config.data.get_ref("prompts_per_step"), 8
+    )
     config.training.micro_batch_size = 8
     config.checkpoints.every_steps = 5
     return config

@@ -33,9 +33,15 @@ def get_config():
     config.algorithms.importance.level = "token"
 
     config.training.num_steps = 200
-    config.training.prompts_per_minibatch = 64  # one update per step
+    # One update per step.
+    config.training.prompts_per_minibatch = default.part_of(
+        config.data.get_ref("prompts_per_step"), 64
+    )
     config.training.pack_sequences = True
-    config.training.micro_batch_tokens = 4096
+    config.training.micro_batch_tokens = default.at_least(
+        config.rollout.get_ref("max_prompt_tokens") + config.rollout.get_ref("max_response_tokens"),
+        4096,
+    )
     config.training.learning_rate = 1e-6
     config.training.learning_rate_warmup_steps = 10
     config.evaluation.benchmarks = ("gsm8k:num_problems=256",)

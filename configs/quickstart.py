@@ -24,9 +24,13 @@ def get_config():
     config.metrics.num_threads = 2
     config.warm_start.num_steps = 700
     config.warm_start.batch_size = 32  # with 64: twice the time, and up to 5 points more at the end
-    config.warm_start.micro_batch_size = 8  # small enough for the cache of a core
+    # Small enough for the cache of a core.
+    config.warm_start.micro_batch_size = default.part_of(config.warm_start.get_ref("batch_size"), 8)
     config.training.num_steps = 30
-    config.training.prompts_per_minibatch = 32  # one update per step
+    # One update per step.
+    config.training.prompts_per_minibatch = default.part_of(
+        config.data.get_ref("prompts_per_step"), 32
+    )
     config.training.micro_batch_size = 8
     config.training.learning_rate = 7e-5  # 1e-4 varies by 5 to 10 points, 5e-5 starts late
     config.training.learning_rate_warmup_steps = 5

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 
+from launch import cli
+
 NO_COMMANDS = {"__init__", "__main__", "cli", "explain", "fields"}
 
 
@@ -17,6 +19,7 @@ def commands() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    cli.open_output()
     found = commands()
     width = max(map(len, found))
     print("Commands; python -m launch.NAME --help has the flags of one:\n")

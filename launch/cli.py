@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import itertools
 import logging
 import os
 import pathlib
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -21,6 +21,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
+import configs
 from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.runs.config import flatten, validate
 from semrl_jax.settings.moved import new_places
@@ -28,6 +29,8 @@ from semrl_jax.settings.moved import new_places
 EXIT_USER_ERROR = 2
 # Reading a path that the user named fails with these: too long, or in a closed directory.
 PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES)
+# Nobody reads: a pipe's reader has ended, or the terminal was closed.
+GONE_ERRNOS = (errno.EPIPE, errno.EIO)
 EXAMPLES = {"config": "configs/quickstart.py", "workdir": "runs/quickstart"}
 NO_FLAGS: Mapping[str, str] = {}
 # gRPC reads this when it is imported. Otherwise it would print every attempt to connect.
@@ -45,6 +48,7 @@ def run(
       names: whether `main` takes the other arguments, as a list of texts.
     """
     program = f"python -m {sys.modules['__main__'].__spec__.name}"
+    open_output()
     try:
         # Flags may follow the command word or names. Otherwise, other arguments are refused.
         flags.FLAGS.set_gnu_getopt(names or isinstance(main, Mapping))
@@ -62,10 +66,6 @@ def run(
                 hint = f"did you mean --config={rest[0]}?"
             raise UserError(f"{rest[0]!r} is not a flag; {hint}")
         code = main(rest) if names else main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
-        code = 128 + signal.SIGPIPE
     except UserError as error:
         # Always one line, even if the message quotes text with line breaks.
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -88,6 +88,55 @@ def run(
         code = 130
     logging.shutdown()
     sys.exit(code)
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output or error. Once nobody can read it any more, it discards what is written."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._discard(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._discard(error)
+
+    def _discard(self, error: OSError) -> None:
+        if error.errno not in GONE_ERRNOS:
+            raise error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())  # libraries and child processes write there, too
+        os.close(nowhere)
+
+
+def open_output() -> None:
+    """Lets work go on that nobody reads, and prints every text.
+
+    A stream that is closed (`>&-`), or whose reader has ended (`| head -1`), discards all lines.
+    Characters that its encoding lacks are escaped.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)  # or the next file would be standard input or output
+    os.close(opened)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):  # not one of a test, in memory
+            stream.flush()
+            steady = _Output(
+                stream.buffer,
+                encoding=stream.encoding,
+                errors="backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, steady)
 
 
 @contextlib.contextmanager
@@ -193,7 +242,7 @@ def _explain(
     from launch.explain import explained
 
     name, _, argument = flag.config_filename.partition(":")
-    _show(
+    print(
         explained(
             config,
             check,
@@ -205,12 +254,14 @@ def _explain(
     )
 
 
-def _show(text: str) -> None:
-    """Prints a long text; a reader that closes the pipe early, such as `head`, is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _find_shipped() -> None:
+    """Names a shipped config by its place if --config=configs/NAME.py is not in this directory."""
+    for number, argument in enumerate(sys.argv):
+        given = re.fullmatch(r"(--?config=)?(configs/[^:]+)(:.*)?", argument, re.DOTALL)
+        if given and (given[1] or sys.argv[number - 1] in ("-config", "--config")):
+            shipped = pathlib.Path(configs.__file__).parents[1] / given[2]
+            if not os.path.exists(given[2]) and shipped.is_file():
+                sys.argv[number] = f"{given[1] or ''}{shipped}{given[3] or ''}"
 
 
 def _parse(usage: str) -> list[str]:
@@ -225,6 +276,8 @@ def _parse(usage: str) -> list[str]:
             flag_values=flags.FLAGS,
         )
     _check_values()
+    if "config" in flags.FLAGS:
+        _find_shipped()
     try:
         try:
             rest = flags.FLAGS(sys.argv)[1:]
@@ -234,7 +287,7 @@ def _parse(usage: str) -> list[str]:
     except OSError as error:
         raise UserError(f"--config: {_first_reason(error)}") from None
     if flags.FLAGS.help:
-        _show(f"{usage}\n{flags.FLAGS.module_help(sys.modules['__main__'])}")
+        print(f"{usage}\n{flags.FLAGS.module_help(sys.modules['__main__'])}")
         sys.exit(0)
     return rest
 

@@ -80,7 +80,11 @@ def main() -> int:
     output, steps = pathlib.Path(OUTPUT.value), chosen_steps(STEPS.value)
     from semrl_jax.runs import evaluation, policies  # here: mistakes and --help need no JAX
 
-    sources = [found for path in POLICY.value for found in policies.find_policies(path, steps)]
+    sources = [
+        found
+        for path, name in zip(POLICY.value, policies.policy_names(POLICY.value))
+        for found in policies.find_policies(path, steps, name=name)
+    ]
     names = [source.name for source in sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--policy: two policies are named {twice[0]!r}; name each once.")

@@ -18,6 +18,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.runs.run_directory import run_of
 from semrl_jax.types import HiddenStateParams
 
+SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation
 STATE_KINDS = ("decode", "prefill")
 NO_FIELDS: Mapping[str, Any] = {}
 
@@ -97,7 +98,18 @@ def chosen_fields(
         command = sys.modules["__main__"].__spec__.name
         raise UserError(f"--config.{wrong[0]} has no meaning in {command}; leave it out.")
     found = {field: value for field, value in defaults.items() if field not in overridden}
-    return found | fields_of_flags(fields, values, overridden) | fixed
+    given = fields_of_flags(fields, values, overridden)
+    for name in SAMPLING:
+        field, of_training = f"evaluation.{name}", f"rollout.{name}"
+        if of_training not in overridden:
+            continue
+        if field in given or field in overridden:
+            raise UserError(
+                f"--config.{of_training} and another flag set {field}: nothing is trained here, so "
+                "both mean the same; give one of them."
+            )
+        given[field] = overridden[of_training]
+    return found | given | fixed
 
 
 def values_of(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:

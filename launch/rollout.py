@@ -70,7 +70,9 @@ VALID_DAYS = flags.DEFINE_integer(
 
 def end_with_stdin() -> None:
     """Sends this process SIGTERM once standard input closes, for whatever reason."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held by a daemon thread, aborts an exit after a mistake.
+    while os.read(0, 2**16):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

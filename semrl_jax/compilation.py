@@ -11,21 +11,42 @@ import pathlib
 import sys
 import tempfile
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 MAX_KEPT_BYTES = 2**30  # a configuration takes a few MiB
 TOLD_FROM_S = 1.0  # a compilation of at least this time is reported; a cached read takes ms
 
-# JAX announces the beginning of each compilation as a scalar, its end as a duration.
+# JAX announces the beginning of each stage of a compilation as a scalar, its end as a duration.
 COMPILES = "/jax/core/compile/backend_compile_duration"
-_running: dict[int, str] = {}  # program by thread
+STAGES = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    COMPILES,
+)
+
+
+class _Stage(NamedTuple):
+    """A stage that a thread is in: the program, and the `time.monotonic()` of its beginning."""
+
+    program: str
+    since: float
+
+
+_running: dict[int, list[_Stage]] = {}  # by thread; the tracing of a program may trace others
 
 
 def current() -> str:
-    """The program that a thread of this process compiles now; "" if there is none."""
-    return next(iter(list(_running.values())), "")
+    """What this process compiles now, as "decode_chunk" or "decode_chunk for 12 s"; "": nothing."""
+    outermost = [stages[0] for stages in list(_running.values())]
+    if not outermost:
+        return ""
+    stage = min(outermost, key=lambda stage: stage.since)
+    seconds = time.monotonic() - stage.since
+    return f"{stage.program} for {seconds:.0f} s" if seconds >= 1 else stage.program
 
 
 def keep_programs() -> None:
@@ -115,13 +136,19 @@ def watching(say: Callable[[str], None]) -> Iterator[None]:
     told = threading.Event()
 
     def begins(event: str, value: float | int, fun_name: str = "a program", **_: object) -> None:
-        if event == COMPILES:
-            _running[threading.get_ident()] = fun_name.removeprefix("jit(").removesuffix(")")
+        if event in STAGES:
+            name = fun_name.partition(" at ")[0].removeprefix("jit(").removesuffix(")")
+            stages = _running.setdefault(threading.get_ident(), [])
+            stages.append(_Stage(name, time.monotonic()))
 
     def ends(event: str, seconds: float | int, **_: object) -> None:
+        thread = threading.get_ident()
+        if event in STAGES and thread in _running:  # not if the stage began before the block
+            _running[thread].pop()
+            if not _running[thread]:
+                del _running[thread]
         if event != COMPILES:
             return
-        _running.pop(threading.get_ident(), None)
         if seconds >= TOLD_FROM_S and not told.is_set():
             told.set()
             directory = jax.config.jax_compilation_cache_dir

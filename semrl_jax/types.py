@@ -307,6 +307,7 @@ class ReplicaDescription:
       is_deterministic: whether equal calls give equal responses, to the bit, on every replica that
         is started alike. False for a replica of an earlier release.
       calls_at_once: `Generate` calls that are best sent side by side; 0 if it does not say.
+      compiling: the program that the replica compiles now, and for how long; "" if there is none.
     """
 
     protocol_major: int = 0
@@ -330,6 +331,7 @@ class ReplicaDescription:
     reads_memory: bool = False
     is_deterministic: bool = False
     calls_at_once: int = 0
+    compiling: str = ""
 
 
 def config_hash(description: Mapping[str, Any]) -> str:

@@ -65,7 +65,9 @@ def get_config():
     config.rewards.num_workers = 8
 
     config.training.num_steps = 160  # the launcher says 161 and trains 160 (its defect D23)
-    config.training.prompts_per_minibatch = 24
+    config.training.prompts_per_minibatch = default.part_of(
+        config.data.get_ref("prompts_per_step"), 24
+    )
     # Departure only in name: the launcher counts 1 response per device, this counts the whole mesh.
     config.training.micro_batch_size = 4
     config.training.learning_rate = 5e-7

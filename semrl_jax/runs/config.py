@@ -30,9 +30,11 @@ from semrl_jax.metrics.records import MetricKey
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.settings.data import check_training as check_prompts
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rollout import check_quantization, num_parts
-from semrl_jax.settings.rules import at_most
+from semrl_jax.settings.rollout import check_training as check_responses
+from semrl_jax.settings.rules import at_most, divides
 from semrl_jax.shaping import ShapingOptions
 
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
@@ -64,6 +66,8 @@ def check_sections(config: ml_collections.ConfigDict) -> None:
 def validate(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first wrong field or combination of fields of a training run."""
     check_sections(config)
+    check_prompts(config.data)
+    check_responses(config.rollout)
     _check_data(config)
     _check_sizes(config)
     check_quantization(config, config.rollout.engine)
@@ -115,7 +119,8 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
     if algorithm.needs.values and 0 < config.training.num_steps <= config.critic.warmup_steps:
         raise UserError(
             f"critic.warmup_steps={config.critic.warmup_steps} must be below training.num_steps="
-            f"{config.training.num_steps}: the policy would never be trained."
+            f"{config.training.num_steps}: the policy would never be trained; lower "
+            "the former or raise the latter."
         )
     least = 2 if algorithm.needs.groups else 1
     if config.rollout.group_size < least:
@@ -179,11 +184,8 @@ def _check_sizes(config: ml_collections.ConfigDict) -> None:
             f"data.prompts_per_step * rollout.group_size = {product}; change one of those two."
         )
     # The optimiser step of a smaller last mini-batch would be as large as that of a full one.
-    if data.prompts_per_step % training.prompts_per_minibatch:
-        raise UserError(
-            f"training.prompts_per_minibatch={training.prompts_per_minibatch} must divide "
-            f"data.prompts_per_step={data.prompts_per_step}."
-        )
+    size, total = training.prompts_per_minibatch, data.prompts_per_step
+    divides("training.prompts_per_minibatch", size, "data.prompts_per_step", total)
     if profiled_steps(config.profile).stop > training.num_steps:
         raise UserError(
             f"profile.steps={config.profile.steps!r} must end at training.num_steps="
@@ -333,7 +335,7 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
     if lag >= num_steps > 0:
         raise UserError(
             f"rollout.max_staleness={lag} must be below training.num_steps={num_steps}: no batch "
-            "would be sampled with trained weights."
+            "would be sampled with trained weights; lower the lag or raise the steps."
         )
     if config.hidden_states.compare_every:
         raise UserError(

@@ -189,7 +189,7 @@ def dry_run_policy(
     check_inference(config, policy, tokenizer)
     source.check(policy)
     summary("policy", source.name)
-    _say_model(config, policy, summary)
+    _say_model(config, source, policy, summary)
     check_replicas(config, policy, tokenizer, output, summary)
     summary("to sample", *counts)
     existing = next(d for d in (output.absolute(), *output.absolute().parents) if d.exists())

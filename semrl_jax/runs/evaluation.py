@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
-from semrl_jax import data
+from semrl_jax import compilation, data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
@@ -34,11 +35,11 @@ from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.evaluation.sample_files import read_samples
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.metrics import Measurement, MetricKey
-from semrl_jax.model_setup import build_policy, value_params
+from semrl_jax.model_setup import ModelFiles, build_policy, value_params
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
 from semrl_jax.runs.dry_run import dry_run_policy
-from semrl_jax.runs.inference import Inference, open_inference
+from semrl_jax.runs.inference import Inference, check_inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import SAMPLES, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
@@ -121,7 +122,7 @@ def evaluate(
     stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
     found = []
     try:
-        with stop.installed():
+        with stop.installed(), compilation.watching(reporter.line):
             places = {
                 source: output if len(sources) == 1 else output / source.name for source in sources
             }
@@ -170,6 +171,8 @@ def _evaluate_model(
             options = config.evaluation.metric_options
             measurer = stack.enter_context(open_measurer(config, options))
         if only_check:
+            mesh = check_inference(config, policy, tokenizer)
+            _find_reward_model(config, policy, tokenizer, mesh)
             benchmarks = sorted({problem.data_source for problem in problems})
             counts = f"{len(problems)} problems", f"benchmarks {' '.join(benchmarks)}"
             for source, path in sources.items():
@@ -209,9 +212,8 @@ def _evaluate_model(
 
 def _reward_model(inference: Inference) -> Judge:
     """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
-    config, field = inference.config, "evaluation.reward_model"
-    path, mesh = config.evaluation.reward_model, inference.mesh
-    files = find_reward_model(field, path, config, inference.policy, inference.tokenizer, mesh)
+    config, mesh = inference.config, inference.mesh
+    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh)
     if files is None:
         return list
     params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
@@ -233,6 +235,13 @@ def _reward_model(inference: Inference) -> Judge:
         ]
 
     return judged
+
+
+def _find_reward_model(
+    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
+) -> ModelFiles | None:
+    path = config.evaluation.reward_model
+    return find_reward_model("evaluation.reward_model", path, config, policy, tokenizer, mesh)
 
 
 def _check_plans(evaluator: Evaluator) -> None:

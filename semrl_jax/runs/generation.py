@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 import pyarrow.parquet as pq
 
-from semrl_jax import data, models
+from semrl_jax import compilation, data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
@@ -108,7 +108,7 @@ def generate(
     reporter = Reporter(quiet=quiet and not only_check)
     stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
     try:
-        with stop.installed():
+        with stop.installed(), compilation.watching(reporter.line):
             _generate(config, source, output, contents, reporter, stop, only_check)
     except Preempted as preempted:
         reporter.notice(f"{preempted}: stopped; the same command continues")

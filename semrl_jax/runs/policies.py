@@ -15,7 +15,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.model_setup import starting_params
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
-from semrl_jax.runs.run_directory import START, record_of, run_of, setting_of
+from semrl_jax.runs.run_directory import START, distinct_names, record_of, run_of, setting_of
 
 
 class PolicySource(NamedTuple):
@@ -61,8 +61,23 @@ class PolicySource(NamedTuple):
         return models.peft.load_adapter(files, policy.config, self.model, files.base_name)
 
 
+def policy_names(paths: Sequence[str]) -> list[str]:
+    """A name for the policies of each path, as short as it can be; see `find_policies`."""
+    directories = [pathlib.Path(os.path.abspath(path)) for path in paths]
+    directories = [_run_of_checkpoint(directory) or directory for directory in directories]
+    different = list(dict.fromkeys(directories))
+    names = dict(zip(different, distinct_names(different)))
+    return [names[directory] for directory in directories]
+
+
+def _run_of_checkpoint(path: pathlib.Path) -> pathlib.Path | None:
+    """The run directory of RUN/checkpoints/STEP; None for another path."""
+    is_one = path.parent.name == "checkpoints" and path.name.isdigit()
+    return path.parents[1] if is_one else None
+
+
 def find_policies(
-    path: str, steps: Sequence[int] | None, field: str = "--policy"
+    path: str, steps: Sequence[int] | None, field: str = "--policy", name: str = ""
 ) -> list[PolicySource]:
     """The policies of a path.
 
@@ -72,6 +87,7 @@ def find_policies(
       steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: 0 and all
         checkpoints. None: the newest valid checkpoint.
       field: the flag or setting that names the path, for error messages.
+      name: of the policies, before the step of a run; empty: that of the directory.
 
     Raises:
       UserError: if there is no policy, or no checkpoint of a step.
@@ -83,20 +99,22 @@ def find_policies(
         raise UserError(f"{field}={path} cannot be read: {error.strerror}.") from None
     except OSError:  # not there, perhaps a hub id, or no directory
         pass
-    if directory.parent.name == "checkpoints" and directory.name.isdigit():
+    run = _run_of_checkpoint(directory)
+    name = name or (run or directory).absolute().name
+    if run is not None:
         if steps:
             raise UserError(
                 f"--steps chooses among the checkpoints of a run, but {field}={path} is one "
-                f"checkpoint; name the run, {directory.parents[1]}."
+                f"checkpoint; name the run, {run}."
             )
         saved = checkpoint_steps(directory.parent) if directory.parent.is_dir() else []
         if int(directory.name) not in saved:
             raise UserError(
                 f"{field}={path} does not exist; there are checkpoints of steps {saved}."
             )
-        return _of_run(directory.parents[1], [int(directory.name)], field)
+        return _of_run(run, [int(directory.name)], field, name)
     if (directory / "checkpoints").is_dir() or run_of(directory) is not None:
-        return _of_run(directory, steps, field)
+        return _of_run(directory, steps, field, name)
     if steps is not None:
         raise UserError(
             f"--steps chooses among the checkpoints of a run, but {field}={path} is none; leave "
@@ -104,19 +122,20 @@ def find_policies(
         )
     if models.peft.is_adapter(path):
         base = models.peft.find_adapter(path).base()
-        return [PolicySource(directory.absolute().name, base, adapter=directory)]
+        return [PolicySource(name, base, adapter=directory)]
     try:
         model = models.find_directory(path)
     except UserError as error:
         raise UserError(f"{field}={path} is no run, and {error}") from None
-    return [PolicySource(directory.absolute().name, model)]
+    return [PolicySource(name, model)]
 
 
-def _of_run(directory: pathlib.Path, steps: Sequence[int] | None, field: str) -> list[PolicySource]:
+def _of_run(
+    directory: pathlib.Path, steps: Sequence[int] | None, field: str, name: str
+) -> list[PolicySource]:
     model = model_of(directory)
     family = setting_of(directory, "model", "family") or ""  # older records have none
     named = functools.partial(PolicySource, model=model, family=family)
-    name = directory.absolute().name
     folder = directory / "checkpoints"
     saved = checkpoint_steps(folder) if folder.is_dir() else []
     if steps is None:

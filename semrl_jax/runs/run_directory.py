@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from semrl_jax.errors import UserError
@@ -31,6 +32,15 @@ def names_run(path: str) -> bool:
         return True
     has_weights = any(directory.glob("*.safetensors"))
     return (directory / "checkpoints").is_dir() and not has_weights
+
+
+def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
+    """The ends of different absolute paths, as short as they can be and still differ."""
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def record_of(directory: pathlib.Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import replacing
 from semrl_jax.pages import content_policy, data_element, filled, rounded, shortened
 from semrl_jax.parquet import check_token_ids
-from semrl_jax.runs.policies import PolicySource, find_policies
+from semrl_jax.runs.policies import PolicySource, find_policies, policy_names
 from semrl_jax.runs.run_directory import run_of, setting_of
 
 SHOWN = ("all", "correct", "incorrect", "changed")
@@ -78,10 +78,10 @@ def find_columns(
       UserError: if a policy has no responses, or there are too many policies.
     """
     columns = []
-    for path in paths:
+    for path, name in zip(paths, policy_names(paths)):
         run = run_of(pathlib.Path(path))
         whole = run is not None and run.samefile(path)  # not one of its checkpoints
-        sources = find_policies(path, (steps or []) if whole else steps)
+        sources = find_policies(path, (steps or []) if whole else steps, name=name)
         if samples is not None:
             read = read_responses(samples)
             columns += [Column(source, run, read) for source in sources]

@@ -14,10 +14,14 @@ def check(data: Section) -> None:
     one_of("data.task", data["task"], TASKS)
     check_row_format(data["row_format"])
     items_are(str, "data", data, "files", "question_fields")
+
+
+def check_training(data: Section) -> None:
+    """Rules of the prompts of a training run; other commands have prompts of their own."""
     if data["task"] == "files" and not data["files"]:
         raise UserError("data.task='files' needs data.files; name a .jsonl or .parquet file.")
     if data["task"] == "arithmetic" and data["num_prompts"] < data["prompts_per_step"]:
         raise UserError(
-            f"data.num_prompts={data['num_prompts']} must be at least "
-            f"data.prompts_per_step={data['prompts_per_step']}."
+            f"data.num_prompts={data['num_prompts']} must be at least data.prompts_per_step="
+            f"{data['prompts_per_step']}, the prompts of one step; change one of them."
         )

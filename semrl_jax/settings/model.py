@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from semrl_jax.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
-from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import Section, one_of
+from semrl_jax.settings.rules import Section, above_zero, divides, one_of
 
 
 def check(model: Section) -> None:
@@ -16,8 +15,5 @@ def check(model: Section) -> None:
     if model["path"]:
         return
     # `DecoderConfig` checks the sizes.
-    if model["num_heads"] < 1 or model["hidden_size"] % model["num_heads"]:
-        raise UserError(
-            f"model.num_heads={model['num_heads']} must divide "
-            f"model.hidden_size={model['hidden_size']}."
-        )
+    above_zero("model", model, "num_heads", "hidden_size")
+    divides("model.num_heads", model["num_heads"], "model.hidden_size", model["hidden_size"])

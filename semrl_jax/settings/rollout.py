@@ -63,6 +63,17 @@ def check(rollout: Section) -> None:
             "at most 1: it is the share of a GPU's memory that the replica takes."
         )
     _check_processes(rollout)
+
+
+def check_training(rollout: Section) -> None:
+    """Rules of responses that are trained on; other commands sample as `evaluation` says."""
+    if rollout["temperature"] == 0:
+        raise UserError(
+            "rollout.temperature=0 samples the same response in every slot of a group, which "
+            "leaves no advantage; set it above 0."
+        )
+    if rollout["annealing"]["enabled"]:
+        _check_annealed(rollout)
     _check_lag(rollout)
 
 
@@ -187,8 +198,10 @@ def _check_annealing(rollout: Section) -> None:
     above_zero(name, options, "maximum", "minimum", "decay_tokens", "max_decay_tokens")
     at_least_zero(name, options, "warmup_tokens", "decay_growth")
     at_most(f"{name}.minimum", options["minimum"], options["maximum"])
-    if not options["enabled"]:
-        return
+
+
+def _check_annealed(rollout: Section) -> None:
+    name, options = "rollout.annealing", rollout["annealing"]
     least = rollout["temperature"] * options["minimum"]
     if least < MIN_TEMPERATURE:
         raise UserError(
@@ -207,12 +220,7 @@ def _check_annealing(rollout: Section) -> None:
 def _check_sampling(rollout: Section) -> None:
     if not 0 < rollout["top_p"] <= 1:
         raise UserError(f"rollout.top_p={rollout['top_p']} must be in (0, 1].")
-    if rollout["temperature"] == 0:
-        raise UserError(
-            "rollout.temperature=0 samples the same response in every slot of a group, which "
-            "leaves no advantage; set it above 0."
-        )
-    if rollout["temperature"] < MIN_TEMPERATURE:
+    if 0 < rollout["temperature"] < MIN_TEMPERATURE:
         raise UserError(
             f"rollout.temperature={rollout['temperature']} must be at least {MIN_TEMPERATURE}: "
             "below, the logits divided by it exceed float32."

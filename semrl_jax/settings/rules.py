@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,17 @@ def at_least_zero(name: str, section: Section, *fields: str) -> None:
     for field in fields:
         if not section[field] >= 0:
             raise UserError(f"{name}.{field}={section[field]} must be at least 0.")
+
+
+def divides(field: str, size: int, of: str, total: int) -> None:
+    """The value of `field` divides that of the field `of`."""
+    if not total % size:
+        return
+    fitting = [n for i in range(1, math.isqrt(total) + 1) if not total % i for n in (i, total // i)]
+    below = max(n for n in fitting if n < size)
+    above = min(n for n in fitting if n > size or n == total)
+    choice = f"{below} or {above}" if below < above else f"{total}"
+    raise UserError(f"{field}={size} must divide {of}={total}; set it to {choice}, or change {of}.")
 
 
 def at_most(field: str, value: float | int, limit: float | int) -> None:

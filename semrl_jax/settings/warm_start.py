@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rules import Section, above_zero, at_least_zero
+from semrl_jax.settings.rules import Section, above_zero, at_least_zero, divides
 
 
 def check(warm_start: Section) -> None:
@@ -12,11 +12,8 @@ def check(warm_start: Section) -> None:
         "batch_size", "micro_batch_size", "learning_rate", "num_demonstrations",
     )  # fmt: skip
     at_least_zero("warm_start", warm_start, "num_steps")
-    if warm_start["batch_size"] % warm_start["micro_batch_size"]:
-        raise UserError(
-            f"warm_start.micro_batch_size={warm_start['micro_batch_size']} must divide "
-            f"warm_start.batch_size={warm_start['batch_size']}."
-        )
+    size, total = warm_start["micro_batch_size"], warm_start["batch_size"]
+    divides("warm_start.micro_batch_size", size, "warm_start.batch_size", total)
     if not 0 <= warm_start["forget_probability"] <= 1:
         raise UserError(
             f"warm_start.forget_probability={warm_start['forget_probability']} must be in [0, 1]."

@@ -33,11 +33,13 @@ def start(*arguments, **options) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def run(*arguments, timeout=120, **options) -> subprocess.CompletedProcess:
-    """Runs `python -m ...` to its end."""
+def run(*arguments, timeout=120, text=None, **options) -> subprocess.CompletedProcess:
+    """Runs `python -m ...` to its end. `text` is its standard input; None: that of the tests."""
+    if text is not None:
+        options["stdin"] = subprocess.PIPE
     process = start(*arguments, **options)
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(text, timeout=timeout)
     except BaseException:
         process.kill()
         raise

@@ -10,7 +10,7 @@ import pytest
 
 from semrl_jax import data, models
 from tests.cases import slow_after
-from tests.launch.conftest import ROOT, TINY, environment, run
+from tests.launch.conftest import ROOT, TINY, environment, run, start
 
 MISTAKES = {
     "unknown field": (["--config.foo=1"], "has no field 'foo' where"),
@@ -174,6 +174,16 @@ def test_rollout_names_the_mistake(tmp_path):
     assert_one_line(result, "jax_chunk_tokens=0 must be above 0")
     result = run("launch.rollout", f"--config={TINY}", "--engine=abacus")
     assert_one_line(result, "--engine=abacus: value should be one of <jax|")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_named_while_standard_input_is_watched():
+    process = start(
+        "launch.rollout", f"--config={TINY}", "--until_stdin_closes", "--port=0",
+        "--tls_key=/nowhere", "--tls_certificate=/nowhere", stdin=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.wait(timeout=60) == 2  # standard input is still open
+    assert "='/nowhere' cannot be read" in process.communicate()[1]
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Wrong flags and settings are reported in one line, before anything slow is loaded."""
 
 import os
-import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 from absl import flags
@@ -123,6 +121,20 @@ def test_a_mistake_is_named_with_the_way_out(parse, arguments, message):
     assert message in str(caught.value)
 
 
+def test_a_shipped_config_is_found_from_every_directory(parse, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert parse(QUICKSTART, "--config.seed=3").training.num_steps == 30
+    assert parse("--config", "configs/verl/grpo_llama3_2_3b.py").data.prompts_per_step == 48
+    with pytest.raises(UserError, match=r"configs/nowhere\.py'; name one such as configs/quick"):
+        parse("--config=configs/nowhere.py")
+    (tmp_path / "configs").mkdir()  # one's own has priority
+    (tmp_path / "configs" / "quickstart.py").write_text(
+        "import ml_collections\ndef get_config(): raise ValueError('my own')\n"
+    )
+    with pytest.raises(UserError, match="my own"):
+        parse(QUICKSTART)
+
+
 def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path):
     monkeypatch.setitem(moved.MOVED, "rewards.luck.size", "rewards.failure_score")
     for arguments in (["--config.rewards.luck.size=1"], ["--config.rewards.luck.size", "1"]):
@@ -198,19 +210,6 @@ def test_the_commands_are_listed():
 def test_a_missing_flag_is_named_with_an_example(parse, monkeypatch):
     with pytest.raises(UserError, match=r"--config is needed, such as --config=configs/quicks"):
         parse()
-
-
-def test_a_reader_that_has_seen_enough_ends_the_command_quietly(monkeypatch):
-    """As `| head` does after its last line."""
-    reads, writes = os.pipe()
-    os.close(reads)
-    monkeypatch.setattr(sys, "argv", ["command"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("launch.train"))
-    with os.fdopen(writes, "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as end:
-            cli.run(lambda: print("a line"), "usage")
-        assert end.value.code == 128 + signal.SIGPIPE
 
 
 def test_a_path_that_cannot_be_looked_up_is_one_line():

@@ -79,6 +79,24 @@ def test_an_evaluation_writes_samples_and_figures(undisturbed):
 
 
 @pytest.mark.slow
+def test_policies_in_directories_of_one_name_have_results_of_their_own(trained, tmp_path):
+    second = tmp_path / "other" / trained.name
+    shutil.copytree(trained, second)
+    output = tmp_path / "both"
+    done = evaluate(
+        f"--policy={trained}", f"--policy={second}/checkpoints/1", f"--output={output}",
+        "--num_problems=4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = [f"{trained.parent.name}/{trained.name}-step2", f"other/{trained.name}-step1"]
+    assert list(json.loads((output / "comparison.json").read_text())["results"]) == names
+    for name in names:
+        assert name in done.stdout and (output / name / "results.json").is_file()
+    again = evaluate(f"--policy={trained}", f"--policy={trained}", f"--output={tmp_path / 'no'}")
+    assert again.returncode == 2 and "name each once" in again.stderr
+
+
+@pytest.mark.slow
 def test_a_killed_evaluation_continues_with_the_same_results(settings, undisturbed, tmp_path):
     command = (*settings, f"--output={tmp_path / 'killed'}")
     process = start("launch.evaluate", *command)

@@ -2,11 +2,19 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+from absl import flags
 
 from configs import default
-from launch.fields import chosen_states, config_of_policy, fields_of_flags, template_of_run
+from launch.fields import (
+    chosen_fields,
+    chosen_states,
+    config_of_policy,
+    fields_of_flags,
+    template_of_run,
+)
 from semrl_jax.errors import UserError
 from semrl_jax.types import HiddenStateParams
 
@@ -33,6 +41,23 @@ def test_flags_set_fields_of_the_config():
     }
     with pytest.raises(UserError, match=r"--n and --config\.rollout\.group_size set the same"):
         fields_of_flags(FIELDS, values, {"rollout.group_size"})
+
+
+def test_a_temperature_of_the_rollouts_is_that_of_the_command(monkeypatch):
+    fields = {"temperature": ("evaluation.temperature", "float", "")}
+    defaults = {"evaluation.temperature": 1.0, "evaluation.top_k": 0}
+
+    def chosen(temperature=None, **overridden):
+        overridden = {name.replace("__", "."): value for name, value in overridden.items()}
+        config = SimpleNamespace(override_values=overridden)
+        monkeypatch.setattr(flags, "FLAGS", {"config": config})
+        return chosen_fields(fields, {"temperature": temperature}, defaults)
+
+    assert chosen(rollout__temperature=0.0) == defaults | {"evaluation.temperature": 0.0}
+    assert chosen(0.5, rollout__top_k=3) == {"evaluation.temperature": 0.5, "evaluation.top_k": 3}
+    for other in ((0.5, {}), (None, {"evaluation__temperature": 0.5})):
+        with pytest.raises(UserError, match=r"--config\.rollout\.temperature and another flag set"):
+            chosen(other[0], rollout__temperature=0.0, **other[1])
 
 
 @pytest.mark.parametrize("of", ["run", "checkpoint", "model"])

@@ -5,9 +5,18 @@ import json
 
 import pytest
 
-from configs import default, quickstart, quickstart_async, quickstart_ppo, recorded
+from configs import (
+    default,
+    gsm8k,
+    gsm8k_qwen2_5_0_5b,
+    quickstart,
+    quickstart_async,
+    quickstart_ppo,
+    recorded,
+)
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
+from semrl_jax.runs.config import check_sections
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 
@@ -15,6 +24,28 @@ from semrl_jax.settings.rewards import reward_functions
 @pytest.mark.parametrize("module", [default, quickstart, quickstart_ppo])
 def test_shipped_configs_are_valid(module):
     validate(module.get_config().lock())
+
+
+@pytest.mark.parametrize("prompts", [1, 7, 16, 36])
+@pytest.mark.parametrize("module", [default, quickstart, gsm8k, gsm8k_qwen2_5_0_5b, quickstart_ppo])
+def test_another_number_of_prompts_needs_no_second_setting(module, prompts):
+    config = module.get_config()
+    config.data.prompts_per_step = config.warm_start.batch_size = prompts
+    config.rollout.max_response_tokens = 8192
+    validate(config.lock())
+    assert prompts % config.training.prompts_per_minibatch == 0
+
+
+def test_parts_of_a_batch_that_fit_stay_as_they_are():
+    config = default.get_config()
+    for prompts, part in ((48, 24), (240, 24), (16, 16), (36, 36)):
+        config.data.prompts_per_step = prompts
+        assert config.training.prompts_per_minibatch == part
+    config.training.prompts_per_minibatch = 5
+    for prompts, choice in ((48, "4 or 6"), (7, "1 or 7"), (3, "3")):
+        config.data.prompts_per_step = prompts
+        with pytest.raises(UserError, match=rf"={prompts}; set it to {choice}, or change data.pro"):
+            validate(config)
 
 
 def test_a_warm_up_of_the_critic_leaves_steps_for_the_policy():
@@ -166,6 +197,24 @@ def test_a_contradiction_is_named(field, value, message):
     with pytest.raises(UserError, match=message) as caught:
         validate(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout.temperature": 0.0},
+        {"rollout.annealing.enabled": True, "rollout.engine": "vllm"},
+        {"rollout.max_staleness": 1, "rollout.in_flight": "keep"},
+        {"data.task": "files"},
+        {"data.num_prompts": 1},
+    ],
+)
+def test_rules_of_training_are_not_applied_where_nothing_is_trained(fields):
+    config = default.get_config()
+    config.update_from_flattened_dict(fields)
+    check_sections(config)
+    with pytest.raises(UserError):
+        validate(config)
 
 
 def test_rewards_are_named_in_one_field():

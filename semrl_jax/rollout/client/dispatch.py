@@ -27,6 +27,7 @@ _ENGINE_FAILURES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 # With less, calls whose responses are only longer than others would often be asked for twice.
 _SLOW = 1.5
 _MAX_NAMED = 4  # replicas in a line about a wait
+_STATUS_TIMEOUT_S = 1.0  # for a replica to say what it does, for such a line
 
 
 def split_by_group(requests: Sequence[SampleRequest], num_parts: int) -> list[list[SampleRequest]]:
@@ -444,14 +445,16 @@ class _Dispatcher:
         for stream in self._streams:
             silent_s = stream.silent_s(now)
             silent[stream.replica] = min(silent.get(stream.replica, silent_s), silent_s)
-        named = [
-            f"{replica.name} (silent for {silent_s:.0f} s"
-            + ("" if kind in replica.answered else "; a first response may wait for compilation")
-            + ")"
-            for replica, silent_s in silent.items()
-        ]
-        if len(named) > _MAX_NAMED:
-            named[_MAX_NAMED:] = [f"{len(named) - _MAX_NAMED} more"]
+        named = []
+        for replica, silent_s in itertools.islice(silent.items(), _MAX_NAMED):
+            if program := replica.compiling(_STATUS_TIMEOUT_S):
+                named.append(f"{replica.name} (compiling {program})")
+                continue
+            first = kind not in replica.answered
+            hint = "; a first response may wait for compilation" if first else ""
+            named.append(f"{replica.name} (silent for {silent_s:.0f} s{hint})")
+        if len(silent) > _MAX_NAMED:
+            named.append(f"{len(silent) - _MAX_NAMED} more")
         return ", ".join(named) or "; ".join(
             f"{r.name}: {r.error}" for r in self._replicas if r.error
         )

@@ -63,7 +63,9 @@ def _acquire_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _num_users == 0:
             _loop = asyncio.new_event_loop()
-            _thread = threading.Thread(target=_loop.run_forever, name="rollout-server", daemon=True)
+            _thread = threading.Thread(
+                target=_run_loop, args=(_loop,), name="rollout-server", daemon=True
+            )
             _thread.start()
         _num_users += 1
         return _loop
@@ -77,7 +79,15 @@ def _release_loop() -> None:
             return
         _loop.call_soon_threadsafe(_loop.stop)
         _thread.join()
-        _loop.run_until_complete(_loop.shutdown_asyncgens())
-        _loop.run_until_complete(_loop.shutdown_default_executor())
-        _loop.close()
         _loop = _thread = None
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs a loop until it is stopped, and ends it.
+
+    Its own thread ends it, because the caller's may run a loop: that of a notebook does.
+    """
+    loop.run_forever()
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()

@@ -36,6 +36,7 @@ _OPTIONS = (
 _SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _MAX_BACKOFF_S = 30.0
 _MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
+_MAX_PROGRAM = 100  # characters kept of the program that a replica compiles
 _MAX_DETAILS = 2000  # characters kept of a status message
 _CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 _MAX_CALLS_AT_ONCE = 8  # whatever a replica says: its server admits 64 calls, of all clients
@@ -220,6 +221,18 @@ class Replica:
 
         `memory` is the client's; the description says whether the replica can read it.
         """
+        self.description = self._ask(timeout_s, memory)
+        return self.description
+
+    def compiling(self, timeout_s: float) -> str:
+        """What it compiles now, and for how long; "" if it compiles nothing or does not answer."""
+        try:
+            text = self._ask(timeout_s, None).compiling
+        except (grpc.RpcError, UserError):
+            return ""
+        return "".join(filter(str.isprintable, text[:_MAX_PROGRAM]))
+
+    def _ask(self, timeout_s: float, memory: pb.SharedMemory | None) -> ReplicaDescription:
         request = pb.DescribeRequest(memory=memory).SerializeToString()
         data = self._call(self._describe, request, timeout_s)
         try:
@@ -230,10 +243,9 @@ class Replica:
                 "rollout.addresses, or start the replica from this release."
             ) from error
         try:
-            self.description = codec.decode_description(reply)
+            return codec.decode_description(reply)
         except ValueError as error:
             raise UserError(f"{self.name} describes itself wrongly: {error}") from error
-        return self.description
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float):
         """The stream of serialised replies, for `bounds.parse_generate_reply`."""

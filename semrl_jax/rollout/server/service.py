@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 from jaxtyping import UInt8
 
+from semrl_jax import compilation
 from semrl_jax.errors import UserError
 from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
@@ -105,7 +106,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Describe(self, request, context) -> pb.DescribeResponse:
         description = dataclasses.replace(
-            self._limits, version=self._version, reads_memory=_is_readable(request)
+            self._limits,
+            version=self._version,
+            reads_memory=_is_readable(request),
+            compiling=compilation.current(),
         )
         return codec.encode_description(description)
 

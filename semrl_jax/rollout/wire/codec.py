@@ -39,7 +39,7 @@ from semrl_jax.types import (
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
 # 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 # Of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change the
 # checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.

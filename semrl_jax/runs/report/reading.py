@@ -14,6 +14,7 @@ from semrl_jax.pages import rounded
 from semrl_jax.runs.config import flatten
 from semrl_jax.runs.report.panels import OTHER, STAGES
 from semrl_jax.runs.rows import STARTS, read_log, read_rows
+from semrl_jax.runs.run_directory import distinct_names
 from semrl_jax.settings.moved import with_present_names
 
 MAX_ROWS = 1500  # per run, of each kind: with an evaluation, with an event, others
@@ -79,7 +80,7 @@ def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> l
     if len(set(paths)) < len(paths):
         raise UserError("a run is named twice; name each run once.")
     runs = []
-    for name, path in zip(_names(paths), paths):
+    for name, path in zip(distinct_names(paths), paths):
         try:
             record = read_json_object(path / "config.json")
         except (FileNotFoundError, NotADirectoryError):
@@ -110,15 +111,6 @@ def _shown_start(start: Row) -> dict[str, Any]:
         **{name: str(start[name]) for name in START_FIELDS if start.get(name) is not None},
         "changed": list(map(str, changed)) if isinstance(changed, list) else [],
     }
-
-
-def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The ends of different absolute paths, as short as they can be and still differ."""
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:

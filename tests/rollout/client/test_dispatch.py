@@ -8,21 +8,43 @@ import pytest
 
 from semrl_jax import compilation
 from semrl_jax.rollout.client.dispatch import _Dispatcher
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.client.replica import Counters, Replica, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
 from tests.rollout.conftest import make_requests
+from tests.rollout.fake_engine import FakeEngine
+
+
+def compiles():
+    """The state of `compilation` while a thread compiles a program since 7 seconds."""
+    return {1: [compilation._Stage("decode_chunk", time.monotonic() - 7.0)]}
+
+
+def test_a_replica_says_what_it_compiles(monkeypatch):
+    with EmbeddedReplica(FakeEngine()) as server:
+        replica = Replica(server.address, server.token, tls_ca=None)
+        description = replica.describe(5.0)
+        assert replica.compiling(5.0) == ""
+        monkeypatch.setattr(compilation, "_running", compiles())
+        assert replica.compiling(5.0) == "decode_chunk for 7 s"
+        assert replica.description is description
+    assert replica.compiling(5.0) == ""  # it does not answer
+    replica.close()
 
 
 @pytest.mark.parametrize(
     "compiling, answered, expected",
     [
-        (True, False, "compiling decode_chunk; 8 response(s) to come"),
-        (False, False, "replica 127.0.0.1:1 (silent for 10 s; a first response may wait for "),
-        (False, True, "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);"),
+        ("here", False, "compiling decode_chunk for 7 s; 8 response(s) to come"),
+        ("there", True, "8 responses from rollout replica 127.0.0.1:1 (compiling prefill for 3 s)"),
+        ("", False, "replica 127.0.0.1:1 (silent for 10 s; a first response may wait for "),
+        ("", True, "8 responses from rollout replica 127.0.0.1:1 (silent for 10 s);"),
     ],
 )
 def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, expected):
-    monkeypatch.setattr(compilation, "_running", {1: "decode_chunk"} if compiling else {})
+    monkeypatch.setattr(compilation, "_running", compiles() if compiling == "here" else {})
+    if compiling == "there":
+        monkeypatch.setattr(Replica, "compiling", lambda *_: "prefill for 3 s")
     lines = []
     call = GenerateCall(tuple(make_requests()), "sampling", "states", version=None)
     waits = Waits(generate_timeout_s=100.0, stall_timeout_s=60.0, progress=lines.append)

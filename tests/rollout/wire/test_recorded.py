@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 1.7 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.1 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -132,6 +132,9 @@ MEMORY = pb.SharedMemory(process=1234, file=7, name="0123456789abcdef" * 2)
 SCHEDULED = dataclasses.replace(  # 1.7
     READS, protocol_minor=7, is_deterministic=True, calls_at_once=4
 )
+COMPILES = dataclasses.replace(  # 2.1
+    SCHEDULED, protocol_major=2, protocol_minor=1, compiling="decode_chunk for 12 s"
+)
 SPECS = (TensorSpec("model.norm.weight", (4,), "float32"), TensorSpec("scale", (), "bfloat16"))
 CHECKSUMS = [bytes(range(32)), bytes(32)]
 DIGEST = "78c8ab88f86dfe6e7eed3ddd1be4402a"  # its first half
@@ -241,6 +244,11 @@ def messages_of_1_6():
 def messages_of_1_7():
     """Messages that version 1.6 did not have."""
     return {"describe_response_scheduled": codec.encode_description(SCHEDULED)}
+
+
+def messages_of_2_1():
+    """Messages that version 2.0 did not have."""
+    return {"describe_response_compiling": codec.encode_description(COMPILES)}
 
 
 def recorded(name, kind, version="1.0"):
@@ -392,6 +400,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
         "1.5": messages_of_1_5(),
         "1.6": messages_of_1_6(),
         "1.7": messages_of_1_7(),
+        "2.1": messages_of_2_1(),
     }
     for version, known in written.items():
         for name, message in known.items():
@@ -403,7 +412,7 @@ if __name__ == "__main__":
     folder.mkdir(parents=True)
     parts = (
         messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4(),
-        messages_of_1_5(), messages_of_1_6(), messages_of_1_7(),
+        messages_of_1_5(), messages_of_1_6(), messages_of_1_7(), messages_of_2_1(),
     )  # fmt: skip
     for name, message in {name: part[name] for part in parts for name in part}.items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))

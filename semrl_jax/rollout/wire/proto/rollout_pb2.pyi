@@ -45,7 +45,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason", "sampling_kinds", "reads_memory", "is_deterministic", "calls_at_once")
+    __slots__ = ("protocol_major", "protocol_minor", "replica_id", "engine", "engine_version", "model_hash", "tokenizer_hash", "vocab_size", "layers", "state_kinds", "logprob_kinds", "metric_kinds", "max_prompts", "max_prompt_tokens", "max_response_tokens", "version", "layers_reason", "sampling_kinds", "reads_memory", "is_deterministic", "calls_at_once", "compiling")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class DescribeResponse(_message.Message):
     READS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CALLS_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    COMPILING_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     replica_id: str
@@ -88,7 +89,8 @@ class DescribeResponse(_message.Message):
     reads_memory: bool
     is_deterministic: bool
     calls_at_once: int
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ..., sampling_kinds: _Optional[_Iterable[str]] = ..., reads_memory: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., calls_at_once: _Optional[int] = ...) -> None: ...
+    compiling: str
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., replica_id: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., state_kinds: _Optional[_Iterable[str]] = ..., logprob_kinds: _Optional[_Iterable[str]] = ..., metric_kinds: _Optional[_Iterable[str]] = ..., max_prompts: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., max_response_tokens: _Optional[int] = ..., version: _Optional[_Union[WeightVersion, _Mapping]] = ..., layers_reason: _Optional[str] = ..., sampling_kinds: _Optional[_Iterable[str]] = ..., reads_memory: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., calls_at_once: _Optional[int] = ..., compiling: _Optional[str] = ...) -> None: ...
 
 class Annealing(_message.Message):
     __slots__ = ("maximum", "minimum", "warmup_tokens", "decay_tokens")

@@ -1,0 +1,17 @@
+"""A replica inside the trainer's process."""
+
+import asyncio
+
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from tests.rollout.fake_engine import FakeEngine
+
+
+def test_it_ends_where_a_loop_runs():
+    """As in the cell of a notebook."""
+
+    async def cell():
+        for _ in range(2):
+            with EmbeddedReplica(FakeEngine()) as replica:
+                assert replica.address
+
+    asyncio.run(cell())
