@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rollout import check_address
 
 FIELD = "rollout.addresses_file"
 MAX_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def read_addresses(file: str) -> tuple[str, ...]:
     addresses = tuple(line for line in lines if line)
     for number, line in enumerate(lines, 1):
         if line:
-            check_address(f"{FIELD}={file}, line {number},", line)
+            split_address(line, f"{FIELD}={file}, line {number}")
     if not addresses:
         raise UserError(f"{FIELD}={file} has no address; write one host:port a line.")
     check_addresses(addresses, f"{FIELD}={file}")
