@@ -25,7 +25,7 @@ def split_address(address: str, field: str) -> tuple[str, int]:
         host.encode("idna")  # every name look-up does the same
     except UnicodeError:
         raise UserError(
-            f"{field}={address!r:.200}: {host!r:.200} is no host name; each part between dots must have 1 to "
-            "63 letters."
+            f"{field}={address!r:.200}: {host!r:.200} is no host name; each part between dots must "
+            "have 1 to 63 letters."
         ) from None
     return host, int(match[2])
