@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError, disk_refusal
 from semrl_jax.files import read_json_object, remove
@@ -29,6 +28,7 @@ from semrl_jax.models.weights import (
     params_from_hf,
     tensor_specs,
 )
+from semrl_jax.tensor_files import write_tensors
 from semrl_jax.types import TensorSpec
 
 CONFIG_FILE = "config.json"
@@ -411,7 +411,8 @@ def _save_weights(
     stream = iterate_hf_tensors(params, config, dtype)
     for name, shard in zip(names, shards):
         tensors = {spec.name: array for spec, array in itertools.islice(stream, len(shard))}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        with open(directory / name, "xb") as out:
+            write_tensors(out, tensors, {"format": "pt"})
         del tensors  # before the next shard's tensors are fetched
     if len(shards) > 1:
         total = sum(spec.num_bytes for shard in shards for spec in shard)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.numpy import save
 
 from semrl_jax import data
 from semrl_jax.evaluation.sample_files import METRICS
@@ -19,6 +18,7 @@ from semrl_jax.files import replacing, write_json
 from semrl_jax.parquet import strings
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.tensor_files import write_tensors
 from semrl_jax.types import HiddenStateParams
 
 RESPONSES, STATES_INDEX, CONVERSATIONS = (
@@ -134,10 +134,9 @@ def write_states(
             is_decode = name.endswith("decode")
             states = rollout.hidden_states if is_decode else rollout.prompt_states
             tensors[name] = np.ascontiguousarray(states[:, planes])
-    # One entry: safetensors writes several in random order, and files would differ.
     metadata = {"layers": ",".join(map(str, asked.layers))}
     with replacing(file) as out:
-        out.write(save(tensors, metadata))
+        write_tensors(out, tensors, metadata)
 
 
 def state_names(prompt: int, sample: int, asked: HiddenStateParams) -> list[str]:
