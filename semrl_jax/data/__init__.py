@@ -2,7 +2,7 @@
 
 from semrl_jax.data.conversations import Conversation, ConversationDataset, load_conversations
 from semrl_jax.data.demonstrations import Demonstrations, arithmetic_demonstrations
-from semrl_jax.data.files import RowError, check_file, read_rows
+from semrl_jax.data.files import RowError, batch_rows, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import pad_response_values, pad_rows
 from semrl_jax.data.prompts import (
@@ -46,6 +46,7 @@ __all__ = [
     "arithmetic_prompts",
     "build_dataset",
     "character_tokenizer",
+    "batch_rows",
     "check_file",
     "check_row_format",
     "columns_hash",

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from semrl_jax.errors import UserError, disk_refusal
-from semrl_jax.files import read_json_object, remove
+from semrl_jax.files import check_regular, read_json_object, remove
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
 from semrl_jax.models.policy import Params
@@ -341,6 +341,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
     """Hex SHA-256 over the names and bytes of a directory's safetensors files."""
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        check_regular(file)
         with open(file, "rb") as content:
             digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
@@ -353,6 +354,7 @@ def weights_sample(path: str | os.PathLike[str]) -> str:
     """
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        check_regular(file)
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb", buffering=0) as content:
@@ -378,6 +380,7 @@ def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec])
 def _open(file: pathlib.Path) -> safe_open:
     """The file mapped into memory; UserError if it is incomplete or not a safetensors file."""
     try:
+        check_regular(file)
         return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
+from semrl_jax.files import check_regular
 
 FIELD = "rollout.addresses_file"
 MAX_BYTES = 1 << 20
@@ -26,6 +27,7 @@ def read_addresses(file: str) -> tuple[str, ...]:
       UserError: if it cannot be read, or has no address, a wrong one, or one of them twice.
     """
     try:
+        check_regular(file)
         with open(file, "rb") as opened:
             content = opened.read(MAX_BYTES + 1)
         text = content.decode()
