@@ -40,9 +40,10 @@ TYPES = {
         pa.string(),
     ),
     "score": pa.float64(),
+    "correct": pa.bool_(),
     **dict.fromkeys(("rollout_logprobs", "effective_ranks"), pa.list_(pa.float64())),
 }  # fmt: skip
-READ = {*TYPES, "correct"} - {"benchmark", "group_id"}
+READ = TYPES.keys() - {"benchmark", "group_id"}
 
 
 def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
