@@ -53,13 +53,14 @@ def main() -> int:
     from semrl_jax.runs import scoring  # here: mistakes and --help are quick
 
     fields = scoring.Fields(RESPONSE.value, REFERENCE.value, ROW.value, GROUP.value, PREFIX.value)
-    scoring.check_samples(samples, fields)
+    scoring.check_file(samples)
     with VerifierPool(
         function=verifier,
         timeout_s=TIMEOUT_S.value,
         num_workers=NUM_WORKERS.value,
         memory_limit_gib=MEMORY_LIMIT_GIB.value,
     ) as pool:
+        scoring.check_rows(samples, fields, takes_row=pool.takes_row)
         scoring.score(samples, output, pool, fields)
     return 0
 

@@ -1,4 +1,4 @@
-"""Reads untrusted JSON files with limits; writes files completely and never through links."""
+"""Reads untrusted files with limits; writes files completely and never through links."""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ def parse_json(content: bytes) -> Any:
         inner = (item.values() if isinstance(item, dict) else item for item in level)
         level = list(itertools.chain.from_iterable(inner))
     raise ValueError(too_deep)
+
+
+def check_regular(file: str | os.PathLike[str]) -> None:
+    """Raises UserError if the file is not a regular one: opening a pipe would wait for a writer.
+
+    Raises:
+      OSError: if there is no such file, or it cannot be looked up.
+    """
+    if not stat.S_ISREG(os.stat(file).st_mode):
+        raise UserError(f"{file} is no regular file.")
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Bool, Float
 
 from semrl_jax import models
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object
-from semrl_jax.parquet import check_token_ids
+from semrl_jax.parquet import ParquetFile, check_token_ids, with_types
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
 
@@ -153,11 +152,10 @@ def _read_responses(
     file: pathlib.Path,
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[Bool[np.ndarray, " _"]]]:
     """Token ids of one step, and which response tokens the policy sampled."""
-    try:
-        masked = MASK in pq.read_schema(file).names
-        table = pq.read_table(file, columns=[*COLUMNS, *([MASK] if masked else [])])
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} cannot be read: {error}.") from None
+    source = ParquetFile(file)
+    masked = MASK in source.names
+    table = source.table([name for name in (*COLUMNS, MASK) if name in source.names])
+    table = with_types(table, {MASK: pa.list_(pa.bool_())}, file)
     missing = set(COLUMNS) - set(table.column_names)
     if missing or not len(table):
         raise UserError(f"{file} must hold responses with the columns {', '.join(COLUMNS)}.")

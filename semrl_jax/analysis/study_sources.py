@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Array, Float, Int
 from safetensors import safe_open
 
@@ -26,9 +24,9 @@ from semrl_jax import models
 from semrl_jax.analysis.runs import find_steps, load_weights, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.errors import UserError
-from semrl_jax.files import read_json_object
+from semrl_jax.files import check_regular, read_json_object
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.parquet import check_token_ids
+from semrl_jax.parquet import ParquetFile, check_token_ids, with_types
 from semrl_jax.runs.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.runs.run_directory import run_of, setting_of
 
@@ -155,6 +153,7 @@ def of_generated(
             name = f"{row['prompt_index']}/{row['sample_index']}/decode"
             try:
                 shard = directory / pathlib.Path(shards[name]).name
+                check_regular(shard)
                 with safe_open(str(shard), framework="numpy") as tensors:
                     states = tensors.get_tensor(name)[:, layers.index(FINAL_LAYER)]
             except Exception as error:  # a damaged file breaks the reader in any way
@@ -278,24 +277,12 @@ def _number(value: Any) -> float:
 
 def _read(file: pathlib.Path, needed: Sequence[str]) -> pa.Table:
     """The table of a file; UserError if it cannot be read, lacks a needed column or is empty."""
-    try:
-        table = pq.read_table(file)
-        table.validate(full=True)  # that texts are UTF-8
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split()):.200}") from None
+    table = ParquetFile(file).table()
     if missing := [name for name in needed if name not in table.column_names]:
         raise UserError(f"{file} has no column {missing[0]!r}.")
     if damaged := [name for name in needed if table[name].null_count]:
         raise UserError(f"{file} has a row without {damaged[0]!r}; it is damaged.")
-    for name in _TYPES.keys() & set(table.column_names):
-        try:
-            column = pc.cast(table[name], _TYPES[name])
-        except pa.ArrowException:
-            raise UserError(
-                f"{file}: the column {name!r} is of {table[name].type}, but must be of "
-                f"{_TYPES[name]}; it is damaged or not of responses, so name another file."
-            ) from None
-        table = table.set_column(table.column_names.index(name), name, column)
+    table = with_types(table, _TYPES, file)
     check_token_ids(table, file)
     if not len(table):
         raise UserError(f"{file} has no response.")

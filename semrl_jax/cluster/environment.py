@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
 
 TPU_PORT = 8482  # the port that JAX itself uses on TPU slices
@@ -86,30 +87,6 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
             f"processes that {place.source} runs; ids count from 0."
         )
     return place
-
-
-def split_address(address: str, field: str) -> tuple[str, int]:
-    """Splits host:port. A host without brackets has no colon; an IPv6 address needs brackets.
-
-    Raises:
-      UserError: naming `field`, if the host is missing or impossible, or the port is missing or
-        outside 1-65535.
-    """
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\s\[\]/]+):(\d{1,5})", address, re.ASCII)
-    if match is None or not 0 < int(match[2]) < 2**16:
-        raise UserError(
-            f"{field}={address!r} must be host:port with a port from 1 to 65535, such "
-            "as 10.0.0.1:8482 or [fd00::1]:8482."
-        )
-    host = match[1].strip("[]")
-    try:
-        host.encode("idna")  # every name look-up does the same
-    except UnicodeError:
-        raise UserError(
-            f"{field}={address!r}: {host!r} is no host name; each part between dots must have 1 to "
-            "63 letters."
-        ) from None
-    return host, int(match[2])
 
 
 def expand_nodes(node_list: str) -> list[str]:

@@ -9,7 +9,7 @@ from semrl_jax.data.encoding import (
     special_prefix,
     template_line,
 )
-from semrl_jax.data.files import RowError, check_file, read_rows
+from semrl_jax.data.files import RowError, batch_rows, check_file, read_rows
 from semrl_jax.data.loading import load_prompts
 from semrl_jax.data.padding import pad_response_values, pad_rows
 from semrl_jax.data.prompts import (
@@ -54,6 +54,7 @@ __all__ = [
     "arithmetic_prompts",
     "build_dataset",
     "character_tokenizer",
+    "batch_rows",
     "check_file",
     "check_ids",
     "check_row_format",

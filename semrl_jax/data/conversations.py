@@ -21,7 +21,13 @@ from jaxtyping import Bool, Int
 from semrl_jax.data.encoding import encode_spans, special_prefix
 from semrl_jax.data.files import Row, RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
-from semrl_jax.data.rows import BadRows, check_unicode, field_value, question_text
+from semrl_jax.data.rows import (
+    MAX_TEXT_CHARS,
+    BadRows,
+    check_text,
+    field_value,
+    question_text,
+)
 from semrl_jax.data.templates import chat_template_text, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
@@ -249,7 +255,7 @@ class CompletionReader:
                 f"field {self.completion_field!r} must be text, not {completion!r:.80}; lists of "
                 "messages are read with sft.row_format='messages'."
             )
-        check_unicode(self.completion_field, completion)
+        check_text(self.completion_field, completion)
         (prompt,) = self._render([question_text(row, self.prompt_fields)])
         text = prompt + completion
         spans = [(len(prompt), len(text))]
@@ -396,6 +402,7 @@ def check_messages(messages: Any, field: str) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise RowError(f"field {field!r} must be a list of messages, not {messages!r:.80}.")
     checked: list[Message] = []
+    num_chars = 0
     for number, message in enumerate(messages, 1):
         where = f"message {number} of {field!r}"
         if not isinstance(message, dict):
@@ -421,8 +428,14 @@ def check_messages(messages: Any, field: str) -> list[Message]:
                 f"{where} is the {role}'s, as the one before; user and assistant must alternate: "
                 "join the two."
             )
-        check_unicode(f"{field}.{number - 1}.content", content)
+        check_text(f"{field}.{number - 1}.content", content)
         checked.append({"role": role, "content": content})
+        num_chars += len(content)
+        if num_chars > MAX_TEXT_CHARS:
+            raise RowError(
+                f"field {field!r} has more than {MAX_TEXT_CHARS} characters; shorten it, or remove "
+                "the row."
+            )
     if not any(message["role"] == "assistant" for message in checked):
         raise RowError(f"field {field!r} has no assistant message, so nothing can be learned.")
     return checked

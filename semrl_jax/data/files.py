@@ -17,7 +17,6 @@ from semrl_jax.errors import UserError
 from semrl_jax.files import parse_json
 
 MAX_LINE_BYTES = 16 * 2**20  # a file with longer lines is not a data set
-_PARQUET_BATCH_ROWS = 1024
 
 
 class RowError(UserError):
@@ -116,22 +115,15 @@ def _parse_line(line: bytes) -> Row:
 def _read_parquet(
     path: pathlib.Path, fields: Sequence[str], optional_fields: Sequence[str], whole_rows: bool
 ) -> Iterator[tuple[str, Row]]:
-    import pyarrow
-    import pyarrow.parquet
+    from semrl_jax.parquet import ParquetFile
 
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = _columns(path, file.schema_arrow.names, fields, optional_fields)
-            if whole_rows:
-                columns = None
-            for batch in file.iter_batches(_PARQUET_BATCH_ROWS, columns=columns):
-                for row in batch_rows(batch):
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise UserError(f"{path}: not a readable Parquet file ({reason}).") from e
+    file = ParquetFile(path)
+    columns = _columns(path, file.names, fields, optional_fields)
+    rows = itertools.chain.from_iterable(
+        batch_rows(batch) for batch in file.batches(None if whole_rows else columns)
+    )
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
 
 
 def _columns(
@@ -153,7 +145,7 @@ def _columns(
 
 
 def batch_rows(batch: Any) -> list[Row]:
-    """The rows of a pyarrow.RecordBatch; one that cannot be read is a `RowError`."""
+    """The rows of a batch of Parquet; a row with a value that Python cannot hold is a RowError."""
     rows: list[Row] = []
     try:
         rows += batch.to_pylist()

@@ -6,7 +6,7 @@ import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from semrl_jax.errors import UserError
 
 TOO_LONG = ("drop", "keep")
 
-_CHUNK_ROWS = 2048  # rendered and tokenised in one call
+_CHUNK_ROWS, _CHUNK_CHARS = 2048, 2**22  # rendered and tokenised in one call
 _PROGRESS_S = 5.0
 
 FilePath = str | os.PathLike[str]
@@ -117,7 +117,7 @@ def load_prompts(
     long_lengths: list[int] = []
     num_read = 0
     reported_s = time.monotonic()
-    while chunk := list(itertools.islice(rows, _CHUNK_ROWS)):
+    for chunk in _chunks(rows):
         good = [(num_read + i, *row) for i, row in enumerate(chunk) if row is not None]
         num_read += len(chunk)
         prompts = render([problem.question for _, _, problem in good])
@@ -163,6 +163,20 @@ def load_prompts(
             f"{'are left out' if too_long == 'drop' else 'count as wrong'}."
         )
     return dataset
+
+
+def _chunks(rows: Iterable[tuple[str, Any] | None]) -> Iterator[list[tuple[str, Any] | None]]:
+    """Rows that are rendered and tokenised together; few if they are long."""
+    chunk: list[tuple[str, Any] | None] = []
+    num_chars = 0
+    for row in rows:
+        chunk.append(row)
+        num_chars += 0 if row is None else len(row[1].question)
+        if len(chunk) == _CHUNK_ROWS or num_chars > _CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk
 
 
 def rows_of_files(

@@ -15,6 +15,7 @@ from semrl_jax.settings.rules import one_of
 ROW_FORMATS = ("question_answer", "simplerl")
 DATA_SOURCE_FIELD = "data_source"
 MAX_REPORTED_BAD_ROWS = 5
+MAX_TEXT_CHARS = 1_000_000  # of a question, an answer, a completion or all messages of a row
 MAX_COLUMNS_CHARS = 1_000_000  # of a row's columns as JSON, when a verifier takes them
 
 _QUESTION_FIELDS, _ANSWER_FIELD = ("question",), "answer"
@@ -87,7 +88,7 @@ class RowReader:
             source = default_source
         elif not isinstance(source, str) or not source.strip():
             raise RowError(f"field {DATA_SOURCE_FIELD!r} must be text, not {source!r:.80}.")
-        check_unicode(DATA_SOURCE_FIELD, source)
+        check_text(DATA_SOURCE_FIELD, source)
         columns = columns_text(row) if self.keep_columns else ""
         return QuestionAnswer(question, answer, " ".join(source.split()), columns)
 
@@ -119,7 +120,7 @@ class RowReader:
             raise RowError(
                 f"field {self.answer_field!r} must be text or a finite number, not {value!r:.80}."
             )
-        check_unicode(self.answer_field, answer)
+        check_text(self.answer_field, answer)
         if self.answer_after:
             _, mark, answer = answer.rpartition(self.answer_after)
             answer = answer.strip()
@@ -224,7 +225,7 @@ def question_text(row: dict[str, Any], fields: Sequence[str]) -> str:
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise RowError(f"field {field!r} must be text, not {value!r:.80}.")
         for text in texts:
-            check_unicode(field, text)
+            check_text(field, text)
         parts += texts
     return parts[0] if len(parts) == 1 else " ".join(part.strip() for part in parts)
 
@@ -300,8 +301,13 @@ def answer_text(value: Any) -> str | None:
     return None
 
 
-def check_unicode(field: str, text: str) -> None:
-    """Raises RowError for a lone surrogate."""
+def check_text(field: str, text: str) -> None:
+    """Raises RowError for a lone surrogate, or a text that would take seconds to tokenise."""
+    if len(text) > MAX_TEXT_CHARS:
+        raise RowError(
+            f"field {field!r} has {len(text)} characters, and at most {MAX_TEXT_CHARS} are read; "
+            "shorten it, or remove the row."
+        )
     try:
         text.encode()
     except UnicodeEncodeError as e:  # such as JSON's "\\ud800", which no tokenizer accepts

@@ -6,7 +6,7 @@ import itertools
 import os
 
 from semrl_jax.data.files import RowError, read_rows
-from semrl_jax.data.rows import check_unicode
+from semrl_jax.data.rows import check_text
 from semrl_jax.errors import UserError
 
 QUESTION, RESPONSE, ANSWER = "question", "response", "answer"
@@ -34,7 +34,7 @@ def read_shots(path: str | os.PathLike[str], count: int) -> list[tuple[str, str]
                     f"{value!r:.80}."
                 )
             try:
-                check_unicode(field, value)
+                check_text(field, value)
             except RowError as error:
                 raise UserError(f"evaluation.shots_file: {where}: {error}") from None
             pair.append(value.strip())

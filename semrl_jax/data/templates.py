@@ -9,6 +9,7 @@ from typing import NamedTuple
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.end_markers import END_MARKERS
 from semrl_jax.errors import UserError
+from semrl_jax.files import check_regular
 
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _QUESTION = "{input}"
@@ -196,10 +197,11 @@ def _own_format(text: str) -> Format:
 def _read_text(path: str, field: str) -> str:
     """The text of a template file; UserError, beginning with the field, if it has none."""
     try:
+        check_regular(path)
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, ValueError) as error:
-        raise UserError(f"{field} cannot be read: {error}.") from None
+        raise UserError(f"{field} cannot be read: {str(error).rstrip('.')}.") from None
     if not text or len(text) > MAX_TEMPLATE_CHARS:
         raise UserError(f"{field}: the file must have 1 to {MAX_TEMPLATE_CHARS} characters.")
     return text

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from semrl_jax.data.stop_strings import before_stop, stop_text
 from semrl_jax.end_markers import END_MARKERS, response_text
 from semrl_jax.errors import UserError
-from semrl_jax.files import read_json_object
+from semrl_jax.files import check_regular, read_json_object
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*=,;:()?\n QA\\boxed{}"
@@ -116,6 +116,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     for file in files:
         if file.stat().st_size > _MAX_TOKENIZER_BYTES:
             raise UserError(f"{file} is larger than {_MAX_TOKENIZER_BYTES // 2**20} MiB.")
+    for file in path.iterdir():  # transformers opens several of them
+        if file.exists() and not file.is_dir():
+            check_regular(file)
     for name in _SETTINGS_FILES:
         _read_settings(path / name)
     import transformers

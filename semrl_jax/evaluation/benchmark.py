@@ -16,7 +16,7 @@ from semrl_jax.data.files import Row, RowError
 from semrl_jax.data.rows import (
     QuestionAnswer,
     answer_text,
-    check_unicode,
+    check_text,
     columns_text,
     field_value,
 )
@@ -100,8 +100,8 @@ class BenchmarkReader:
             raise RowError(f"the {'answer' if question else 'question'} is empty.")
         for words, hint in _HINTS.items():
             question += hint if answer.lower() in words else ""
-        check_unicode("question", question)
-        check_unicode("answer", answer)
+        check_text("question", question)
+        check_text("answer", answer)
         columns = {key: row[key] for key in row if key not in _GRADED_COLUMNS}
         graded = {key: getattr(problem, key) for key in _GRADED_COLUMNS}
         columns = columns if self.keep_row else {}

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from semrl_jax.errors import UserError
 from semrl_jax.evaluation.samples import Sample
 from semrl_jax.files import replacing
-from semrl_jax.parquet import strings
+from semrl_jax.parquet import ParquetFile, strings
 
 METRICS = "metrics/"
 TYPES = {
@@ -37,7 +37,6 @@ TYPES = {
     "mean_logprob": pa.float64(),
 }
 MAY_BE_NULL = ("extracted",)
-_READ_AT_ONCE = 10_000  # rows
 
 
 def write_samples(file: pathlib.Path, samples: Sequence[Sample]) -> None:
@@ -66,16 +65,11 @@ def read_samples(file: pathlib.Path) -> list[Sample]:
     """
     if not file.is_file():
         raise UserError(f"{file} is not a file; name a samples.parquet of an evaluation.")
-    try:
-        with pq.ParquetFile(file) as source:
-            schema = source.schema_arrow
-            names = _checked(file, schema)
-            samples: list[Sample] = []
-            for batch in source.iter_batches(_READ_AT_ONCE, columns=names):
-                samples += _samples(file, len(samples), batch)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file} cannot be read as Parquet: {reason:.200}") from None
+    source = ParquetFile(file)
+    names = _checked(file, source.schema)
+    samples: list[Sample] = []
+    for batch in source.batches(names):
+        samples += _samples(file, len(samples), batch)
     return samples
 
 
@@ -100,7 +94,13 @@ def _samples(file: pathlib.Path, first: int, batch: pa.RecordBatch) -> list[Samp
         if name not in MAY_BE_NULL and batch.column(name).null_count:
             row = first + batch.column(name).is_null().to_pylist().index(True)
             raise UserError(f"{file} is no file of samples: row {row} has no {name!r}.")
-    values = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    try:
+        values = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{file} is no file of samples: rows {first} to {first + len(batch) - 1} have text "
+            "that is not UTF-8."
+        ) from None
     labels = [name for name in values if name.startswith(METRICS)]
     fields = zip(*(values[name] for name in TYPES))
     metrics = zip(*(values[name] for name in labels)) if labels else ((),) * len(batch)

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError, disk_refusal
-from semrl_jax.files import read_json_object, remove
+from semrl_jax.files import check_regular, read_json_object, remove
 from semrl_jax.models import gguf
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
@@ -29,6 +28,7 @@ from semrl_jax.models.weights import (
     params_from_hf,
     tensor_specs,
 )
+from semrl_jax.tensor_files import write_tensors
 from semrl_jax.types import TensorSpec
 
 CONFIG_FILE = "config.json"
@@ -348,6 +348,7 @@ def weights_hash(path: str | os.PathLike[str]) -> str:
     """Hex SHA-256 over the names and bytes of a directory's safetensors files."""
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        check_regular(file)
         with open(file, "rb") as content:
             digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
@@ -360,6 +361,7 @@ def weights_sample(path: str | os.PathLike[str]) -> str:
     """
     digest = hashlib.sha256()
     for file in sorted(pathlib.Path(path).glob("*.safetensors")):
+        check_regular(file)
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb", buffering=0) as content:
@@ -385,6 +387,7 @@ def _read_pieces(files: Mapping[str, pathlib.Path], specs: Sequence[TensorSpec])
 def _open(file: pathlib.Path) -> safe_open:
     """The file mapped into memory; UserError if it is incomplete or not a safetensors file."""
     try:
+        check_regular(file)
         return safe_open(str(file), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
@@ -424,7 +427,8 @@ def _save_weights(
         arrays = (array for _, array in iterate_hf_tensors(params, config, dtype))
     for name, shard in zip(names, shards):
         tensors = {spec.name: np.ascontiguousarray(next(arrays)) for spec in shard}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        with open(directory / name, "xb") as out:
+            write_tensors(out, tensors, {"format": "pt"})
         del tensors  # before the next shard's tensors are fetched
     if len(shards) > 1:
         total = sum(spec.num_bytes for shard in shards for spec in shard)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from semrl_jax.errors import UserError
 from semrl_jax.files import read_json_object, remove
@@ -24,6 +23,7 @@ from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_samp
 from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import layer_kernels
+from semrl_jax.tensor_files import write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # as in PEFT: all linear modules but the output matrix
@@ -149,7 +149,8 @@ def save_adapter(
         remove(leftover)
     staging.mkdir(parents=True)
     metadata = {"format": "pt", BASE_SAMPLE: base_sample(base)}
-    save_file(tensors, staging / WEIGHTS_FILE, metadata=metadata)
+    with open(staging / WEIGHTS_FILE, "xb") as out:
+        write_tensors(out, tensors, metadata)
     (staging / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
     if os.path.lexists(path):
         path.rename(old)

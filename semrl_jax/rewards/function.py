@@ -174,5 +174,7 @@ def _exact_score(value: Any) -> float:
     except OverflowError:
         score = math.inf
     if not abs(score) <= MAX_SCORE:  # NaN is not
-        raise NonsenseError(f"score must be a finite number, not {value!r:.50}")
+        raise NonsenseError(
+            f"score must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}, not {value!r:.50}"
+        )
     return score

@@ -17,7 +17,7 @@ class Verdict:
     """The result of a verifier for one response.
 
     Attributes:
-      score: the reward, finite.
+      score: the reward, from -MAX_SCORE to MAX_SCORE.
       correct: whether the answer is right; the score also depends on the format.
       boxed: whether the response has a complete box (see `has_complete_box`).
       extracted: the answer found in the response; None if there is none or the verifier failed.
@@ -88,7 +88,7 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
     """The verdict of several functions on one response: the weighted sum of their scores.
 
     Correctness, the box and the answer are those of the first function. Of the functions that
-    failed, the error has the names.
+    failed, the error has the names. A sum beyond MAX_SCORE is clipped, and is an error too.
     """
     total = sum(f.weight * verdict.score for f, verdict in zip(functions, verdicts, strict=True))
     errors = []
@@ -98,7 +98,7 @@ def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Ver
             errors.append(": ".join(filter(None, (kind, function.name, rest))))
     return dataclasses.replace(
         verdicts[0],
-        score=_bounded(total),
+        score=_bounded(total, errors),
         error="; ".join(errors),
         parts={f.name: verdict.score for f, verdict in zip(functions, verdicts, strict=True)},
     )
@@ -116,14 +116,20 @@ def with_model_score(
       joins: whether the verifiers' score counts too.
     """
     total = function.weight * score + (verdict.score if joins else 0.0)
+    errors = [verdict.error] * bool(verdict.error)
     return dataclasses.replace(
-        verdict, score=_bounded(total), parts={**verdict.parts, function.name: score}
+        verdict,
+        score=_bounded(total, errors),
+        error="; ".join(errors),
+        parts={**verdict.parts, function.name: score},
     )
 
 
-def _bounded(score: float) -> float:
-    """Within float32, which holds the rewards."""
-    return min(max(score, -MAX_SCORE), MAX_SCORE)
+def _bounded(total: float, errors: list[str]) -> float:
+    """The weighted sum within the bound; adds an error if it is beyond."""
+    if abs(total) > MAX_SCORE:
+        errors.append(f"invalid: the weighted sum {total:g} is beyond {MAX_SCORE:g}")
+    return min(max(total, -MAX_SCORE), MAX_SCORE)
 
 
 def failed_verdict(settings: VerifierSettings, response: str, error: str) -> Verdict:

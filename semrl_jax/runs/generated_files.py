@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors.numpy import save
 
 from semrl_jax import data
 from semrl_jax.evaluation.sample_files import METRICS
 from semrl_jax.files import replacing, write_json
-from semrl_jax.parquet import strings
+from semrl_jax.parquet import ParquetFile, strings
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.tensor_files import write_tensors
 from semrl_jax.types import HiddenStateParams
 
 RESPONSES, STATES_INDEX, CONVERSATIONS = (
     "responses.parquet", "states.index.json", "conversations.jsonl",
 )  # fmt: skip
 FINISHED = ("eos", "stop")  # reasons of responses that a model may learn from
-_READ_AT_ONCE = 1024  # rows
 
 
 def response_table(
@@ -101,10 +100,10 @@ def join_tables(parts: Sequence[pathlib.Path], file: pathlib.Path) -> None:
 
     A column that a part lacks, because none of its responses has the metric, is null there.
     """
-    schema = pa.unify_schemas([pq.read_schema(part) for part in parts])
+    schema = pa.unify_schemas([ParquetFile(part).schema for part in parts])
     with replacing(file) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         for part in parts:
-            tables = [schema.empty_table(), pq.read_table(part)]
+            tables = [schema.empty_table(), ParquetFile(part).table()]
             writer.write_table(pa.concat_tables(tables, promote_options="default"))
 
 
@@ -134,10 +133,9 @@ def write_states(
             is_decode = name.endswith("decode")
             states = rollout.hidden_states if is_decode else rollout.prompt_states
             tensors[name] = np.ascontiguousarray(states[:, planes])
-    # One entry: safetensors writes several in random order, and files would differ.
     metadata = {"layers": ",".join(map(str, asked.layers))}
     with replacing(file) as out:
-        out.write(save(tensors, metadata))
+        write_tensors(out, tensors, metadata)
 
 
 def state_names(prompt: int, sample: int, asked: HiddenStateParams) -> list[str]:
@@ -152,7 +150,7 @@ def write_states_index(
     """Writes which shard has which tensor, in the format of Hugging Face's weight index."""
     shards = {}
     for number, part in enumerate(parts):
-        table = pq.read_table(part, columns=["prompt_index", "sample_index"])
+        table = ParquetFile(part).table(["prompt_index", "sample_index"])
         for prompt, sample in zip(*(column.to_pylist() for column in table.columns)):
             for name in state_names(prompt, sample, asked):
                 shards[name] = shard_name(number, len(parts))
@@ -200,9 +198,8 @@ def write_conversations(
 
 
 def _rows(file: pathlib.Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(file) as source:
-        for batch in source.iter_batches(_READ_AT_ONCE, columns=list(names)):
-            yield from batch.to_pylist()
+    for batch in ParquetFile(file).batches(names):
+        yield from batch.to_pylist()
 
 
 def _lists(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:

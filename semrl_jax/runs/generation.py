@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
-import pyarrow.parquet as pq
 
 from semrl_jax import compilation, data, models
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.model_setup import build_policy
+from semrl_jax.parquet import ParquetFile
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs import generated_files as files
@@ -273,7 +273,7 @@ class Generation(NamedTuple):
         """Writes the conversations, and prints what was generated."""
         path, config = self.directory.path, self.inference.config
         names = ["num_tokens", "finish_reason"] + ["correct"] * (self.grader is not None)
-        table = pq.read_table(path / files.RESPONSES, columns=names)
+        table = ParquetFile(path / files.RESPONSES).table(names)
         lengths = table["num_tokens"].to_numpy()
         finished = np.isin(table["finish_reason"].to_pylist(), files.FINISHED)
         line = (

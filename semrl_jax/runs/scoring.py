@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from semrl_jax import data
-from semrl_jax.data.files import batch_rows
-from semrl_jax.data.rows import answer_text, field_value
+from semrl_jax.data.rows import MAX_COLUMNS_CHARS, answer_text, field_value
 from semrl_jax.end_markers import response_text
 from semrl_jax.errors import UserError
-from semrl_jax.files import replacing
+from semrl_jax.files import parse_json, replacing
+from semrl_jax.parquet import ParquetFile
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.runs.generated_files import verdict_columns
 
@@ -77,14 +77,25 @@ class Tally:
         return f"{len(found)}", share, f"{mean:.4f}", kinds or "none"
 
 
-def check_samples(file: pathlib.Path, fields: Fields) -> None:
-    """Raises UserError if the file is missing, empty, or its first row lacks a field."""
+def check_file(file: pathlib.Path) -> None:
+    """Raises UserError if there is no such file, or its suffix is unknown."""
     try:
         data.check_file(file)
     except UserError as error:
         raise UserError(f"--samples: {error}") from None
-    first = next(_batches(file, fields), None)
-    if first is None:
+
+
+def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:
+    """Reads all rows, so that a bad one is named before any is graded.
+
+    Args:
+      takes_row: whether the verifier takes the row of the prompt.
+
+    Raises:
+      UserError: if there is no row, or one of them cannot be graded; see `score`.
+    """
+    num_rows = sum(len(batch.samples) for batch in _batches(file, fields, takes_row))
+    if not num_rows:
         raise UserError(f"--samples: {file} has no rows.")
 
 
@@ -92,7 +103,7 @@ def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: 
     """Grades all rows, in constant memory; writes them with the verdicts, and prints a summary.
 
     Args:
-      file: .jsonl or .parquet, see `check_samples`.
+      file: .jsonl or .parquet, see `check_rows`.
       output: of the same kind; it is complete or missing.
       pool: the verifier. A user's verifier that takes the row gets that of the prompt.
       fields: of the rows.
@@ -104,9 +115,9 @@ def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: 
     started_s = reported_s = time.monotonic()
     output.parent.mkdir(parents=True, exist_ok=True)
     with _writer(file, output, fields) as write:
-        for batch in _batches(file, fields):
+        for batch in _batches(file, fields, pool.takes_row):
             pending = [
-                pool.submit(sample.response, sample.reference, _prompt_row(sample, fields, pool))
+                pool.submit(sample.response, sample.reference, sample.prompt_row)
                 for sample in batch.samples
             ]
             verdicts = [future.result() for future in pending]
@@ -125,6 +136,7 @@ def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: 
 class _Sample(NamedTuple):
     response: str
     reference: str
+    prompt_row: str  # the row of the prompt, a JSON object; "" if the verifier takes none
     values: Mapping[str, Any]  # of the row
 
 
@@ -135,27 +147,24 @@ class _Batch(NamedTuple):
     table: pa.RecordBatch | None
 
 
-def _batches(file: pathlib.Path, fields: Fields) -> Iterator[_Batch]:
+def _batches(file: pathlib.Path, fields: Fields, takes_row: bool) -> Iterator[_Batch]:
     if file.suffix == ".jsonl":
         rows = data.read_rows(file)
         while chunk := list(itertools.islice(rows, _ROWS)):
-            yield _Batch([_sample(where, row, fields) for where, row in chunk], None)
+            yield _Batch([_sample(where, row, fields, takes_row) for where, row in chunk], None)
         return
     number = 0
-    try:
-        with pq.ParquetFile(file) as source:
-            for table in source.iter_batches(_ROWS):
-                samples = []
-                for row in batch_rows(table):
-                    number += 1
-                    samples.append(_sample(f"{file}, row {number}", row, fields))
-                yield _Batch(samples, table)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: not a readable Parquet file ({reason}).") from None
+    for table in ParquetFile(file).batches():
+        samples = []
+        for row in data.batch_rows(table):
+            number += 1
+            samples.append(_sample(f"{file}, row {number}", row, fields, takes_row))
+        yield _Batch(samples, table)
 
 
-def _sample(where: str, row: Mapping[str, Any] | data.RowError, fields: Fields) -> _Sample:
+def _sample(
+    where: str, row: Mapping[str, Any] | data.RowError, fields: Fields, takes_row: bool
+) -> _Sample:
     """A row with its texts; UserError if one is missing or no text."""
     if isinstance(row, data.RowError):
         raise UserError(f"{where}: {row}")
@@ -169,20 +178,35 @@ def _sample(where: str, row: Mapping[str, Any] | data.RowError, fields: Fields) 
             raise data.RowError(
                 f"field {fields.reference!r} must be text or a finite number, not {value!r:.80}."
             )
+        prompt_row = _prompt_row(row, fields.row) if takes_row else ""
     except data.RowError as error:
         raise UserError(f"{where}: {error}") from None
     # Rollouts of a run have the text with its end marker, which no verifier gets.
-    return _Sample(response_text(response), reference, row)
+    return _Sample(response_text(response), reference, prompt_row, row)
 
 
-def _prompt_row(sample: _Sample, fields: Fields, pool: VerifierPool) -> str:
-    """The row of the prompt as a JSON object, for the verifier."""
-    value = sample.values.get(fields.row)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, dict):
-        return json.dumps(value, default=str)
-    return json.dumps(sample.values, default=str) if pool.takes_row else ""
+def _prompt_row(values: Mapping[str, Any], field: str) -> str:
+    """The row of the prompt as a JSON object: that of a field, or without one the whole row."""
+    value = values.get(field)
+    if value in (None, ""):
+        value = values
+    if not isinstance(value, str):
+        value = json.dumps(value, default=str)
+    try:
+        is_object = isinstance(parse_json(value.encode()), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise data.RowError(
+            f"field {field!r} must be a JSON object, the row of the prompt, not {value!r:.80}; "
+            "name another field by --row."
+        )
+    if len(value) > MAX_COLUMNS_CHARS:
+        raise data.RowError(
+            f"the row of the prompt has {len(value)} characters, and a verifier gets at most "
+            f"{MAX_COLUMNS_CHARS}; shorten it."
+        )
+    return value
 
 
 def _group(row: Mapping[str, Any], fields: Fields) -> str:

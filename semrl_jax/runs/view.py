@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from semrl_jax import data, models
@@ -18,7 +17,7 @@ from semrl_jax.analysis.along import Along, along_responses
 from semrl_jax.errors import UserError
 from semrl_jax.files import replacing
 from semrl_jax.pages import content_policy, data_element, filled, rounded, shortened
-from semrl_jax.parquet import check_token_ids
+from semrl_jax.parquet import ParquetFile, check_token_ids, with_types
 from semrl_jax.runs.policies import PolicySource, find_policies, policy_names
 from semrl_jax.runs.run_directory import run_of, setting_of
 
@@ -39,6 +38,14 @@ _OPTIONAL = (
     "benchmark", "group_id", "problem", "sample_index", "sample", "prompt", "reference", "correct",
     "extracted", "finish_reason", "response_mask",
 )  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(
+        ("benchmark", "prompt", "reference", "extracted", "finish_reason"), pa.string()
+    ),
+    **dict.fromkeys(("group_id", "problem", "sample_index", "sample"), pa.int64()),
+    "correct": pa.bool_(),
+    "response_mask": pa.list_(pa.bool_()),
+}
 _TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
@@ -118,13 +125,10 @@ def read_responses(file: pathlib.Path) -> dict[str, Response]:
     Raises:
       UserError: if the file cannot be read, or lacks token ids.
     """
-    try:
-        names = pq.read_schema(file).names
-        wanted = [name for name in (*_COLUMNS, *_OPTIONAL) if name in names]
-        table = pq.read_table(file, columns=wanted)
-        table.validate(full=True)  # that texts are UTF-8
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} cannot be read: {error}.") from None
+    source = ParquetFile(file)
+    names = source.names
+    table = source.table([name for name in (*_COLUMNS, *_OPTIONAL) if name in names])
+    table = with_types(table, _TYPES, file)
     if missing := [name for name in _COLUMNS if name not in names]:
         raise UserError(
             f"{file} has no column {missing[0]}: the view needs the token ids, as in rollouts/ of "

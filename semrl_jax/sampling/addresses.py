@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
-from semrl_jax.settings.rollout import check_address
+from semrl_jax.files import check_regular
 
 FIELD = "rollout.addresses_file"
 MAX_BYTES = 1 << 20
@@ -26,6 +27,7 @@ def read_addresses(file: str) -> tuple[str, ...]:
       UserError: if it cannot be read, or has no address, a wrong one, or one of them twice.
     """
     try:
+        check_regular(file)
         with open(file, "rb") as opened:
             content = opened.read(MAX_BYTES + 1)
         text = content.decode()
@@ -40,7 +42,7 @@ def read_addresses(file: str) -> tuple[str, ...]:
     addresses = tuple(line for line in lines if line)
     for number, line in enumerate(lines, 1):
         if line:
-            check_address(f"{FIELD}={file}, line {number},", line)
+            split_address(line, f"{FIELD}={file}, line {number}")
     if not addresses:
         raise UserError(f"{FIELD}={file} has no address; write one host:port a line.")
     check_addresses(addresses, f"{FIELD}={file}")

@@ -21,7 +21,7 @@ from semrl_jax.settings.rules import (
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")
-MAX_SCORE = 3.4e38  # rewards are float32
+MAX_SCORE = 1e9  # sums of squares of rewards, and of gradients that they scale, fit float32
 FUNCTION_SETTINGS = ("weight", "name")  # that an entry of rewards.functions may have
 MODEL = "model"  # the entry of rewards.functions that stands for rewards.model
 TAKEN_NAMES = ("shaped",)  # the log has reward/shaped/mean of its own
@@ -70,7 +70,10 @@ def check_verifiers(rewards: Section) -> None:
     one_of("rewards.mode", rewards["mode"], MODES)
     for field in ("unboxed_penalty", "failure_score"):
         if not abs(rewards[field]) <= MAX_SCORE:  # NaN is not
-            raise UserError(f"rewards.{field}={rewards[field]} must be a finite float32 number.")
+            raise UserError(
+                f"rewards.{field}={rewards[field]} must be a number from {-MAX_SCORE:g} to "
+                f"{MAX_SCORE:g}."
+            )
     if rewards["function"]:
         check_function("rewards.function", rewards["function"])
     items_are(str, "rewards", rewards, "functions")
@@ -128,8 +131,8 @@ def _weight(field: str, text: str) -> float:
         weight = 0.0
     if not 0 < abs(weight) <= MAX_SCORE:  # NaN is not
         raise UserError(
-            f"{field}: weight={text!r} must be a finite number other than 0; leave the entry out "
-            "if it must not count."
+            f"{field}: weight={text!r} must be a number other than 0 from {-MAX_SCORE:g} to "
+            f"{MAX_SCORE:g}; leave the entry out if it must not count."
         )
     return weight
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import ml_collections
 
+from semrl_jax.addresses import split_address
 from semrl_jax.data.stop_words import expand_stop_words
 from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, items_are, one_of
@@ -38,7 +37,7 @@ def check(rollout: Section) -> None:
     check_stop_strings("rollout", rollout)
     items_are(int, "rollout", rollout, "stop_token_ids")
     for address in rollout["addresses"]:
-        check_address("rollout.addresses", address)
+        split_address(address, "rollout.addresses")
     if rollout["addresses"] and rollout["addresses_file"]:
         raise UserError(
             f"rollout.addresses_file={rollout['addresses_file']!r} names the replicas, and so does "
@@ -140,14 +139,6 @@ def _check_processes(rollout: Section) -> None:
         raise UserError(
             f"rollout.jax_processes={count} starts replicas of its own, but {others[0]} names "
             "others; set one of the two."
-        )
-
-
-def check_address(where: str, address: str) -> None:
-    """Raises UserError unless the address in this place is host:port."""
-    if not re.fullmatch(r".+:\d{1,5}", address):
-        raise UserError(
-            f"{where} has {address!r:.200}; an address is host:port, such as 127.0.0.1:50051."
         )
 
 

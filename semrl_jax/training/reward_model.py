@@ -18,7 +18,12 @@ from semrl_jax.model_setup import ModelFiles, find_value_model, value_params
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.settings.rewards import RewardFunction, reward_functions, split_functions
+from semrl_jax.settings.rewards import (
+    MAX_SCORE,
+    RewardFunction,
+    reward_functions,
+    split_functions,
+)
 from semrl_jax.training.critic import row_values
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan
 from semrl_jax.training.update import to_batch
@@ -91,15 +96,17 @@ class RewardModel:
         """The responses with the model's scores in their verdicts.
 
         Raises:
-          RuntimeError: if a score is not finite.
+          RuntimeError: if a score is not finite, or beyond the bound of rewards.
         """
         with self.peers.phase("reward_model"), self.device_lock:
             scores = batch_scores(self.params, batch, model=self.model, plan=self.plan)
-        if not np.isfinite(scores).all():
-            index = int(np.flatnonzero(~np.isfinite(scores))[0])
+        good = np.abs(scores) <= MAX_SCORE  # NaN is not
+        if not good.all():
+            index = int(np.flatnonzero(~good)[0])
             raise RuntimeError(
                 f"the score of rewards.model for response {scored[index].rollout.sample_id} is "
-                f"{scores[index]}; if model.compute_dtype is bfloat16, try float32."
+                f"{scores[index]}, but must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}; if "
+                "model.compute_dtype is bfloat16, try float32."
             )
         return [
             dataclasses.replace(

@@ -14,6 +14,7 @@ from configs.default import get_config
 from semrl_jax.algorithms.algorithm import PARTS, Needs, Passes, load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.modules import module_names
+from semrl_jax.settings.rewards import MAX_SCORE
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)
@@ -119,6 +120,15 @@ def test_every_algorithm_has_an_oracle():
 @pytest.mark.parametrize("value", [0.1, 0.7, 1.0])
 def test_equal_rewards_have_no_advantage(name, value):
     np.testing.assert_array_equal(per_response(name, np.full((2, 4), value)), 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_rewards_have_finite_advantages(name):
+    largest = np.where(np.arange(8).reshape(2, 4) % 3, -MAX_SCORE, MAX_SCORE).astype(np.float32)
+    state = {"rewards": np.float32(0), "weights": np.float32(0)} if name == "reinforce" else None
+    zeros = np.zeros(MASK.shape, np.float32)
+    found = advantages_of(name)(largest, passes=Passes(values=zeros), state=state)
+    assert np.isfinite(np.square(found)).all()
 
 
 def test_rloo_is_the_centred_reward_scaled():

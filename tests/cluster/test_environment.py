@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import default
+from semrl_jax.addresses import split_address
 from semrl_jax.cluster import SINGLE, Place, expand_nodes, find_place
-from semrl_jax.cluster.environment import MAX_NODES, split_address
+from semrl_jax.cluster.environment import MAX_NODES
 from semrl_jax.errors import UserError
 
 FOUND_OUT = {"coordinator": "", "num_processes": 0, "process_id": -1}

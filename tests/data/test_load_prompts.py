@@ -389,7 +389,7 @@ def test_bad_parquet_is_the_users_error(tokenizer, tmp_path):
         b"",
     ):
         path.write_bytes(broken)
-        with pytest.raises(UserError, match=r"rows\.parquet: not a readable Parquet f") as caught:
+        with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet") as caught:
             load_prompts(path, tokenizer)
         assert "\n" not in str(caught.value)
     write(path, [problem(), {"question": "1"}])

@@ -1,10 +1,13 @@
 """The command launch.report: its files, its mistakes, and a server that ends with Ctrl-C."""
 
+import os
 import signal
 import subprocess
 import sys
 import urllib.request
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.launch.conftest import ROOT, environment, read_until, run, start
@@ -42,6 +45,24 @@ def test_the_command_writes_reports_and_names_mistakes(runs, config, tmp_path):
         assert done.returncode == 2 and done.stdout == "", arguments
         (line,) = done.stderr.splitlines()
         assert message in line, line
+
+
+def test_responses_of_another_type_are_shown_or_named(runs, tmp_path):
+    """In a process of its own, because the type checks of these tests would hide a wrong type."""
+    rollouts = runs[0] / "rollouts"
+    table = pq.read_table(rollouts / "step_000000.parquet")
+    for step, name, values in (
+        (8, "extracted", pa.array(range(1000, 1016))),
+        (98, "prompt", pa.array([b"\xff"] * 16)),
+    ):
+        other = table.set_column(table.column_names.index(name), name, values)
+        pq.write_table(other, rollouts / f"step_{step:06d}.parquet")
+    os.mkfifo(rollouts / "step_000099.parquet")
+    done = run("launch.report", *runs, f"--output={tmp_path}/page.html")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (tmp_path / "page.html").read_text()
+    assert "Unreadable: step_000099.parquet, step_000098.parquet." in text
+    assert '"1015"' in text
 
 
 def test_the_server_ends_with_ctrl_c(runs):

@@ -471,7 +471,7 @@ def test_a_failed_save_leaves_the_old_directory(pair, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr("semrl_jax.models.directory.save_file", full_disk)
+        patched.setattr("semrl_jax.models.directory.write_tensors", full_disk)
         with pytest.raises(OSError, match="no space"):
             models.save_directory(tmp_path / "model", pair.params, config, None)
     assert (tmp_path / "model" / "mark").read_text() == "old"

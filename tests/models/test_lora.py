@@ -152,6 +152,20 @@ def test_an_adapter_comes_back_to_the_bit(saved):
     assert peft.num_parameters(CONFIG, LORA) == sum(x.size for x in jax.tree.leaves(adapter))
 
 
+def test_equal_adapters_are_equal_files_that_others_may_read(saved, tmp_path):
+    """A service of another user reads an export, so modes must follow the umask."""
+    ours = {file.name: file for file in (saved / "adapter").iterdir()}
+    for number in range(8):  # an order by chance would be found
+        again = tmp_path / f"{number}"
+        peft.save_adapter(again, trained(), LORA, CONFIG, saved / "base", "owner/base")
+        for file in again.iterdir():
+            assert file.read_bytes() == ours[file.name].read_bytes()
+    (tmp_path / "plain").touch()
+    mode = (tmp_path / "plain").stat().st_mode
+    for file in [*ours.values(), *(saved / "base").iterdir()]:
+        assert file.stat().st_mode == mode, file
+
+
 def change_config(folder, **fields):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))

@@ -93,7 +93,9 @@ def obey(response, reference):
         case "allocate":
             return float(len(bytearray(4 * 2**30)))
         case "huge":
-            return 10**39  # float32 has no such number
+            return 10**400  # no float has it
+        case "beyond":
+            return 3e38
         case "fork":
             os.fork()
             return 0.0

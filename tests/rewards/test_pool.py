@@ -15,7 +15,7 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards import pool as pool_module
-from semrl_jax.rewards.verdict import weighted_verdict
+from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
 from tests.running import is_running
 
@@ -57,10 +57,11 @@ def wait_until(condition, limit_s=10.0):
         ("forge", "crash", "num_crashes"),
         ("forge nested", "crash", "num_crashes"),
         ("allocate", "exception: MemoryError:", "num_exceptions"),
-        ("huge", "invalid: score must be a finite number, not 1000", "num_invalid"),
-        ("nan", "invalid: score must be a finite number, not nan", "num_invalid"),
-        ("text", "invalid: score must be a finite number, not '1.0'", "num_invalid"),
-        ("none", "invalid: score must be a finite number, not None", "num_invalid"),
+        ("huge", "invalid: score must be a number from -1e+09 to 1e+09, not 1000", "num_invalid"),
+        ("nan", "invalid: score must be a number from -1e+09 to 1e+09, not nan", "num_invalid"),
+        ("beyond", "invalid: score must be a number from -1e+09 to 1e+09, not 3e", "num_invalid"),
+        ("text", "invalid: score must be a number from -1e+09 to 1e+09, not '1.0'", "num_invalid"),
+        ("none", "invalid: score must be a number from -1e+09 to 1e+09, not None", "num_invalid"),
         ("key", "invalid: unknown keys ['colour']", "num_invalid"),
         ("flag", "invalid: correct must be a bool, not 'yes'", "num_invalid"),
     ],
@@ -292,8 +293,8 @@ def test_workers_that_never_start_fail_the_pool():
 
 
 def test_bad_limits_are_the_users_error():
-    for value in (float("nan"), 1e39):  # float32 has no such number
-        with pytest.raises(UserError, match=r"rewards\.failure_score=.* finite float32"):
+    for value in (float("nan"), 1e39, 1.1e9):
+        with pytest.raises(UserError, match=r"rewards\.failure_score=.* number from -1e\+09 to"):
             VerifierPool(failure_score=value)
     for settings, message in [
         ({"num_workers": 0}, r"rewards\.num_workers=0 must be above 0"),
@@ -419,10 +420,14 @@ def test_a_function_that_fails_on_the_first_row_is_named(several):
         several.validate("7", "7", "[1]")  # a list has no limit
 
 
-def test_a_sum_that_float32_cannot_hold_is_bounded():
-    functions = reward_functions(("math:weight=1e30", "math_text:weight=-1"))
-    verdicts = [Verdict(1e30, True, True, None), Verdict(1.0, False, False, None)]
-    assert weighted_verdict(functions, verdicts).score == MAX_SCORE
+def test_a_sum_beyond_the_bound_is_clipped_and_named():
+    *functions, model = reward_functions(("math:weight=1e9", "math_text:weight=-1", "model"))
+    verdicts = [Verdict(2.0, True, True, None), Verdict(1.0, False, False, None)]
+    verdict = weighted_verdict(functions, verdicts)
+    error = "invalid: the weighted sum 2e+09 is beyond 1e+09"
+    assert (verdict.score, verdict.error, verdict.correct) == (MAX_SCORE, error, True)
+    verdict = with_model_score(verdicts[0], model._replace(weight=-1e9), 2.0, joins=True)
+    assert (verdict.score, verdict.error_kind) == (-MAX_SCORE, "invalid")
 
 
 def test_several_functions_are_imported_at_the_start():

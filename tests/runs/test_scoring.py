@@ -9,7 +9,7 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.runs import scoring
-from semrl_jax.runs.scoring import Fields, check_samples, score
+from semrl_jax.runs.scoring import Fields, check_file, check_rows, score
 
 ROWS = [
     {"response": r"\boxed{4}", "reference": "4", "benchmark": "a", "score": 0.5, "n": 1},
@@ -100,13 +100,40 @@ def test_a_bad_file_is_named(tmp_path):
     for name, message in (
         ("missing.jsonl", "does not exist"),
         ("empty.jsonl", "has no rows"),
-        ("bad.parquet", "not a readable Parquet file"),
+        ("bad.parquet", "cannot be read as Parquet"),
     ):
         with pytest.raises(UserError, match=message):
-            check_samples(tmp_path / name, Fields())
+            check_file(tmp_path / name)
+            check_rows(tmp_path / name, Fields(), takes_row=False)
     file = write(tmp_path / "in.parquet", ROWS)
     with pytest.raises(UserError, match=r"row 1: field 'text' is missing; the row has \['bench"):
-        check_samples(file, Fields(response="text"))
+        check_rows(file, Fields(response="text"), takes_row=False)
+
+
+NO_OBJECT = "line 2: field 'row' must be a JSON object, the row of the prompt, not "
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("null", NO_OBJECT + "'null'; name another field by --row"),
+        ("[1]", NO_OBJECT),
+        ("{", NO_OBJECT),
+        ("[" * 100_000, NO_OBJECT),
+        (7, NO_OBJECT + "'7'"),
+        ([{"bonus": 1}], NO_OBJECT),
+        ({"bonus": "x" * 1_000_000}, "line 2: the row of the prompt has 1000013 characters"),
+    ],
+)
+def test_a_row_that_is_no_object_is_named_before_grading(tmp_path, row, message):
+    good = {"response": "1", "reference": "4", "row": json.dumps({"bonus": 1.0})}
+    file = write(tmp_path / "in.jsonl", [good, good | {"row": row}])
+    with pytest.raises(UserError) as caught:
+        check_rows(file, Fields(), takes_row=True)
+    assert message in str(caught.value) and len(str(caught.value)) < 400
+    check_rows(file, Fields(), takes_row=False)  # another verifier does not read it
+    write(file, [good, good | {"row": None}, good | {"row": ""}, good | {"row": {"bonus": 1}}])
+    check_rows(file, Fields(), takes_row=True)
 
 
 @pytest.mark.parametrize("has_row", [True, False])

@@ -86,7 +86,7 @@ def test_damaged_rows_are_named(tmp_path):
             view.read_responses(file)
     binary = pa.array([b"\xff"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 1, binary.buffers())
-    with pytest.raises(UserError, match=r"x\.parquet cannot be read: .*UTF8"):
+    with pytest.raises(UserError, match=r"x\.parquet cannot be read as Parquet: .*UTF8"):
         view.read_responses(write_samples(tmp_path / "x.parquet", ["1"], reference=text))
 
 

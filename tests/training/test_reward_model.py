@@ -164,10 +164,12 @@ def test_the_score_joins_or_replaces_that_of_the_verifiers(saved):
         )
         assert alone[i].verdict.score == alone[i].verdict.parts["judge"] == score
         assert alone[i].verdict.correct == scored[i].verdict.correct  # by the verifier
-    head = params["value_head"] | {"bias": np.float32(np.nan)}
-    broken = reward_model(("model",), params | {"value_head": head}, model, mesh)
-    with pytest.raises(RuntimeError, match=r"score of rewards\.model for response 0 is nan"):
-        broken.judged(scored, batch)
+    for bias in (np.nan, np.inf, 2e9):
+        head = params["value_head"] | {"bias": np.float32(bias)}
+        broken = reward_model(("model",), params | {"value_head": head}, model, mesh)
+        message = rf"score of rewards\.model for response 0 is {bias:.0f}.*, but must be a number"
+        with pytest.raises(RuntimeError, match=message):
+            broken.judged(scored, batch)
 
 
 def find(config, *others):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import grpc
 
+from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
@@ -170,6 +171,8 @@ class Replica:
     """
 
     def __init__(self, address: str, token: str, *, tls_ca: bytes | None, load: Load | None = None):
+        # gRPC takes port 65537 for port 1, and sends the token there.
+        host, _ = split_address(address, "rollout.addresses")
         self.address = address
         self.description: ReplicaDescription | None = None
         self.version: WeightVersion | None = None
@@ -184,7 +187,7 @@ class Replica:
         if tls_ca is not None:
             credentials = grpc.ssl_channel_credentials(tls_ca)
             self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
-        elif is_loopback(address.rpartition(":")[0]):
+        elif is_loopback(host):
             self._channel = grpc.insecure_channel(address, _OPTIONS)
         else:
             raise UserError(

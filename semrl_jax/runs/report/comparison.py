@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from semrl_jax.errors import UserError
 from semrl_jax.files import replacing
+from semrl_jax.parquet import ParquetFile, with_types
 from semrl_jax.runs.report.reading import RunLog
-from semrl_jax.runs.report.samples import recorded, spread, verdict
+from semrl_jax.runs.report.samples import TYPES, recorded, spread, verdict
 
 MAX_STEPS = 20  # of the paired differences
 Z_95 = 1.96
@@ -49,7 +49,7 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
                 ours = _accuracies(first[step])
                 damaged = f"{run.name}/rollouts/{files[step].name}"
                 theirs = _accuracies(files[step])
-            except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
+            except (UserError, KeyError, TypeError):
                 text = f"{damaged} cannot be read; no accuracies are compared at step {step}."
                 if notes is not None and text not in notes:
                     notes.append(text)
@@ -80,7 +80,8 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
 
 def _accuracies(file: pathlib.Path) -> dict[Problem, float]:
     """Share of correct responses of each problem; TypeError if one has no verdict."""
-    table = pq.read_table(file, columns=["benchmark", "group_id", "reference", "correct"])
+    table = ParquetFile(file).table(["benchmark", "group_id", "reference", "correct"])
+    table = with_types(table, TYPES, file)
     found: dict[Problem, list[bool]] = {}
     columns = (table[name].to_pylist() for name in table.column_names)
     for benchmark, group, reference, correct in zip(*columns):

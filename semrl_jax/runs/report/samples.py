@@ -6,17 +6,17 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from semrl_jax.errors import UserError
 from semrl_jax.metrics.records import value_names
 from semrl_jax.pages import cut, rounded, shortened
+from semrl_jax.parquet import ParquetFile, with_types
 from semrl_jax.runs.report.reading import RunLog
 
 MAX_BYTES = 6 * 2**20  # of the texts of all responses
@@ -30,10 +30,20 @@ COLUMNS = (
     "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
     "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "metrics",
 )  # fmt: skip
-READ = {
-    "step", "prompt", "response", "reference", "extracted", "score", "correct", "verifier_error",
-    "finish_reason", "sample_index", "rollout_logprobs", "effective_ranks",
+TYPES = {
+    **dict.fromkeys(("step", "group_id", "sample_index"), pa.int64()),
+    **dict.fromkeys(
+        (
+            "benchmark", "prompt", "response", "reference", "extracted", "verifier_error",
+            "finish_reason",
+        ),
+        pa.string(),
+    ),
+    "score": pa.float64(),
+    "correct": pa.bool_(),
+    **dict.fromkeys(("rollout_logprobs", "effective_ranks"), pa.list_(pa.float64())),
 }  # fmt: skip
+READ = TYPES.keys() - {"benchmark", "group_id"}
 
 
 def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
@@ -49,7 +59,7 @@ def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
     for index, file in files:
         try:
             found.add(index, file, MAX_BYTES // len(files))
-        except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
+        except (OSError, KeyError, ValueError, TypeError):
             found.unreadable.append(file.name)
     return {
         "columns": COLUMNS,
@@ -109,10 +119,10 @@ class _Found:
 
     def add(self, run: int, file: pathlib.Path, max_bytes: int) -> None:
         """Adds groups of a file; their texts have at most `max_bytes`, or it is one per source."""
-        parquet = pq.ParquetFile(file)
-        columns = set(parquet.schema_arrow.names)
-        small = parquet.read([c for c in ("benchmark", "group_id") if c in columns]).to_pydict()
-        sources = small.get("benchmark") or [TRAINING] * parquet.metadata.num_rows
+        parquet = ParquetFile(file)
+        columns = set(parquet.names)
+        small = _read(parquet, file, lambda name: name in ("benchmark", "group_id")).to_pydict()
+        sources = small.get("benchmark") or [TRAINING] * len(small["group_id"])
         groups: dict[tuple[str, int], list[int]] = {}
         for index, key in enumerate(zip(sources, small["group_id"])):
             groups.setdefault(key, []).append(index)
@@ -121,7 +131,7 @@ class _Found:
             for name in value_names(c for c in columns if c.startswith("metrics/"))
         }
         self.metric_names += sorted(names - set(self.metric_names))
-        read = parquet.read([c for c in columns if c in READ or c.startswith("metrics/")])
+        read = _read(parquet, file, lambda name: name in READ or name.startswith("metrics/"))
         kept = self._fitting(groups, read, max_bytes)
         table = read.take([index for key in kept for index in groups[key]]).to_pylist()
         keys = [key for key in kept for _ in groups[key]]
@@ -132,7 +142,7 @@ class _Found:
         except BaseException:
             self._num_cut = num_cut
             raise
-        self._num_recorded += parquet.metadata.num_rows
+        self._num_recorded += len(read)
 
     def _fitting(
         self, groups: dict[tuple[str, int], list[int]], read: pa.Table, max_bytes: int
@@ -196,6 +206,12 @@ class _Found:
         if self.unreadable:
             note += f" Unreadable: {', '.join(self.unreadable)}."
         return note + " rollouts/ has all of them."
+
+
+def _read(parquet: ParquetFile, file: pathlib.Path, is_wanted: Callable[[str], bool]) -> pa.Table:
+    table = parquet.table([name for name in parquet.names if is_wanted(name)])
+    metrics = {name: pa.float64() for name in table.column_names if name.startswith("metrics/")}
+    return with_types(table, TYPES | metrics, file)
 
 
 def verdict(value: Any) -> bool:

@@ -149,6 +149,12 @@ def test_addresses_are_checked(addresses):
         RolloutClient(addresses, TOKEN, run_id="r", attempt_id="a")
 
 
+def test_a_port_that_would_wrap_is_refused():
+    """gRPC connects to port 65536 + n as to port n, and would send the token there."""
+    with pytest.raises(UserError, match="must be host:port with a port from 1 to 65535"):
+        RolloutClient(["localhost:88993"], TOKEN, run_id="r", attempt_id="a")
+
+
 def test_two_addresses_of_one_replica(world):
     replica = world.replica()
     alias = replica.address.replace("127.0.0.1", "localhost")

@@ -1,9 +1,11 @@
 """What `report.html` holds: limits, events, differences, and hostile text."""
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import re
 
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import UserError
+from semrl_jax.runs import view
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import page, reading, samples, write_report
 from semrl_jax.runs.report.panels import OTHER, panels_of
@@ -209,6 +212,50 @@ def test_a_damaged_record_does_not_prevent_a_page(config, tmp_path):
     assert shown["starts"] == [
         {"step": 0, "time": "5", "changed": []}, {"step": 1, "cores": "nan", "changed": []}
     ]  # fmt: skip
+
+
+OTHER_TYPES = {
+    "bytes": pa.array([b"a"] * 16),
+    "bytes that are no text": pa.array([b"\xff"] * 16),
+    "a number": pa.array(range(16)),
+    "not a number": pa.array([float("nan")] * 16),
+    "nothing": pa.nulls(16),
+    "lists": pa.array([["a"]] * 16),
+    "numbers in lists": pa.array([[2**62]] * 16),
+    "objects": pa.array([{"a": 1}] * 16),
+    "times": pa.array([2**40] * 16, pa.timestamp("s")),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_columns_of_another_type_are_shown_or_the_file_is_named(run, kind):
+    file = run / "rollouts" / "step_000099.parquet"
+    table = pq.read_table(run / "rollouts" / "step_000000.parquet")
+    try:
+        for place, name in enumerate(table.column_names):
+            pq.write_table(table.set_column(place, name, OTHER_TYPES[kind]), file)
+            found = samples.samples(reading.read_runs([run]))
+            page.page({"title": "", "runs": []}, found)
+            if kind == "a number" and name == "extracted":
+                shown = [row[8] for row in found["rows"] if row[2] == 0 and row[1] == "training"]
+                assert set(map(str, range(16))) <= set(shown)
+            else:
+                is_read = "Unreadable" not in found["note"]
+                assert is_read or "Unreadable: step_000099.parquet" in found["note"]
+            with contextlib.suppress(UserError):
+                view.read_responses(file)
+    finally:
+        file.unlink()
+
+
+def test_a_pipe_among_the_responses_is_named(run):
+    file = run / "rollouts" / "step_000099.parquet"
+    os.mkfifo(file)
+    try:
+        found = samples.samples(reading.read_runs([run]))
+    finally:
+        file.unlink()
+    assert len(found["rows"]) == 72 and "Unreadable: step_000099.parquet" in found["note"]
 
 
 @pytest.mark.parametrize("name, value", [("correct", None), ("correct", "no"), ("group_id", None)])

@@ -1,11 +1,14 @@
 """The server of a live report: its token, its interface, and what it sends after a change."""
 
 import json
+import os
 import socket
 import threading
 import urllib.error
 import urllib.request
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from semrl_jax.errors import UserError
@@ -61,6 +64,25 @@ def test_changes_are_sent_once(served):
     third = changes(**known)
     assert third.keys() == {"samples"} and len(third["samples"]["rows"]) == 4
     assert changes(figures=known["figures"], samples=third["samples"]["version"]) == {}
+
+
+def test_responses_that_cannot_be_read_do_not_stop_the_server(served):
+    run, address = served
+    rollouts = run / "rollouts"
+    write_rollouts(rollouts, 0, [scored(i, correct=True) for i in range(4)], text_of)
+    table = pq.read_table(rollouts / "step_000000.parquet")
+    place = table.column_names.index("prompt")
+    pq.write_table(
+        table.set_column(place, "prompt", pa.array([b"\xff"] * 4)), rollouts / "step_000001.parquet"
+    )
+    os.mkfifo(rollouts / "step_000002.parquet")
+    os.mkfifo(rollouts / "eval_000002.parquet")
+    for _ in range(2):
+        status, _, body = get(f"{address}data?figures=&samples=")
+        found = json.loads(body)["samples"]
+        assert status == 200 and len(found["rows"]) == 4
+        names = "step_000002.parquet, eval_000002.parquet, step_000001.parquet"
+        assert f"Unreadable: {names}." in found["note"]
 
 
 def test_only_the_address_with_the_token_is_answered(served):
