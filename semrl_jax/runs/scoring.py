@@ -85,6 +85,9 @@ def check_samples(file: pathlib.Path, fields: Fields) -> None:
     first = next(_batches(file, fields), None)
     if first is None:
         raise UserError(f"--samples: {file} has no rows.")
+    names = list(first.samples[0].values)
+    if fields.group is not None and fields.group not in names:
+        raise UserError(f"--group={fields.group} is no field of {file}; the first row has {names}.")
 
 
 def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: Fields) -> Tally:
