@@ -22,6 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import configs
+from configs.default import get_config
 from semrl_jax.errors import DISK_ERRNOS, UserError
 from semrl_jax.runs.config import flatten, validate
 from semrl_jax.settings.moved import new_places
@@ -173,8 +174,11 @@ def new_directory(flag: str, path: pathlib.Path) -> Iterator[pathlib.Path]:
         raise
 
 
-def output_file(flag: str, path: str) -> pathlib.Path:
+def output_file(flag: str, path: str, *, make_directory: bool = False) -> pathlib.Path:
     """The file that a flag names, checked before any work.
+
+    Args:
+      make_directory: make the directory of the file if it is missing.
 
     Raises:
       UserError: if it cannot be written. A device or a pipe is refused too: files are replaced as a
@@ -183,6 +187,8 @@ def output_file(flag: str, path: str) -> pathlib.Path:
     file = pathlib.Path(path)
     try:
         directory = file.absolute().parent
+        if make_directory:
+            directory.mkdir(parents=True, exist_ok=True)
         if not directory.is_dir() or (file.exists() and not file.is_file()):
             raise UserError(f"--{flag}={file} must be a file in a directory that exists.")
         check_writable(directory)
@@ -220,17 +226,32 @@ def checked_config(
       short_flags: the flag that was given, by the field that `check` sets from it.
     """
     try:
-        config = required(flag).lock()
+        config = flag.value if flags.FLAGS[flag.name].present else required(flag)
+        hasattr(config, "lock")
     except OSError as error:  # ml_collections reports a failed load only at the first use
         raise UserError(f"--{flag.name}: {_first_reason(error)}") from None
     # ml_collections would accept a flag that replaces a section by a dict.
     if any(isinstance(v, ConfigDict) for v in flags.FLAGS[flag.name].override_values.values()):
         _check_fields()
+    _check_complete(flags.FLAGS[flag.name].config_filename, config)
+    config.lock()
     if "explain" in flags.FLAGS and flags.FLAGS.explain:
         _explain(flags.FLAGS[flag.name], config, check, short_flags)
         sys.exit(0)
     check(config)
     return config
+
+
+def _check_complete(file: str, config: Any) -> None:
+    """Raises UserError if `get_config` of a config file returns no config, or not all fields."""
+    is_config = isinstance(config, ConfigDict)
+    missing = sorted(flatten(get_config()).keys() - flatten(config).keys()) if is_config else []
+    if missing or not is_config:
+        lacks = f"has no field {missing[0]!r}" if missing else f"is {config!r:.60}, no ConfigDict"
+        raise UserError(
+            f"--config={file}: what get_config() returns {lacks}; begin it with "
+            "`config = default.get_config()`, as configs/quickstart.py does."
+        )
 
 
 def _explain(
@@ -279,13 +300,12 @@ def _parse(usage: str) -> list[str]:
     if "config" in flags.FLAGS:
         _find_shipped()
     try:
-        try:
-            rest = flags.FLAGS(sys.argv)[1:]
-        except (AttributeError, KeyError, flags.Error, TypeError, ValueError) as error:
-            _check_fields()
-            raise UserError(_wrong_flag(error)) from None
+        rest = flags.FLAGS(sys.argv)[1:]
     except OSError as error:
         raise UserError(f"--config: {_first_reason(error)}") from None
+    except Exception as error:  # a config file may raise anything
+        _check_fields()
+        raise UserError(_wrong_flag(error)) from None
     if flags.FLAGS.help:
         print(f"{usage}\n{flags.FLAGS.module_help(sys.modules['__main__'])}")
         sys.exit(0)

@@ -57,6 +57,8 @@ def make(output: pathlib.Path) -> None:
             if isinstance(row, data.RowError):
                 raise UserError(f"{where}: {row}")
             texts += strings(row)
+    if not texts:
+        raise UserError(f"--text={','.join(TEXT.value)} has no text to train the tokenizer on.")
     tokenizer = data.train_tokenizer(texts, VOCAB_SIZE.value)
     sizes = (HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS)
     config = models.random_config(

@@ -47,13 +47,14 @@ def main() -> int:
             f"--output={output} must end in {samples.suffix or '.jsonl or .parquet'}, as "
             f"--samples={samples} does."
         )
-    if output.exists() and (output.is_dir() or (samples.exists() and output.samefile(samples))):
-        raise UserError(f"--output={output} is a directory or the --samples; name another file.")
+    if output.exists() and samples.exists() and output.samefile(samples):
+        raise UserError(f"--output={output} is the --samples; name another file.")
     from semrl_jax.rewards import VerifierPool
     from semrl_jax.runs import scoring  # here: mistakes and --help are quick
 
     fields = scoring.Fields(RESPONSE.value, REFERENCE.value, ROW.value, GROUP.value, PREFIX.value)
     scoring.check_file(samples)
+    cli.output_file("output", OUTPUT.value, make_directory=True)
     with VerifierPool(
         function=verifier,
         timeout_s=TIMEOUT_S.value,

@@ -94,9 +94,14 @@ def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:
     Raises:
       UserError: if there is no row, or one of them cannot be graded; see `score`.
     """
-    num_rows = sum(len(batch.samples) for batch in _batches(file, fields, takes_row))
-    if not num_rows:
+    names: list[str] | None = None
+    for batch in _batches(file, fields, takes_row):
+        if names is None and batch.samples:
+            names = list(batch.samples[0].values)
+    if names is None:
         raise UserError(f"--samples: {file} has no rows.")
+    if fields.group is not None and fields.group not in names:
+        raise UserError(f"--group={fields.group} is no field of {file}; the first row has {names}.")
 
 
 def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: Fields) -> Tally:

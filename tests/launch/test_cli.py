@@ -164,6 +164,27 @@ def test_a_mistake_in_a_config_file_is_named(parse, tmp_path):
         parse(f"--config={file}")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\0", "SyntaxError: source code string cannot contain null bytes"),
+        ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
+        ("def get_config(): return 3", "returns is 3, no ConfigDict; begin it with"),
+        ("def get_config(): pass", "returns is None, no ConfigDict; begin it with"),
+        (
+            "import ml_collections as m\ndef get_config(): return m.ConfigDict({'seed': 1})",
+            "has no field 'algorithms.advantage.baseline_rate'; begin it with",
+        ),
+    ],
+)
+def test_a_file_that_makes_no_config_is_named(parse, tmp_path, text, message):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"--config={file}: ") as caught:
+        parse(f"--config={file}")
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("override", [[], ["--config.seed=1"]])
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
 def test_invalid_recorded_config_is_named(parse, tmp_path, text, override):

@@ -36,6 +36,10 @@ def test_the_directory_holds_a_working_model(text, tmp_path):
     jax.tree.map(close, params, jax.device_get(expected))
     again = run("launch.random_model", f"--text={text}", f"--output={output}")
     assert_one_line(again, "is there already; name a new directory")
+    (tmp_path / "empty.jsonl").write_text("")
+    empty = run("launch.random_model", f"--text={tmp_path}/empty.jsonl", f"--output={tmp_path}/no")
+    assert_one_line(empty, "/empty.jsonl has no text to train the tokenizer on")
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow
