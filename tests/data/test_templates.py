@@ -285,7 +285,7 @@ HOSTILE = {
     "nested": (f"{{{{ {'(' * 5000}1{')' * 5000} }}}}", "recursion depth"),
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
               LONG_TIME),
-    "power": ("{{ 10 ** 10 ** 9 }}", LONG_TIME),
+    "power": ("{{ 10 ** (10 ** 9) }}", LONG_TIME),
     "repeated": ("{% set x = 'a' * 10**9 %}{{ x }}", MUCH_MEMORY),
     "printed": ("{{ '%1000000000d' % 1 }}", MUCH_MEMORY),
     "formatted": ("{{ '{:>1000000000}'.format(1) }}", f"{MUCH_MEMORY}|{LONG_TEXT}"),
