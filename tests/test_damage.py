@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from semrl_jax.runs import scoring, view
 from semrl_jax.runs.report import page, reading
 from semrl_jax.runs.report.comparison import paired
 from semrl_jax.runs.report.samples import samples
+from semrl_jax.sampling.addresses import read_addresses
 from tests.evaluation.making import make_sample
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
 from tests.runs.report.making import make_run
@@ -158,6 +160,26 @@ def test_a_flipped_byte_is_no_traceback(files):
     for file, read in files:
         read(file)
     check_flips(files, range(100))
+
+
+def test_no_command_waits_for_a_pipe(tmp_path):
+    models.save_directory(
+        tmp_path, POLICY.init(jax.random.key(0)), CONFIG, data.character_tokenizer()
+    )
+    os.mkfifo(tmp_path / "more.safetensors")
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    tokenizer = data.character_tokenizer()
+    for read in (
+        lambda: models.weights_hash(tmp_path),
+        lambda: models.weights_sample(tmp_path),
+        lambda: data.load_tokenizer(tmp_path),
+        lambda: data.set_chat_template(tokenizer, str(tmp_path / "chat_template.jinja"), "f"),
+        lambda: read_addresses(str(tmp_path / "chat_template.jinja")),
+        lambda: view.read_responses(tmp_path / "more.safetensors"),
+        lambda: read_samples(tmp_path / "more.safetensors"),
+    ):
+        with pytest.raises(UserError, match=r"is no regular file|is not a file"):
+            read()
 
 
 @pytest.mark.slow

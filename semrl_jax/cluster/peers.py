@@ -27,6 +27,7 @@ BEATS_PER_TIMEOUT = 4
 MAX_GATHERED_BYTES = 2**25  # of all processes in one message; a link takes twice as much
 
 
+START, AFTER = "start", "after "  # phases of a process before its first and between two
 MAIN = ""  # the channel of the main thread
 _Place = tuple[str, int]  # a channel, and the number of a round on it
 
@@ -82,7 +83,7 @@ class Peers:
         self._changed = threading.Condition()
         self._numbers: dict[str, Iterator[int]] = {}  # of the rounds of each channel
         self._results: dict[_Place, list] = {}
-        self._phase, self._phase_began = "start", time.monotonic()
+        self._phase, self._phase_began = START, time.monotonic()
         self._closing = threading.Event()
         self._ending = threading.Lock()  # acquired once, so that only the first reason is printed
         self._links: dict[int, Link] = {}  # in process 0: to all others; elsewhere: to process 0
@@ -101,13 +102,17 @@ class Peers:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Sets the phase that the others name if this process is lost inside the block."""
+        """Sets the phase that the others name if this process is lost inside the block.
+
+        Between phases they name the one that it was in last.
+        """
         before = self._phase
         self._enter(name)
         try:
             yield
         finally:
-            self._enter(before)
+            is_outermost = before == START or before.startswith(AFTER)
+            self._enter(f"{AFTER}{name}" if is_outermost else before)
 
     def gather(self, phase: str, value: Any) -> list:
         """Returns the values of all processes, by process; all must call it in the same order.
@@ -297,9 +302,8 @@ class Peers:
         return f"process {index} ({link.name}, in {link.phase!r} for {seconds:.0f} s)"
 
     def _lost(self, link: Link, how: str) -> None:
-        self._end(
-            f"process {link.index} ({link.name}, last in phase {link.phase!r}) is lost: {how}"
-        )
+        phase = link.phase.removeprefix(AFTER)
+        self._end(f"process {link.index} ({link.name}, last in phase {phase!r}) is lost: {how}")
 
     def _stopped(self, message: dict) -> None:
         if self.index == 0:  # only process 0 has links to all

@@ -12,12 +12,13 @@ import hashlib
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from semrl_jax.data.chat_templates import Rendered, TemplateError, render_chat
 from semrl_jax.data.encoding import encode_spans, special_prefix
 from semrl_jax.data.files import Row, RowError
 from semrl_jax.data.loading import FilePath, rows_of_files
@@ -321,18 +322,15 @@ class MessagesReader:
         if _MARKS_RESPONSES.search(chat_template_text(self.tokenizer)):
             token_ids, mask = self._marked_tokens(messages)
         else:
-            text = self._render(messages)
-            spans = list(self._assistant_spans(messages, text))
+            text, spans = self._assistant_spans(messages)
             token_ids, mask = encode_spans(self.tokenizer, text, spans)
             mask &= ~self._follows_end(token_ids, mask)
         return conversation_of(token_ids, mask)
 
     def _marked_tokens(self, messages: Sequence[Message]):
         """By the {% generation %} blocks of the template."""
-        found = self._apply(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        mask = np.array(found["assistant_masks"], bool)
+        ((text, marks),) = self._render([(messages, False)], with_marks=True)
+        token_ids, mask = encode_spans(self.tokenizer, text, marks)
         num_runs = np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)
         num_responses = sum(message["role"] == "assistant" for message in messages)
         if num_runs != num_responses:
@@ -340,15 +338,16 @@ class MessagesReader:
                 f"the chat template marks {num_runs} texts as generated, but the number of "
                 f"assistant messages is {num_responses}."
             )
-        return np.array(found["input_ids"], np.int32), mask
+        return token_ids, mask
 
-    def _assistant_spans(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each assistant message, from the texts of shorter conversations."""
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:index], add_generation_prompt=True)
-            after = text if index + 1 == len(messages) else self._render(messages[: index + 1])
+    def _assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and begin and end of each assistant message, from shorter conversations."""
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        shorter = [(messages[:index], True) for index in places]
+        shorter += [(messages[: index + 1], False) for index in places]
+        (text, _), *rendered = self._render([(messages, False), *shorter])
+        spans = []
+        for index, (before, _), (after, _) in zip(places, rendered, rendered[len(places) :]):
             if not (text.startswith(after) and after.startswith(before)) or before == after:
                 raise RowError(
                     f"the chat template writes message {index + 1} or those before it in another "
@@ -356,7 +355,8 @@ class MessagesReader:
                     "assistant generates; use a template with {% generation %} marks, or rows that "
                     "end with their first assistant message."
                 )
-            yield len(before), len(after)
+            spans.append((len(before), len(after)))
+        return text, spans
 
     def _follows_end(
         self, token_ids: Int[np.ndarray, " S"], mask: Bool[np.ndarray, " S"]
@@ -374,16 +374,14 @@ class MessagesReader:
     def _special(self) -> list[int]:
         return [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-
-    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _render(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], *, with_marks: bool = False
+    ) -> list[Rendered]:
+        template = chat_template_text(self.tokenizer)
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=chat_template_text(self.tokenizer), **options
-            )
-        except Exception as error:  # a chat template is a program, which may fail in any way
-            roles = ", ".join(message["role"] for message in messages)
+            return render_chat(self.tokenizer, template, conversations, with_marks=with_marks)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in conversations[0][0])
             reason = " ".join(str(error).split())[:200].rstrip(".")
             raise RowError(
                 f"the chat template refuses messages with the roles {roles:.80}: {reason}."

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from semrl_jax.data.chat_templates import TemplateError, render_chat
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.end_markers import END_MARKERS
 from semrl_jax.errors import UserError
@@ -294,13 +295,11 @@ def prompt_renderer(
             [*first, {"role": "user", "content": form.text(question)}] for question in questions
         ]
         try:
-            return tokenizer.apply_chat_template(
-                messages,
-                chat_template=chat_template_text(tokenizer),
-                tokenize=False,
-                add_generation_prompt=True,
+            rendered = render_chat(
+                tokenizer, chat_template_text(tokenizer), [(each, True) for each in messages]
             )
-        except Exception as e:  # a chat template is a program, which may fail in any way
+            return [each.text for each in rendered]
+        except TemplateError as e:
             reason = " ".join(str(e).split())[:200]
             roles = "a system and a user message" if system_prompt else "one user message"
             if shots:

@@ -67,6 +67,10 @@ def main() -> None:
         elif deed == "fail":
             peers.fail("disk on fire", 2)
             sys.exit(2)
+    if deed == "die later":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "hang later":
+        time.sleep(1000)
     try:
         run_phase(peers, "second", WORK.get(deed, lambda: None))
     except BaseException as error:

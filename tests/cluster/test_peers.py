@@ -60,6 +60,7 @@ def test_gather_returns_all_values_in_order():
         ("die", "its connection closed", 3),
         ("stop", "it sent nothing for", 12),
         ("hang", "did not finish it ", 14),
+        ("die later", "last in phase 'deed') is lost: its connection closed", 3),
         ("busy", "did not finish it ", 14),  # each phase is short, but there is no end
     ],
 )
@@ -72,6 +73,11 @@ def test_lost_process_is_named_by_all_others(who, deed, how, limit_s):
         assert len(err.splitlines()) == 1
         assert f"process {who} (" in err and how in err and "'deed'" in err
     assert took < limit_s + 8  # three interpreters start on a busy machine
+
+
+def test_a_process_that_hangs_between_phases_is_said_to_be_after_one():
+    (_, _, err), _ = run(1, "hang later", but=(1,)).values()
+    assert re.search(r"process 1 \(.*, in 'after deed' for \d+ s\) did not finish it within", err)
 
 
 def test_all_end_if_all_hang():

@@ -9,6 +9,7 @@ import transformers
 from semrl_jax.data import load_prompts
 from semrl_jax.data.templates import FORMATS, STOP_STRINGS, TEMPLATES, prompt_renderer
 from semrl_jax.errors import UserError
+from tests.cases import slow_after
 
 QUESTION = "What is {1}+{input}?"
 GUIDELINES = (
@@ -273,6 +274,35 @@ def test_chat_has_the_token_ids_of_transformers(
         assert example.prompt.count("<s>") == (chat_template != QWEN)  # never twice
         assert (system_prompt in example.prompt) and content.strip() in example.prompt
     assert len(dataset) == 2
+
+
+LONG_TIME, MUCH_MEMORY = "it takes more than 5 s of CPU time", "it takes more than 1 GiB of memory"
+LONG_TEXT = "it makes a text of more than 4000000 characters"
+HOSTILE = {
+    "centred": ("{{ 'a'|center(10**9) }}", MUCH_MEMORY),
+    "long": ("{{ 'a' * 5000000 }}", LONG_TEXT),
+    "recursive": ("{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}", "recursion depth"),
+    "nested": (f"{{{{ {'(' * 5000}1{')' * 5000} }}}}", "recursion depth"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+              LONG_TIME),
+    "power": ("{{ 10 ** (10 ** 9) }}", LONG_TIME),
+    "repeated": ("{% set x = 'a' * 10**9 %}{{ x }}", MUCH_MEMORY),
+    "printed": ("{{ '%1000000000d' % 1 }}", MUCH_MEMORY),
+    "formatted": ("{{ '{:>1000000000}'.format(1) }}", f"{MUCH_MEMORY}|{LONG_TEXT}"),
+    "doubled": ("{% set n = namespace(x='a') %}{% for i in range(60) %}"
+                "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}", MUCH_MEMORY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", slow_after(4, HOSTILE))
+def test_a_chat_template_has_limits_of_time_and_size(chat_tokenizer, case):
+    chat_tokenizer.chat_template, limit = HOSTILE[case]
+    message = rf"^data\.template='chat': the tokenizer's chat template refuses .*({limit})"
+    with pytest.raises(UserError, match=message) as caught:
+        prompt_renderer("chat", chat_tokenizer)
+    assert "\n" not in str(caught.value)
+    chat_tokenizer.chat_template = QWEN  # the next template is rendered
+    assert prompt_renderer("chat", chat_tokenizer)(["1+1"])[0].count("1+1") == 1
 
 
 def test_prompts_do_not_change_with_the_date(chat_tokenizer):
