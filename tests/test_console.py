@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -69,7 +70,9 @@ def test_the_bar_shows_the_phase_and_the_program_that_compiles(terminal, monkeyp
             with clock("generate"):  # inside another phase: the status does not change
                 assert "sample 32/32" in drawn(bar, output)
         with clock("old_logprobs"):
-            monkeypatch.setattr(compilation, "_running", {1: "row_logprobs"})
+            monkeypatch.setattr(
+                compilation, "_running", {1: [compilation._Stage("row_logprobs", time.monotonic())]}
+            )
             assert "old logprobs, compiling row_logprobs" in drawn(bar, output)
             monkeypatch.setattr(compilation, "_running", {})
         with clock("update"):

@@ -72,6 +72,8 @@ QUICK = [
         "prepare_data --dataset=gsm8k --split=test --input={home}/gsm8k.jsonl "
         "--output={home}/data/gsm8k.jsonl"
     ),
+    # Refused before anything is fetched; tests/launch/test_real_model.py makes one.
+    Case("prepare_model --name=smollm2-135m --output={home}", code=2),
 ]
 SFT = (
     "--config=configs/sft.py --config.model.path={home}/model --config.sft.num_steps=1 "

@@ -28,9 +28,9 @@ FIELDS = {
 def test_a_run_of_the_built_in_task_keeps_its_template():
     config, record = default.get_config(), "configs/recorded.py:runs/x/config.json"
     assert template_of_run(config, record) == "Q:{input}\nA:"
-    assert template_of_run(config, "configs/default.py") == "plain"  # of a model without a run
+    assert template_of_run(config, "configs/default.py") == "auto"  # of a model without a run
     config.data.task = "files"
-    assert template_of_run(config, record) == "plain"
+    assert template_of_run(config, record) == "auto"
 
 
 def test_flags_set_fields_of_the_config():

