@@ -8,11 +8,18 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.rewards.grading import expressions, real_sets, relations, units
 from semrl_jax.rewards.grading.numbers import Number, numbers_equal, parse_number
-from semrl_jax.rewards.grading.splitting import Parts, bracketed, condition, split
+from semrl_jax.rewards.grading.splitting import (
+    Parts,
+    at_top_level,
+    bracketed,
+    condition,
+    split,
+)
 from semrl_jax.rewards.grading.text import MAX_CHARS, is_words, same_text, split_unit
 
 MAX_LEVELS = 4  # of parts in parts, such as a set of pairs
 _BASE = re.compile(r"\(?(\d\w*)\)?_\{?(\d{1,2})\}?")
+_COLON = re.compile(r"(?<=[^=]):(?!=)(?=.)")
 _TIME = re.compile(
     r"(\d{1,2}):(\d\d)\s*(?:\\text\s*\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
@@ -79,6 +86,9 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
     if times[0] and times[1]:
         return all(x == y for x, y in zip(*times) if x and y)
     compare = functools.partial(_equal, percent=percent, levels=levels - 1)
+    ratios = at_top_level(answer, _COLON), at_top_level(reference, _COLON)
+    if max(map(len, ratios)) > 1:
+        return _ratios_equal(*ratios, compare)
     chains = relations.as_chain(answer), relations.as_chain(reference)
     if chains[0] and chains[1]:
         (sides, signs), (reference_sides, reference_signs) = chains
@@ -110,6 +120,18 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
             exact = Number(expressions.as_fraction(value))
             return numbers_equal(number, exact, percent=percent)
     return expressions.expressions_equal(answer, reference)
+
+
+def _ratios_equal(
+    a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]
+) -> bool:
+    """`2:4:6` is `1:2:3`, and `3:4` is three quarters."""
+    if max(len(a), len(b)) == 2:
+        x, y = (rf"\frac{{{each[0]}}}{{{each[1]}}}" if len(each) == 2 else each[0] for each in (a, b))
+        return compare(x, y)
+    return len(a) == len(b) and all(
+        compare(rf"\frac{{{x}}}{{{a[0]}}}", rf"\frac{{{y}}}{{{b[0]}}}") for x, y in zip(a[1:], b[1:])
+    )
 
 
 def _time_of_day(text: str) -> tuple[str, str] | None:

@@ -39,9 +39,11 @@ _COMMAND_NAMES = """
 COMMANDS = frozenset(_COMMAND_NAMES.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.|$)")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-# Two numbers side by side, derivatives, primes, values at a point, and transposed matrices: parsed wrongly.
+# Read wrongly by the parser: two numbers side by side, derivatives, primes, values at a point,
+# transposed matrices, ratios of three, double factorials, dates.
 _REFUSED = re.compile(
-    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\"]"
+    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\":]"
+    r"|!\s*!|\d[-/]\d+[-/]\d{4}|\d{4}[-/]\d+[-/]\d"
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EULER = re.compile(r"\\[a-zA-Z]+|(?<![a-zA-Z])e(?![a-zA-Z])|e(?=\s*\^)")

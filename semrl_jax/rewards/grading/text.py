@@ -53,6 +53,7 @@ _FONT = re.compile(
 _LETTER_IN_FONT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
 _NUMBER = r"(?:\d+(?:\.\d+)?)"
 _DEGREES = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])"
+_DEGREES_AT_END = re.compile(rf"(?:{_DEGREES})\s*([CF]?)[\s.,]*$")
 _TRIGONOMETRIC = re.compile(
     rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{]?)\s*({_NUMBER})\s*"
     rf"(?:{_DEGREES})\s*[)}}]?"
@@ -63,7 +64,7 @@ _COMMANDS = tuple(
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:leqslant|leqq|le)(?![a-zA-Z])", r"\\leq"),
         (r"\\(?:geqslant|geqq|ge)(?![a-zA-Z])", r"\\geq"),
-        (r"\\ne(?![a-zA-Z])", r"\\neq"),
+        (r"\\ne(?![a-zA-Z])|(?<=[a-zA-Z])\s*!=", r"\\neq "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
@@ -79,7 +80,9 @@ _COMMANDS = tuple(
         (r"\\(?:mathbb|Bbb|mathbf)\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])", r"(-\\infty,\\infty)"),
         (r"\{\s*([^{}\\]*)\\choose(?![a-zA-Z])([^{}\\]*)\}", r"\\binom{\1}{\2}"),
         (r"\+\s*(?=\\infty)", ""),
-        (r"\\text\s*\{\s*\}", ""),
+        (r"\\text\s*\{\s*([或和且及]?)\s*\}", r"\1"),
+        (r"^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
+        (r",\s*\(?\s*[kn]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\)?\s*$", ""),
         (r"\{:\}|(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":"),
         (r"\bC_\s*\{?(\d+)\}?\s*\^\s*\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (rf"(?:{_DEGREES})\s*[CF]?(?![a-zA-Z])", ""),
@@ -102,7 +105,8 @@ _NO_SOLUTION = re.compile(
 )
 _ALL_REAL = re.compile(r"(?i)(?:all|any) reals?(?: numbers?)?|全体实数|所有实数")
 _START = re.compile(
-    r"^(?:[:=]|(?:最终)?答案[是为:]*|(?i:the )?(?i:final )?(?i:answer)(?: is\b|:))\s*"
+    r"^(?:[:=]|\\approx\b|(?i:approximately|approx\.|about|roughly)\s(?=\s*[$\d\\])"
+    r"|(?:最终)?答案[是为:]*|(?i:the )?(?i:final )?(?i:answer)(?: is\b|:))\s*"
     r"|^\\text\s*\{\s*(?i:the )?(?i:final )?(?i:answer)(?: is\b|:)\s*\}\s*"
 )
 _CURRENCIES = (
@@ -113,7 +117,7 @@ _CURRENCIES = (
     (re.compile(r"₹|\bRs\.?\s*(?=\}?\s*\d)|\bINR\b"), "rupee"),
 )
 _CHINESE_UNIT = (
-    "平方|立方|千|厘|分|毫|公|微|米|克|里|升|吨|元|角|钱|个|人|岁|度|只|本|张|件|次|名|支|枝|辆|"
+    "平方|立方|千[米克]|厘|分|毫|公|微|米|克|里|升|吨|元|角|钱|个|人|岁|度|只|本|张|件|次|名|支|枝|辆|"
     "棵|页|块|箱|袋|瓶|盒|条|头|朵|颗|组|种|位|天|日|周|月|年|小|时|秒|钟|每|/|公顷|亩|倍|"
     "平方米|千米|道|题|套|双|台|把|根|层|间|户|班|斤|筐|桶|车|节|段|杯|枚|架|艘|匹|篇|首|幅|场"
 )
@@ -124,15 +128,24 @@ _UNIT = (
     r"radians?|rad|dollars?|bucks?|cents?|euros?|rupees?|yuan|units?|points?|people|students?|"
     r"apples?|balls?|gallons?|acres?|steps?|times|ways|integers?"
 )
+_VALUE = r"(?:(?<=[\d)}])|(?<=\\pi))"  # before a unit
 _UNIT_PHRASE = re.compile(
-    rf"(?<=[\d)}}])(?:\s+(?:(?:square|cubic|sq\.?|cu\.?)\s+)?|(?=[ckdm]m\b|kg\b))"
+    rf"{_VALUE}(?:\s+(?:(?:square|cubic|sq\.?|cu\.?)\s+)?|(?=[ckdm]m\b|kg\b))"
     rf"(?:{_UNIT})(?:\s*\^\s*\{{?[23]\}}?)?"
     rf"(?:\s*(?:/|per)\s*(?:{_UNIT}|[smh])(?:\s*\^\s*\{{?[23]\}}?)?)?$"
 )
 _UNIT_TEXT = re.compile(
-    r"(?<=[\d)}])\s*\\text\s*\{(?!\s*(?:or|and|to|more|less|fewer|[aApP]\.?\s?[mM]|percent\w*|pct|dozen"
-    r"|[a-z]+illion|thousand|hundred)\b)[^{}]*\}"
+    rf"{_VALUE}\s*\\text\s*\{{[^{{}}]*\}}"
     r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)?\s*$"
+)
+# Words after a number that are no unit: they change the number, or tell that it is not certain.
+_NO_UNIT = re.compile(
+    r"^\W*(?:to|more|less|fewer|plus|minus|times\s|divided|over|squared|cubed|factorial|is|if|mod|modulo"
+    r"|minimum|maximum|below|above|under|[ap]\.?\s?m|per\s?cent\w*|pct|halves|half|thirds?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|dozen|gross|lakh|crore|bn"
+    r"|hundred|thousand|[mbtr]+illion|pi|arc\w+|alpha|beta|theta|[abcxyz]+)\b|^\W*[十百千万亿](?![米克])"
+    r"|\b(?:or|and|not|wrong|at least|at most|below zero)\b|n't\b|[或和多折成余约]|以[上下内]|左右|分之|的",
+    re.IGNORECASE,
 )
 _CHINESE_UNIT_TEXT = re.compile(rf"(?<=[\d)}}%万亿])\s*(?:{_CHINESE_UNIT})+$")
 _WHOLLY_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -164,12 +177,15 @@ def split_unit(text: str) -> tuple[str, str]:
         text, found = pattern.subn("", text)
         unit = name if found else unit
     text = _LETTER_IN_FONT.sub(r"\1", _FONT.sub(r"\\text", text))
+    if degrees := _DEGREES_AT_END.search(text):
+        unit = {"C": "celsius", "F": "fahrenheit"}.get(degrees[1], "degree")
     text = _TRIGONOMETRIC.sub(r"\1(\\frac{\3\\pi}{180})", text)
     for pattern, replacement in _COMMANDS:
         text = pattern.sub(replacement, text)
     text = _bare(text)
     for pattern in (_UNIT_TEXT, _UNIT_PHRASE, _CHINESE_UNIT_TEXT):
-        if found := pattern.search(text):
+        found = pattern.search(text)
+        if found and is_unit(found[0]) and not _is_variable(found[0], text[: found.start()]):
             text, unit = text[: found.start()], found[0]
     if whole := _WHOLLY_TEXT.fullmatch(text):
         text = whole[1]
@@ -184,8 +200,22 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _bare(text: str) -> str:
-    """Without what may stand before and after an answer."""
-    return _START.sub("", " ".join(text.split())).rstrip(".,;:?\\ ").strip()
+    """Without what may stand before and after an answer; the dots of `1, 2, ...` stay."""
+    text = _START.sub("", " ".join(text.split()))
+    bare = text.rstrip(".,;:?\\ ")
+    is_continued = text[len(bare) :].startswith("..") and re.search("[.,]", bare)
+    return bare.strip() + ("..." if is_continued else "")
+
+
+def is_unit(words: str) -> bool:
+    """Whether words after a number leave it as it is; `squared` and `or more` do not."""
+    return _NO_UNIT.search(re.sub(r"\\text|[{}]", " ", words)) is None
+
+
+def _is_variable(unit: str, before: str) -> bool:
+    """Whether a letter is a variable rather than a unit: the last one of `3k + 2 m`."""
+    sides = _COMMAND.sub("", before).rpartition("=")
+    return len(unit.strip()) == 1 and re.search("[a-zA-Z]", sides[2]) is not None
 
 
 def same_text(a: str, b: str) -> bool:
@@ -213,7 +243,7 @@ def _compared(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     text = _ARTICLE.sub("", text.strip())
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 2 is not 12
-    return re.sub(r"\\(?=[{}%])|\"|([_^])\{(\w)\}", r"\1\2", text)
+    return re.sub(r"\\(?=[{}%])|\"(?=[a-zA-Z])|(?<=[a-zA-Z])\"|([_^])\{(\w)\}", r"\1\2", text)
 
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
