@@ -27,8 +27,9 @@ _FRACTION = re.compile(
 )
 _REPEATING = re.compile(
     r"([-+]?)\s*(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?(?:\\dot\s*\{?(\d)\}?)?|\((\d+)\)"
-    r"|(\d{1,12}?)\7{2,}(?:\.\.\.))"
+    r"|(\d{1,12}?)\7{1,}\.{2,3})"
 )
+_CONTINUED = re.compile(r"[-+]?\d*\.\d+\.{2,3}")  # 3.1415...
 _PERCENT = re.compile(
     r"\s*(?:\\?%|(?:\\text\s*\{\s*)?\b(?:percent(?:age)?|per cent|pct)\b(?:\s*\})?)$"
 )
@@ -94,6 +95,8 @@ def parse_number(text: str, *, with_words: bool = False) -> Number | None:
         bare, factor = bare[: scale.start()], Fraction(_SCALES[scale[1]])
     bare = bare.strip()
     number = _decimal(bare) or _fraction(bare) or _repeating(bare)
+    if number is None and _CONTINUED.fullmatch(bare):
+        number = _decimal(bare.rstrip("."))
     return number.scaled(factor)._replace(is_percent=is_percent) if number else None
 
 

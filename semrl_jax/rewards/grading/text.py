@@ -55,8 +55,8 @@ _NUMBER = r"(?:\d+(?:\.\d+)?)"
 _DEGREES = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])"
 _DEGREES_AT_END = re.compile(rf"(?:{_DEGREES})\s*([CF]?)[\s.,]*$")
 _TRIGONOMETRIC = re.compile(
-    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{]?)\s*({_NUMBER})\s*"
-    rf"(?:{_DEGREES})\s*[)}}]?"
+    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{])?\s*({_NUMBER})\s*"
+    rf"(?:{_DEGREES})(?(2)\s*[)}}])"
 )
 _COMMANDS = tuple(
     (re.compile(pattern), replacement)
@@ -203,8 +203,8 @@ def _bare(text: str) -> str:
     """Without what may stand before and after an answer; the dots of `1, 2, ...` stay."""
     text = _START.sub("", " ".join(text.split()))
     bare = text.rstrip(".,;:?\\ ")
-    is_continued = text[len(bare) :].startswith("..") and re.search("[.,]", bare)
-    return bare.strip() + ("..." if is_continued else "")
+    end = text[len(bare) :].rstrip(",;:?\\ ")
+    return bare.strip() + (end if end.endswith("..") and re.search("[.,]", bare + end[0]) else "")
 
 
 def is_unit(words: str) -> bool:
@@ -242,7 +242,7 @@ def _plain_words(text: str) -> str:
 def _compared(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     text = _ARTICLE.sub("", text.strip())
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 2 is not 12
+    text = re.sub(r"(?<![\d.,])\s+|\s+(?!\d)", "", text)  # 1 2 is not 12, 1, 234 not 1,234
     return re.sub(r"\\(?=[{}%])|\"(?=[a-zA-Z])|(?<=[a-zA-Z])\"|([_^])\{(\w)\}", r"\1\2", text)
 
 
