@@ -108,8 +108,10 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return _parts_equal(
             parts[0] or Parts("", (answer,)), parts[1] or Parts("", (reference,)), compare
         )
-    if not relations.sides(reference)[1] and (found := _results(answer, compare)):
-        return any(compare(result, reference) for result in found)
+    for text, other in ((answer, reference), (reference, answer)):
+        is_result = text is answer or relations.is_name(relations.sides(text)[0][0])
+        if is_result and not relations.sides(other)[1] and (found := _results(text, compare)):
+            return any(compare(result, other) for result in found)
     if is_words(answer) or is_words(reference):
         return False
     equations = relations.as_equation(answer), relations.as_equation(reference)
@@ -141,8 +143,15 @@ def _time_of_day(text: str) -> tuple[str, str] | None:
 
 
 def _results(text: str, compare: Callable[[str, str], bool]) -> list[str]:
-    """The results of a chain of equations, if its sides without names agree."""
+    """The results of a chain of equations, if its sides without names agree.
+
+    An equation to be solved for its only name, such as `2x = 10`, has no result.
+    """
     sides, signs = relations.sides(text)
+    tree = expressions.parse(sides[0])
+    if tree is not None and not tree.is_Symbol and expressions.degree(tree) == 1:
+        if len(tree.free_symbols) == 1:
+            return []
     for left, sign, right in zip(sides, signs, sides[1:]):
         both = expressions.constant(left), expressions.constant(right)
         if None not in both:

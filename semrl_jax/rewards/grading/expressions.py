@@ -104,6 +104,16 @@ def _has(tree: Any, name: str) -> bool:
     return type(tree).__name__ == name or any(_has(argument, name) for argument in tree.args)
 
 
+def degree(tree: Any) -> float:
+    """Degree of a polynomial; infinity for other functions."""
+    degrees = list(map(degree, tree.args))
+    if tree.is_Symbol:
+        return float(tree.name != EULER)
+    if not any(degrees):
+        return 0.0
+    return max(degrees) if tree.is_Add else sum(degrees) if tree.is_Mul else float("inf")
+
+
 def expressions_equal(a: str, b: str) -> bool:
     """Whether two normalised expressions have the same value, at 12 fixed points if any has names.
 

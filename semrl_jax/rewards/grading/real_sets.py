@@ -165,36 +165,26 @@ def _inequality(text: str) -> RealSet | None:
     return RealSet(contains, tuple(ends), name)
 
 
-def _where(tree: Any, name: str, value: Any) -> list[Any] | None:
+def _where(tree: Any, name: str, target: Any) -> list[Any] | None:
     """The numbers at which ax + b, its size or its square has a value; None for other functions."""
     import mpmath
 
     kind = type(tree).__name__
     if kind == "Abs" or (kind == "Pow" and tree.args[1] == 2):
         with mpmath.workdps(expressions.DIGITS):
-            if value < 0:
+            if target < 0:
                 return []
-            size = value if kind == "Abs" else mpmath.sqrt(expressions.inexact(value))
-        found = [_where(tree.args[0], name, each) for each in (size, -size)]
+            size = target if kind == "Abs" else mpmath.sqrt(expressions.inexact(target))
+            found = [_where(tree.args[0], name, each) for each in (size, -size)]
         return None if None in found else found[0] + found[1]
-    if _degree(tree) != 1:
+    if expressions.degree(tree) != 1:
         return None
     with mpmath.workdps(expressions.DIGITS):
         try:
             start, one = (expressions.value(tree, {name: Fraction(x)}) for x in (0, 1))
-            return [(expressions.inexact(value) - start) / (expressions.inexact(one) - start)]
+            return [(expressions.inexact(target) - start) / (expressions.inexact(one) - start)]
         except expressions.NO_VALUE:
             return None
-
-
-def _degree(tree: Any) -> float:
-    """Degree of a polynomial; infinity for other functions."""
-    degrees = list(map(_degree, tree.args))
-    if tree.is_Symbol:
-        return float(tree.name != expressions.EULER)
-    if not any(degrees):
-        return 0.0
-    return max(degrees) if tree.is_Add else sum(degrees) if tree.is_Mul else float("inf")
 
 
 def _sign(a: Any, b: Any) -> int:

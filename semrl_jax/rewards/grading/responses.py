@@ -19,7 +19,7 @@ from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
 
 KINDS = ("math", "number", "choice")
 LETTERS = "ABCDE"
-_LABEL = re.compile(r"([A-HJ-Z])(?:[.)]\s+(.+))?")  # a reference that is an option: `C`, `C. 12`
+_LABEL = re.compile(r"([A-HJ])(?:[.)]\s+(.+))?")  # a reference that is an option: `C`, `C. 12`
 _RENAME = "; rename the column if it means something else"
 _NUMBER = re.compile(r"-?(?<![\d.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\\?%?")
 
