@@ -22,7 +22,10 @@ _ARTICLE = re.compile(r"A\s{1,9}[a-z]")
 # A response that ends with its letter: `it must be C.`, `**D**`, `(A)`.
 _LAST_WORD = re.compile(r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$")
 _HEDGE = re.compile(r"[\s,]*(?:or\b|/|或|和/或|还是|[|&]|\+\s*[A-Z]\b)", re.IGNORECASE)
-_NO_LETTER = re.compile(r"\s*[_^=?!'+]|\s*-\s*[A-Z]\b|\s+(?:is|are)\s+(?:wrong|not|incorrect|false)\b")
+_NO_LETTER = re.compile(  # a name in an expression, or an option that is refused
+    r"\s*(?:[_^=?!'+]|\\(?:cup|cap|times|cdot|setminus|subset|[lgn]eq?)(?![a-z])|-\s*[A-Z]\b)"
+    r"|\s+(?:is|are)\s+(?:wrong|not|incorrect|false)\b"
+)
 # A letter before its text: `(C) 12`, `C. 12`, `\\text{Option C}`, `C, because ...`.
 _BOXED_LABEL = re.compile(
     r"\s*(?:\\text\s*\{\s*)?(?:[Oo]ption|[Cc]hoice)?\s*\(?\s*([A-Z])"

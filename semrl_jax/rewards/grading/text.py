@@ -204,7 +204,9 @@ def _bare(text: str) -> str:
     text = _START.sub("", " ".join(text.split()))
     bare = text.rstrip(".,;:?\\ ")
     end = text[len(bare) :].rstrip(",;:?\\ ")
-    return bare.strip() + (end if end.endswith("..") and re.search("[.,]", bare + end[0]) else "")
+    if end.endswith("..") and re.search("[.,]", bare + end[0]):
+        return bare.strip() + end.rstrip(".") + "..."
+    return bare.strip()
 
 
 def is_unit(words: str) -> bool:
