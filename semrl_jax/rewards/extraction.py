@@ -23,7 +23,7 @@ _BETWEEN = re.compile(
 )
 # What is written before a box and belongs to it: `$-\boxed{1}$`, `x = \pm \boxed{1}`, `x > \boxed{1}`.
 _SIGN = re.compile(
-    r"((?<=[=$(\[])\s*-|\\pm|(?<=[\w})\]])\s*(?:\\[lgn]eq?(?![a-z])|[≤≥≠<>]=?))\s*$"
+    r"((?<=[=$(\[])\s*-|\\pm|(?:(?<=[ \d})\]])|(?<=[^<\w/][a-zA-Z]))(?:\\[lgn]eq?(?![a-z])|[≤≥≠<>]=?))\s*$"
 )
 MAX_BETWEEN = 40  # characters
 MAX_BOXES = 64  # the last ones are looked at; also of marks
@@ -43,25 +43,42 @@ WINDOW = 2000  # characters at the end of a text in which the last number is loo
 _DIGITS = r"(?:\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)|\d(?:,?\d)*(?:\.\d+)?|\.\d+)"
 _GROUP = r"(?:\s*\{[^{}]*\}|\s*\d)"
 NUMBER = (
-    r"(?:(?<![\w)\]}.%])[-+−–]|(?<=[=≈]\s)[-−–]\s|\b(?:negative|(?<!\d\s)minus)\s)?(?:[$€£¥][-−]?)?"
+    r"(?:(?<![\w)\]}.%])[-+−–]|(?:(?<=[=≈]\s)|\A)[-−–]\s|\b(?:negative|(?<!\d\s)minus)\s)?(?:[$€£¥][-−]?)?"
     rf"(?:(?:\d+\s*)?\\[dt]?frac{_GROUP}{_GROUP}|\d*\\sqrt{_GROUP}|{_DIGITS})"
     rf"(?:\s?/\s?{_DIGITS}|(?::\d+)+(?:\s?[aApP]\.?[mM]\b)?|[eE][-+]?\d+|\s*(?:\\times|×|\\cdot)\s*10\s*\^\s*"
     r"(?:\{\s*[-+]?\d+\s*\}|-?\d+))?"
     r"(?:\s?\\?%|\\?!|π|\\pi|\s?(?:hundred|thousand|[mbtr]+illion|dozen|万|亿)(?![a-z]))?"
 )
+# Words after a number that make another number of it.
+_CHANGE = (
+    r"(?:plus|minus|times\s+[a-z]|divided|over\s+[a-z]|squared|cubed|factorial|mod|modulo|halves|half"
+    r"|(?:degrees\s+)?below\s+zero|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
+    r"|and\s+a\s+(?:half|quarter)|gross|lakh|crore|bn|pi|arc\w+|alpha|beta|theta|[bcxyz]|[abcxyz]{2,3})\b"
+    r"|[十百千万亿](?![米克])|[折成多余的]|分之"
+)
+_NO_UNIT = re.compile(
+    rf"^\W*(?:{_CHANGE}|(?:to|more|less|fewer|is|if|minimum|maximum|below|above|under|[ap]\.?\s?m"
+    r"|per\s?cent\w*|pct|dozen|hundred|thousand|[mbtr]+illion)\b)"
+    r"|\b(?:or|not|wrong|at least|at most|below zero|and\s+(?:an?|half|one|two|three|four|five|six|seven"
+    r"|eight|nine|ten|eleven|twelve|\w+teen|\w+ty))\b|n't\b|[或和]|以[上下内]|左右",
+    re.IGNORECASE,
+)
 # A number in these surroundings is part of something else: `x > 5`, `2^5`, `5x`, `not 5`.
 _BEFORE_PART = re.compile(
-    r"(?:[\^√±]|\\(?:pm|sqrt|cdot|times|div)|[A-Za-z]_\{?|[A-Za-z]\(|\d\s*[*x]|[A-Za-z)]\s+[*x]"
+    r"(?:[)\]}]$|[\^√±]|\\(?:pm|sqrt|cdot|times|div)|[A-Za-z]_\{?|[A-Za-z]\(|\d\s*[*x]|[A-Za-z)]\s+[*x]"
     r"|[\w)\]}]\s*[+×·÷/≤≥≠]|(?:[\d)\]}]|(?<![<\w/])[A-Za-z])\s*(?:[<>]=?|!=)"
-    r"|(?:\b(?:log\w*|ln|lg|sin|cos|tan|sqrt|root of|not|than|times|plus|over)|n't|cannot be))\s*$"
+    r"|(?:\b(?:log\w*|ln|lg|sin|cos|tan|sqrt|root of|not|than|times|plus|over|mod)|n't|cannot be)"
+    r"|mod\{?|至少|至多|不是|大于|小于)\s*$"
 )
 _AFTER_PART = re.compile(
-    r"\s?\^|√|_\w|\+|\((?![a-z]{3})|\s?[*×·÷/]\s?[\d(xyzn]|\s?-\s?[xyzn(]\b|[abijknxyzKMB](?![A-Za-z])"
-    r"|\sand a (?:half|quarter)|\s(?:squared|cubed|factorial)\b|\\(?:pi|sqrt|cdot|times)"
+    rf"\s?(?:\\(?:text|mathrm)\s*\{{\s*)?(?:{_CHANGE})|(?:\s\w+){{0,2}}\s(?:or\s+(?:more|less|fewer)|at\s+least)\b|\s?[\^或]"
+    r"|√|_\w|\+|\s\+\s?[\w(\\]|\((?![a-z]{3})|\s?[*×·÷/]\s?[\d(xyzn]|\s?-\s?[xyzn(]\b"
+    r"|[abijknxyzKMB](?![A-Za-z])|\\(?:pi|sqrt|cdot|times)"
 )
 _UNCERTAIN = re.compile(
-    r"(?i)\b(?:or|between|at least|at most|half|halves|thirds?|double|twice|squared?|root|power|if|except"
-    r"|either|maybe|dozens?|minus|negative|below zero)\b|[或非不]"
+    r"(?i)\b(?:or|not|wrong|such as|between|at least|at most|half|halves|thirds?|double|twice|squared?|root"
+    r"|power|if|except|either|maybe|dozens?|minus|negative|below zero|minimum|maximum|thirty|fifty)\b"
+    r"|[或非不<>≤≥≠]|\\(?:[lgn]eq?|neg|in|infty|lfloor|lceil)(?![a-z])|至少|以[上下内]|左右"
 )
 _IN_BRACKETS = re.compile(r"[^()\[\]{}]*,(?!\d{3}(?!\d))[^()\[\]{}]*")
 MAX_AROUND = 60  # characters
@@ -197,6 +214,11 @@ def only_number(text: str) -> str | None:
     if len(numbers) != 1 or _UNCERTAIN.search(text) or _is_part(text, numbers[0]):
         return None
     return numbers[0][0]
+
+
+def is_unit(words: str) -> bool:
+    """Whether words after a number leave it as it is; `squared` and `or more` do not."""
+    return _NO_UNIT.search(re.sub(r"\\text|[{}]", " ", words)) is None
 
 
 def _around(text: str, number: re.Match[str]) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from semrl_jax.rewards.grading.text import is_unit
+from semrl_jax.rewards.extraction import is_unit
 
 TOLERANCE = Fraction(1, 10_000)  # relative, of the evaluation protocol
 LEAST_DIGITS = Fraction(1, 1000)  # relative size of the last place: 4 digits, as in 0.3333
@@ -40,7 +40,7 @@ _SCALES = {
 _SCALE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(_SCALES)})(?:\s*\}})?$")
 _WORDS = re.compile(
     r"(?<=[\d%}])(?:\s*\\text\s*\{[^{}]*\}(?:\^\d)?|\s*\(\s*[a-zA-Z]{3}[^\d\\()]*\)"
-    r"|\s+(?:[a-zA-Z]{3}|in\b|of\b)[^\d\\]*|\s*[\u4e00-\u9fff][^\d\\]*)$"
+    r"|(?:\s+(?:[a-zA-Z]{3}|in\b|of\b)|\s*/\s*[a-zA-Z]{3})[^\d\\]*|\s*[\u4e00-\u9fff][^\d\\]*)$"
 )
 _NAMES = {
     name: str(number)

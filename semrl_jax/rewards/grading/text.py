@@ -6,6 +6,8 @@ import functools
 import re
 import unicodedata
 
+from semrl_jax.rewards.extraction import is_unit
+
 MAX_CHARS = 4096  # of an answer; no benchmark has a longer one
 
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho"
@@ -138,15 +140,6 @@ _UNIT_TEXT = re.compile(
     rf"{_VALUE}\s*\\text\s*\{{[^{{}}]*\}}"
     r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)?\s*$"
 )
-# Words after a number that are no unit: they change the number, or tell that it is not certain.
-_NO_UNIT = re.compile(
-    r"^\W*(?:to|more|less|fewer|plus|minus|times\s|divided|over|squared|cubed|factorial|is|if|mod|modulo"
-    r"|minimum|maximum|below|above|under|[ap]\.?\s?m|per\s?cent\w*|pct|halves|half|thirds?"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|dozen|gross|lakh|crore|bn"
-    r"|hundred|thousand|[mbtr]+illion|pi|arc\w+|alpha|beta|theta|[abcxyz]+)\b|^\W*[十百千万亿](?![米克])"
-    r"|\b(?:or|and|not|wrong|at least|at most|below zero)\b|n't\b|[或和多折成余约]|以[上下内]|左右|分之|的",
-    re.IGNORECASE,
-)
 _CHINESE_UNIT_TEXT = re.compile(rf"(?<=[\d)}}%万亿])\s*(?:{_CHINESE_UNIT})+$")
 _WHOLLY_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTER_IN_BRACKETS = re.compile(r"\(\s*([A-Za-z])\s*\)")
@@ -207,11 +200,6 @@ def _bare(text: str) -> str:
     if end.endswith("..") and re.search("[.,]", bare + end[0]):
         return bare.strip() + end.rstrip(".") + "..."
     return bare.strip()
-
-
-def is_unit(words: str) -> bool:
-    """Whether words after a number leave it as it is; `squared` and `or more` do not."""
-    return _NO_UNIT.search(re.sub(r"\\text|[{}]", " ", words)) is None
 
 
 def _is_variable(unit: str, before: str) -> bool:
