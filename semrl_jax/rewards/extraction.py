@@ -21,9 +21,10 @@ _BETWEEN = re.compile(
     r"(?:[\s$.]|\\[()\[\], ]|\\q?quad)*(?:,|;|、|和|或|及|&|\\text\{|\band\b|\bor\b)"
     r"(?:[\s$,}]|\\[()\[\], ]|\\q?quad|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
-# What is written before a box and belongs to it: `$-\boxed{1}$`, `x = \pm \boxed{1}`, `x > \boxed{1}`.
+# What is written before a box and belongs to it: `$-\boxed{1}$`, `\pm \boxed{1}`, `x > \boxed{1}`.
 _SIGN = re.compile(
-    r"((?<=[=$(\[])\s*-|\\pm|(?:(?<=[ \d})\]])|(?<=[^<\w/][a-zA-Z]))(?:\\[lgn]eq?(?![a-z])|[≤≥≠<>]=?))\s*$"
+    r"((?<=[=$(\[])\s*-|\\pm"
+    r"|(?:(?<=[ \d})\]])|(?<=[^<\w/][a-zA-Z]))(?:\\[lgn]eq?(?![a-z])|[≤≥≠<>]=?))\s*$"
 )
 MAX_BETWEEN = 40  # characters
 MAX_BOXES = 64  # the last ones are looked at; also of marks
@@ -47,7 +48,7 @@ NUMBER = (
     rf"(?:(?:\d+\s*)?\\[dt]?frac{_GROUP}{_GROUP}|\d*\\sqrt{_GROUP}|{_DIGITS})"
     rf"(?:\s?/\s?{_DIGITS}|(?::\d+)+(?:\s?[aApP]\.?[mM]\b)?|[eE][-+]?\d+|\s*(?:\\times|×|\\cdot)\s*10\s*\^\s*"
     r"(?:\{\s*[-+]?\d+\s*\}|-?\d+))?"
-    r"(?:\s?\\?%|\\?!|π|\\pi|\s?(?:hundred|thousand|[mbtr]+illion|dozen|万|亿)(?![a-z]))?"
+    r"(?:\s?\\?%|\\?!|π|\\pi|\s?(?:hundred|thousand|[mbtr]+illion|万|亿)(?![a-z]))?"
 )
 # Words after a number that make another number of it.
 _CHANGE = (
@@ -57,10 +58,10 @@ _CHANGE = (
     r"|[十百千万亿](?![米克])|[折成多余的]|分之"
 )
 _NO_UNIT = re.compile(
-    rf"^\W*(?:{_CHANGE}|(?:to|more|less|fewer|is|if|minimum|maximum|below|above|under|[ap]\.?\s?m"
-    r"|per\s?cent\w*|pct|dozen|hundred|thousand|[mbtr]+illion)\b)"
-    r"|\b(?:or|not|wrong|at least|at most|below zero|and\s+(?:an?|half|one|two|three|four|five|six|seven"
-    r"|eight|nine|ten|eleven|twelve|\w+teen|\w+ty))\b|n't\b|[或和]|以[上下内]|左右",
+    rf"^\W*(?:{_CHANGE}|(?:to|(?:more|less|fewer)\s+than|is|if|minimum|maximum|below|above|under"
+    r"|[ap]\.?\s?m|per\s?cent\w*|pct|dozen|hundred|thousand|[mbtr]+illion)\b)"
+    r"|\b(?:or|not|wrong|at least|at most|below zero|and\s+(?:an?|half|one|two|three|four|five|six"
+    r"|seven|eight|nine|ten|eleven|twelve|\w+teen|\w+ty))\b|n't\b|[或和]|以[上下内]|左右",
     re.IGNORECASE,
 )
 # A number in these surroundings is part of something else: `x > 5`, `2^5`, `5x`, `not 5`.
@@ -71,13 +72,14 @@ _BEFORE_PART = re.compile(
     r"|mod\{?|至少|至多|不是|大于|小于)\s*$"
 )
 _AFTER_PART = re.compile(
-    rf"\s?(?:\\(?:text|mathrm)\s*\{{\s*)?(?:{_CHANGE})|(?:\s\w+){{0,2}}\s(?:or\s+(?:more|less|fewer)|at\s+least)\b|\s?[\^或]"
-    r"|√|_\w|\+|\s\+\s?[\w(\\]|\((?![a-z]{3})|\s?[*×·÷/]\s?[\d(xyzn]|\s?-\s?[xyzn(]\b"
+    rf"\s?(?:\\(?:text|mathrm)\s*\{{\s*)?(?:{_CHANGE})|(?:\s\w+){{0,2}}\s(?:or\s+(?:more|less|fewer)|at\s+least)\b|\s?\^(?!\s*\{{?\s*\\circ)|\s?或"
+    r"|√|_\w|\+|\s\+\s?[\w(\\]|\((?![a-z]{3})|\s?[*×·÷/]\s?(?:[\d(]|[xyzn]\b)|\s?-\s?[xyzn(]\b"
     r"|[abijknxyzKMB](?![A-Za-z])|\\(?:pi|sqrt|cdot|times)"
 )
 _UNCERTAIN = re.compile(
-    r"(?i)\b(?:or|not|wrong|such as|between|at least|at most|half|halves|thirds?|double|twice|squared?|root"
-    r"|power|if|except|either|maybe|dozens?|minus|negative|below zero|minimum|maximum|thirty|fifty)\b"
+    r"(?i)\b(?:or|not|wrong|such as|between|at least|at most|half|halves|thirds?|double"
+    r"|twice|squared?|root|power|if|except|either|maybe|dozens?|minus|negative|below zero|minimum"
+    r"|maximum|\w+ty)\b"
     r"|[或非不<>≤≥≠]|\\(?:[lgn]eq?|neg|in|infty|lfloor|lceil)(?![a-z])|至少|以[上下内]|左右"
 )
 _IN_BRACKETS = re.compile(r"[^()\[\]{}]*,(?!\d{3}(?!\d))[^()\[\]{}]*")
@@ -194,9 +196,14 @@ def _last_number(text: str) -> str | None:
     for found in _MATH.finditer(text):
         content = found[1] or found[2] or found[3]
         names = [text.rpartition("=")[0].strip() for text in (answer.rpartition(",")[2], content)]
-        if _BETWEEN_MATH.fullmatch(text, end, found.start()) and names[0] == names[1]:
+        is_same = names[0] == names[1] and (names[0] or _NUMBER.fullmatch(content))
+        if is_same and _BETWEEN_MATH.fullmatch(text, end, found.start()):
             content = f"{answer}, {content}"
-        if found.start() < last.start() and last.end() < found.end() and not _PROSE.search(content):
+        if (
+            found.start() <= last.start()
+            and last.end() < found.end()
+            and not _PROSE.search(content)
+        ):
             return content
         answer, end = content, found.end()
     before, after = _around(text, last)
@@ -209,7 +216,7 @@ def _last_number(text: str) -> str | None:
 
 
 def only_number(text: str) -> str | None:
-    """The number of a text that has one, unless other words change it: `not 5`, `5x`, `half of 5`."""
+    """The only number of a text, unless other words change it: `not 5`, `5x`, `half of 5`."""
     numbers = list(_NUMBER.finditer(text))
     if len(numbers) != 1 or _UNCERTAIN.search(text) or _is_part(text, numbers[0]):
         return None

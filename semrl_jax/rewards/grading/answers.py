@@ -87,7 +87,7 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return all(x == y for x, y in zip(*times) if x and y)
     compare = functools.partial(_equal, percent=percent, levels=levels - 1)
     ratios = at_top_level(answer, _COLON), at_top_level(reference, _COLON)
-    if max(map(len, ratios)) > 1:
+    if max(map(len, ratios)) > 1 and "=" not in answer + reference:
         return _ratios_equal(*ratios, compare)
     chains = relations.as_chain(answer), relations.as_chain(reference)
     if chains[0] and chains[1]:
@@ -124,16 +124,12 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
     return expressions.expressions_equal(answer, reference)
 
 
-def _ratios_equal(
-    a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]
-) -> bool:
+def _ratios_equal(a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]) -> bool:
     """`2:4:6` is `1:2:3`, and `3:4` is three quarters."""
     if max(len(a), len(b)) == 2:
-        x, y = (rf"\frac{{{each[0]}}}{{{each[1]}}}" if len(each) == 2 else each[0] for each in (a, b))
-        return compare(x, y)
-    return len(a) == len(b) and all(
-        compare(rf"\frac{{{x}}}{{{a[0]}}}", rf"\frac{{{y}}}{{{b[0]}}}") for x, y in zip(a[1:], b[1:])
-    )
+        return compare(*(rf"\frac{{{x[0]}}}{{{x[1]}}}" if len(x) == 2 else x[0] for x in (a, b)))
+    a, b = ([rf"\frac{{{part}}}{{{ratio[0]}}}" for part in ratio[1:]] for ratio in (a, b))
+    return _all_equal(a, b, compare)
 
 
 def _time_of_day(text: str) -> tuple[str, str] | None:
@@ -143,15 +139,8 @@ def _time_of_day(text: str) -> tuple[str, str] | None:
 
 
 def _results(text: str, compare: Callable[[str, str], bool]) -> list[str]:
-    """The results of a chain of equations, if its sides without names agree.
-
-    An equation to be solved for its only name, such as `2x = 10`, has no result.
-    """
+    """The results of a chain of equations, if its sides without names agree."""
     sides, signs = relations.sides(text)
-    tree = expressions.parse(sides[0])
-    if tree is not None and not tree.is_Symbol and expressions.degree(tree) == 1:
-        if len(tree.free_symbols) == 1:
-            return []
     for left, sign, right in zip(sides, signs, sides[1:]):
         both = expressions.constant(left), expressions.constant(right)
         if None not in both:

@@ -32,7 +32,9 @@ _BOXED_LABEL = re.compile(
     r"(?:\s*[).:、}]|,?\s+(?=\\text|since\b|because\b|as\b)|$)"
 )
 _OTHER = re.compile(r"\bor\b|或|\b[A-J][.):]\s")
-_FONTS = re.compile(r"\\(?:text|math|boldsymbol|[fm]?box|q?quad|left|right)[a-z]*\s*|\\(?=\W)|[{}$*]")
+_FONTS = re.compile(
+    r"\\(?:text|math|boldsymbol|[fm]?box|q?quad|left|right)[a-z]*\s*|\\(?=\W)|[{}$*]"
+)
 
 
 def option_text(option: str) -> str:

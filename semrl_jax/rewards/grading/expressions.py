@@ -122,7 +122,7 @@ def expressions_equal(a: str, b: str) -> bool:
     rounded, see `tolerance`.
     """
     trees = parse(a), parse(b)
-    if None in trees:
+    if None in trees or any(_has(tree, "ComplexInfinity") for tree in trees):  # 2/0 is not 3/0
         return False
     functions = (functools.partial(value, tree) for tree in trees)
     return trees[0] == trees[1] or same_values(*functions, trees, tolerance(a, b))

@@ -42,12 +42,8 @@ _WORDS = re.compile(
     r"(?<=[\d%}])(?:\s*\\text\s*\{[^{}]*\}(?:\^\d)?|\s*\(\s*[a-zA-Z]{3}[^\d\\()]*\)"
     r"|(?:\s+(?:[a-zA-Z]{3}|in\b|of\b)|\s*/\s*[a-zA-Z]{3})[^\d\\]*|\s*[\u4e00-\u9fff][^\d\\]*)$"
 )
-_NAMES = {
-    name: str(number)
-    for number, name in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve".split()
-    )
-}
+_NAMES = "zero one two three four five six seven eight nine ten eleven twelve"
+_DIGITS_OF = {name: str(number) for number, name in enumerate(_NAMES.split())}
 
 
 class Number(NamedTuple):
@@ -83,7 +79,7 @@ def parse_number(text: str, *, with_words: bool = False) -> Number | None:
     Returns:
       None if the text is anything else, or the number is above the limits.
     """
-    text = _NAMES.get(text.casefold(), text)
+    text = _DIGITS_OF.get(text.casefold(), text)
     if len(text) > MAX_CHARS or not re.search("[0-9]", text) or not text.isprintable():
         return None
     if with_words and (words := _WORDS.search(text)) and is_unit(words[0]):

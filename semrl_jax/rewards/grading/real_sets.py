@@ -6,6 +6,7 @@ and between them. An inequality that must be solved first, such as x^2 - 3x + 2 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -72,7 +73,7 @@ def equal(a: RealSet, b: RealSet) -> bool | None:
     with mpmath.workdps(expressions.DIGITS):
         ends = sorted((*a.ends, *b.ends), key=expressions.inexact) or [Fraction(0)]
         numbers = [expressions.inexact(end) for end in ends]
-        between = [(x + y) / 2 for x, y in zip(numbers, numbers[1:])]
+        between = [(x + y) / 2 for x, y in itertools.pairwise(numbers)]
         outside = [2 * numbers[0] - numbers[-1] - 1, 2 * numbers[-1] - numbers[0] + 1]
         try:
             return all(a.contains(x) is b.contains(x) for x in (*ends, *between, *outside))
@@ -133,7 +134,7 @@ def _inequality(text: str) -> RealSet | None:
         return None
     (name,) = names
     ends: list[Any] = []
-    for pair in zip(parts, parts[1:]):
+    for pair in itertools.pairwise(parts):
         if pair[0] in _INFINITY or pair[1] in _INFINITY:
             continue
         constants = [expressions.constant(part) for part in pair]

@@ -22,7 +22,7 @@ KINDS = ("math", "number", "choice")
 LETTERS = "ABCDE"
 _LABEL = re.compile(r"([A-HJ])(?:[.)]\s+(.+))?")  # a reference that is an option: `C`, `C. 12`
 _RENAME = "; rename the column if it means something else"
-_SENTENCE = re.compile(r"(?:\\text\s*\{\s*)?[A-Z][a-z']*(?:\s+[a-zA-Z']+){2}")
+_SENTENCE = re.compile(r"[A-Z][a-z']*\s+[a-zA-Z']+")
 
 
 class Graded(NamedTuple):
