@@ -69,22 +69,11 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return True
     if not answer or not reference or levels == 0:
         return False
-    numbers = parse_number(answer), parse_number(reference)
-    if numbers[0] is None or numbers[1] is None:
-        if numbers[1]:
-            numbers = parse_number(answer, with_words=True), numbers[1]
-        elif numbers[0]:
-            numbers = numbers[0], parse_number(reference, with_words=True)
-    if numbers[0] and numbers[1]:
-        return numbers_equal(numbers[0], numbers[1], percent=percent)
-    bases = _BASE.fullmatch(answer), _BASE.fullmatch(reference)
-    if bases[0] and bases[1]:
-        return bases[0].groups() == bases[1].groups()
-    if bases[0] or bases[1]:
-        return (bases[0] or bases[1])[1] in (answer, reference)
-    times = _time_of_day(answer), _time_of_day(reference)
-    if times[0] and times[1]:
-        return all(x == y for x, y in zip(*times) if x and y)
+    numbers = _numbers(answer, reference)
+    if None not in numbers:
+        return numbers_equal(*numbers, percent=percent)
+    if (found := _digits_equal(answer, reference)) is not None:
+        return found
     compare = functools.partial(_equal, percent=percent, levels=levels - 1)
     ratios = at_top_level(answer, _COLON), at_top_level(reference, _COLON)
     if max(map(len, ratios)) > 1 and "=" not in answer + reference:
@@ -122,6 +111,29 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
             exact = Number(expressions.as_fraction(value))
             return numbers_equal(number, exact, percent=percent)
     return expressions.expressions_equal(answer, reference)
+
+
+def _numbers(answer: str, reference: str) -> tuple[Number | None, Number | None]:
+    """The numbers of both; words after one do not count if the other is a number."""
+    numbers = parse_number(answer), parse_number(reference)
+    if numbers[0] is None and numbers[1]:
+        return parse_number(answer, with_words=True), numbers[1]
+    if numbers[0] and numbers[1] is None:
+        return numbers[0], parse_number(reference, with_words=True)
+    return numbers
+
+
+def _digits_equal(answer: str, reference: str) -> bool | None:
+    """Whether numbers to a base or times of day are the same; None if the texts are others."""
+    bases = _BASE.fullmatch(answer), _BASE.fullmatch(reference)
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
+    if bases[0] or bases[1]:
+        return (bases[0] or bases[1])[1] in (answer, reference)
+    times = _time_of_day(answer), _time_of_day(reference)
+    if times[0] and times[1]:
+        return all(x == y for x, y in zip(*times) if x and y)
+    return None
 
 
 def _ratios_equal(a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]) -> bool:

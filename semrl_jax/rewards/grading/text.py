@@ -100,6 +100,7 @@ _COMMANDS = tuple(
         (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
     )
 )
+_PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 # Words that mean a set.
 _NO_SOLUTION = re.compile(
     r"(?i)(?:there (?:is|are) )?no (?:real |such )?(?:solutions?|roots?)|(?:the )?empty set"
@@ -157,6 +158,8 @@ def normalized(text: str) -> str:
 @functools.lru_cache(maxsize=8192)
 def split_unit(text: str) -> tuple[str, str]:
     """The answer as `normalized` writes it, and the unit or currency that was removed from it."""
+    if _PLAIN.fullmatch(text):  # most answers; the rest is slow
+        return text, ""
     is_price = text.lstrip().startswith("$") and text.count("$") % 2 == 1
     unit = "dollar" if is_price else ""
     text = _THOUSANDS.sub(",", text).translate(_TO_ASCII)
