@@ -19,8 +19,11 @@ _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*[).:：、．,]\s*")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF21, 0xFF5B)}
 _OR = re.compile(r"(?i)\bor\s*$")
 _ARTICLE = re.compile(r"A\s{1,9}[a-z]")
-# A response that ends with its letter: `it must be C.`, `**D**`, `(A)`.
-_LAST_WORD = re.compile(r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$")
+# A response that ends with its letter: `it must be C.`, `**D**`, `(A)`, `**C. 8**`.
+_LAST_WORD = re.compile(
+    r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$"
+    r"|(?:^|\n)\*\*\(?([A-Z])[.)][^\n*]*\*\*\.?\s*$"
+)
 _HEDGE = re.compile(r"[\s,]*(?:or\b|/|或|和/或|还是|[|&]|\+\s*[A-Z]\b)", re.IGNORECASE)
 _NO_LETTER = re.compile(  # a name in an expression, or an option that is refused
     r"\s*(?:[_^=?!'+]|\\(?:cup|cap|times|cdot|setminus|subset|[lgn]eq?)(?![a-z])|-\s*[A-Z]\b)"
@@ -98,7 +101,8 @@ def announced_letters(response: str, letters: str) -> str | None:
             if (found := _leading(rest, letters)) is not None:
                 return "" if _OR.search(response, 0, mark.start()) else found
     if last := _LAST_WORD.search(response):
-        return last[1] if last[1] in letters else None
+        letter = last[1] or last[2]
+        return letter if letter in letters else None
     return None
 
 

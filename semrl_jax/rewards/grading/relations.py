@@ -11,7 +11,7 @@ _NAME = re.compile(
     r"\\?[a-zA-Z]+'*(?:_(?:\w|\{\w+\}))?(?:\^\{-1\})?(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?"
     r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\)"
     # Quantities of geometry: m\angle ABC, |AB|, \overline{AB}, [ABC]; and words.
-    r"|m?\\(?:angle|triangle)\s*\w+|\|\s*[A-Z]{1,3}\s*\||\\overline\{[A-Z]{2}\}|\[[A-Z]{3,4}\]"
+    r"|m?\\(?:angle|triangle)\s*\w+|\|\s*[A-Z]{1,3}\s*\||\\(?:overline|vec|overrightarrow)\s*\{\w{1,2}\}|\[[A-Z]{3,4}\]"
     r"|\\text\s*\{[^{}]*\}(?:_\w)?|[a-zA-Z]{1,2}(?:\s*:\s*[a-zA-Z]{1,2})+"
 )
 _SIGNS = {"<": "<", ">": ">", r"\leq": "<=", "<=": "<=", r"\geq": ">=", ">=": ">="}
