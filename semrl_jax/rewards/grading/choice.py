@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from semrl_jax.rewards.extraction import MAX_BOXES
 from semrl_jax.rewards.grading.text import normalized, same_text
 
 _TAIL = r"[*_]*\s*(?:is|are|为|是|的)?\s*[:：]?\s*"
@@ -19,6 +20,7 @@ _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*[).:：、．,]\s*")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF21, 0xFF5B)}
 _OR = re.compile(r"(?i)\bor\s*$")
 _ARTICLE = re.compile(r"A\s{1,9}[a-z]")
+MAX_END = 200  # characters in which a response may end with its letter
 # A response that ends with its letter: `it must be C.`, `**D**`, `(A)`, `**C. 8**`.
 _LAST_WORD = re.compile(
     r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$"
@@ -96,11 +98,12 @@ def chosen_letters(
 def announced_letters(response: str, letters: str) -> str | None:
     """The letters after the last mark that letters follow; "" for `B or C`, None without any."""
     for marks in _MARKS:
-        for mark in reversed(list(marks.finditer(response))):
+        for mark in reversed(list(marks.finditer(response))[-MAX_BOXES:]):
             rest = response[mark.end() : mark.end() + 40].partition("\n")[0]
             if (found := _leading(rest, letters)) is not None:
                 return "" if _OR.search(response, 0, mark.start()) else found
-    if last := _LAST_WORD.search(response):
+    response = response.rstrip()
+    if last := _LAST_WORD.search(response, max(len(response) - MAX_END, 0)):
         letter = last[1] or last[2]
         return letter if letter in letters else None
     return None

@@ -1,5 +1,6 @@
 """Single rules of the grader: what a text is read as."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,8 @@ from semrl_jax.rewards.grading.numbers import Number, parse_number
 from semrl_jax.rewards.grading.real_sets import as_real_set
 from semrl_jax.rewards.grading.splitting import Parts, split
 from semrl_jax.rewards.grading.text import is_words, normalized
+from semrl_jax.rewards.verdict import VerifierSettings
+from semrl_jax.rewards.verifiers import math
 
 
 @pytest.mark.parametrize(
@@ -202,6 +205,14 @@ def test_sets_that_differ_far_out_or_at_one_point_are_unequal(a, b):
 def test_an_inequality_that_must_be_solved_is_no_set():
     assert as_real_set("x^2 - 3x + 2 < 0") is None and as_real_set("x + 1 < 2x") is None
     assert equal("x^2 - 3x + 2 < 0", "(x-1)(x-2) < 0")
+
+
+@pytest.mark.parametrize("text", ["答案", "x\n\n", "\n"])
+def test_a_long_response_without_a_letter_costs_one_pass(text):
+    start = time.perf_counter()
+    response = text * (200_000 // len(text)) + "y"
+    assert not math.verify(response, "A", VerifierSettings()).correct
+    assert time.perf_counter() - start < 1.5  # 0.1 s; minutes if the rule is quadratic
 
 
 def test_ratios():
