@@ -35,8 +35,8 @@ def test_smollm2_is_fetched_evaluated_trained_and_exported(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert np.isfinite([row["policy/loss"] for row in found if "policy/loss" in row]).all()
-    # The model adds some two-digit numbers. Without its chat template it answers nothing.
-    assert found[0]["eval/sums/greedy_accuracy"] >= 0.5
+    # With its chat template, the model answers in a few words; as plain text, it would go on.
+    assert found[0]["eval/sums/finished_fraction"] == 1.0
     # The engine and the trainer agree on the log-probabilities of real weights, in nats.
     assert max(row.get("rollout/logprob_mismatch/max", 0) for row in found) < 1e-3
     exported = run("launch.convert", f"--source={tmp_path / 'run'}", f"--target={tmp_path / 'out'}")

@@ -8,11 +8,18 @@ from collections.abc import Callable, Sequence
 
 from semrl_jax.rewards.grading import expressions, real_sets, relations, units
 from semrl_jax.rewards.grading.numbers import Number, numbers_equal, parse_number
-from semrl_jax.rewards.grading.splitting import Parts, bracketed, condition, split
+from semrl_jax.rewards.grading.splitting import (
+    Parts,
+    at_top_level,
+    bracketed,
+    condition,
+    split,
+)
 from semrl_jax.rewards.grading.text import MAX_CHARS, is_words, same_text, split_unit
 
 MAX_LEVELS = 4  # of parts in parts, such as a set of pairs
 _BASE = re.compile(r"\(?(\d\w*)\)?_\{?(\d{1,2})\}?")
+_COLON = re.compile(r"(?<=[^=]):(?!=)(?=.)")
 _TIME = re.compile(
     r"(\d{1,2}):(\d\d)\s*(?:\\text\s*\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
@@ -62,23 +69,15 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return True
     if not answer or not reference or levels == 0:
         return False
-    numbers = parse_number(answer), parse_number(reference)
-    if numbers[0] is None or numbers[1] is None:
-        if numbers[1]:
-            numbers = parse_number(answer, with_words=True), numbers[1]
-        elif numbers[0]:
-            numbers = numbers[0], parse_number(reference, with_words=True)
-    if numbers[0] and numbers[1]:
-        return numbers_equal(numbers[0], numbers[1], percent=percent)
-    bases = _BASE.fullmatch(answer), _BASE.fullmatch(reference)
-    if bases[0] and bases[1]:
-        return bases[0].groups() == bases[1].groups()
-    if bases[0] or bases[1]:
-        return (bases[0] or bases[1])[1] in (answer, reference)
-    times = _time_of_day(answer), _time_of_day(reference)
-    if times[0] and times[1]:
-        return all(x == y for x, y in zip(*times) if x and y)
+    numbers = _numbers(answer, reference)
+    if None not in numbers:
+        return numbers_equal(*numbers, percent=percent)
+    if (found := _digits_equal(answer, reference)) is not None:
+        return found
     compare = functools.partial(_equal, percent=percent, levels=levels - 1)
+    ratios = at_top_level(answer, _COLON), at_top_level(reference, _COLON)
+    if max(map(len, ratios)) > 1 and "=" not in answer + reference:
+        return _ratios_equal(*ratios, compare)
     chains = relations.as_chain(answer), relations.as_chain(reference)
     if chains[0] and chains[1]:
         (sides, signs), (reference_sides, reference_signs) = chains
@@ -98,8 +97,10 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
         return _parts_equal(
             parts[0] or Parts("", (answer,)), parts[1] or Parts("", (reference,)), compare
         )
-    if not relations.sides(reference)[1] and (found := _results(answer, compare)):
-        return any(compare(result, reference) for result in found)
+    for text, other in ((answer, reference), (reference, answer)):
+        is_result = text is answer or relations.is_name(relations.sides(text)[0][0])
+        if is_result and not relations.sides(other)[1] and (found := _results(text, compare)):
+            return any(compare(result, other) for result in found)
     if is_words(answer) or is_words(reference):
         return False
     equations = relations.as_equation(answer), relations.as_equation(reference)
@@ -110,6 +111,37 @@ def _equal(answer: str, reference: str, percent: bool, levels: int) -> bool:
             exact = Number(expressions.as_fraction(value))
             return numbers_equal(number, exact, percent=percent)
     return expressions.expressions_equal(answer, reference)
+
+
+def _numbers(answer: str, reference: str) -> tuple[Number | None, Number | None]:
+    """The numbers of both; words after one do not count if the other is a number."""
+    numbers = parse_number(answer), parse_number(reference)
+    if numbers[0] is None and numbers[1]:
+        return parse_number(answer, with_words=True), numbers[1]
+    if numbers[0] and numbers[1] is None:
+        return numbers[0], parse_number(reference, with_words=True)
+    return numbers
+
+
+def _digits_equal(answer: str, reference: str) -> bool | None:
+    """Whether numbers to a base or times of day are the same; None if the texts are others."""
+    bases = _BASE.fullmatch(answer), _BASE.fullmatch(reference)
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
+    if bases[0] or bases[1]:
+        return (bases[0] or bases[1])[1] in (answer, reference)
+    times = _time_of_day(answer), _time_of_day(reference)
+    if times[0] and times[1]:
+        return all(x == y for x, y in zip(*times) if x and y)
+    return None
+
+
+def _ratios_equal(a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]) -> bool:
+    """`2:4:6` is `1:2:3`, and `3:4` is three quarters."""
+    if max(len(a), len(b)) == 2:
+        return compare(*(rf"\frac{{{x[0]}}}{{{x[1]}}}" if len(x) == 2 else x[0] for x in (a, b)))
+    a, b = ([rf"\frac{{{part}}}{{{ratio[0]}}}" for part in ratio[1:]] for ratio in (a, b))
+    return _all_equal(a, b, compare)
 
 
 def _time_of_day(text: str) -> tuple[str, str] | None:

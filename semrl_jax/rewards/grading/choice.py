@@ -5,28 +5,41 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from semrl_jax.rewards.extraction import MAX_BOXES
 from semrl_jax.rewards.grading.text import normalized, same_text
 
 _TAIL = r"[*_]*\s*(?:is|are|为|是|的)?\s*[:：]?\s*"
 _MARKS = (  # the first that a response has counts; "option B is wrong" announces nothing
     re.compile(
-        rf"(?:answer|choose|chose|correct (?:option|choice)|答案|故选|应选|选择|选)s?{_TAIL}",
+        rf"(?:answer|choose|chose|correct (?:option|choice)|答案|故选|应选|(?<!不)选择?)s?{_TAIL}",
         re.IGNORECASE,
     ),
     re.compile(rf"(?:option|choice|选项){_TAIL}", re.IGNORECASE),
 )
 _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*[).:：、．,]\s*")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF21, 0xFF5B)}
+_OR = re.compile(r"(?i)\bor\s*$")
 _ARTICLE = re.compile(r"A\s{1,9}[a-z]")
-# A response that ends with its letter: `it must be C.`, `**D**`, `(A)`.
-_LAST_WORD = re.compile(r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$")
-_HEDGE = re.compile(r"[\s,]*(?:or\b|/|或|和/或)", re.IGNORECASE)
+MAX_END = 200  # characters in which a response may end with its letter
+# A response that ends with its letter: `it must be C.`, `**D**`, `(A)`, `**C. 8**`.
+_LAST_WORD = re.compile(
+    r"(?:^|\n|\b(?:is|be)\s|[:：])[\s*_(]*([A-Z])[\s*_).。]*$"
+    r"|(?:^|\n)\*\*\(?([A-Z])[.)][^\n*]*\*\*\.?\s*$"
+)
+_HEDGE = re.compile(r"[\s,]*(?:or\b|/|或|和/或|还是|[|&]|\+\s*[A-Z]\b)", re.IGNORECASE)
+_NO_LETTER = re.compile(  # a name in an expression, or an option that is refused
+    r"\s*(?:[_^=?!'+]|\\(?:cup|cap|times|cdot|setminus|subset|[lgn]eq?)(?![a-z])|-\s*[A-Z]\b)"
+    r"|\s+(?:is|are)\s+(?:wrong|not|incorrect|false)\b"
+)
 # A letter before its text: `(C) 12`, `C. 12`, `\\text{Option C}`, `C, because ...`.
 _BOXED_LABEL = re.compile(
     r"\s*(?:\\text\s*\{\s*)?(?:[Oo]ption|[Cc]hoice)?\s*\(?\s*([A-Z])"
     r"(?:\s*[).:、}]|,?\s+(?=\\text|since\b|because\b|as\b)|$)"
 )
-_FONTS = re.compile(r"\\[a-zA-Z]+\s*|[{}$*\\]")
+_OTHER = re.compile(r"\bor\b|或|\b[A-J][.):]\s")
+_FONTS = re.compile(
+    r"\\(?:text|math|boldsymbol|[fm]?box|q?quad|left|right)[a-z]*\s*|\\(?=\W)|[{}$*]"
+)
 
 
 def option_text(option: str) -> str:
@@ -85,18 +98,20 @@ def chosen_letters(
 def announced_letters(response: str, letters: str) -> str | None:
     """The letters after the last mark that letters follow; "" for `B or C`, None without any."""
     for marks in _MARKS:
-        for mark in reversed(list(marks.finditer(response))):
+        for mark in reversed(list(marks.finditer(response))[-MAX_BOXES:]):
             rest = response[mark.end() : mark.end() + 40].partition("\n")[0]
             if (found := _leading(rest, letters)) is not None:
-                return found
-    if last := _LAST_WORD.search(response):
-        return last[1] if last[1] in letters else None
+                return "" if _OR.search(response, 0, mark.start()) else found
+    response = response.rstrip()
+    if last := _LAST_WORD.search(response, max(len(response) - MAX_END, 0)):
+        letter = last[1] or last[2]
+        return letter if letter in letters else None
     return None
 
 
 def letters_of_answer(response: str, box: str | None) -> str:
     """The letters that a response chooses by a box or a mark, where the options are not known."""
-    letters = "ABCDEFGHJKLMNOPQRSTUVWXYZ"
+    letters = "ABCDEFGHJ"
     if box is not None:
         return _written(box, letters)
     return announced_letters(response, letters) or ""
@@ -110,7 +125,7 @@ def _written(text: str, letters: str) -> str:
     if re.fullmatch(f"[{letters}]+", bare) and len(set(bare)) == len(bare):
         return "".join(sorted(bare))
     label = _BOXED_LABEL.match(plain)
-    if label is None or label[1] not in letters or re.search(r"\bor\b|或", plain[label.end() :]):
+    if label is None or label[1] not in letters or _OTHER.search(plain, label.end()):
         return ""
     return label[1]
 
@@ -134,11 +149,15 @@ def _leading(text: str, letters: str) -> str | None:
     """Letters at the start of a text, such as `(C)`, `ACD.`, `A、C`, `**B**`; "" for `B or C`."""
     text = _FONTS.sub("", text.translate(_FULL_WIDTH))
     text = re.sub(r"^\s*\(([a-z])\)", lambda m: m[1].upper(), text).lstrip(" (（[:：")
-    match = re.match(rf"([{letters}](?:[,、\s]*(?:and|和)?\s*[{letters}])*)(?![A-Za-z])", text)
+    match = re.match(
+        rf"([{letters}](?:\)?[,、\s]*(?:and|和)?\s*\(?[{letters}])*)(?![A-Za-z])", text
+    )
     if match is None or _ARTICLE.match(text):
         return None
     if _HEDGE.match(text, match.end()):
         return ""
+    if _NO_LETTER.match(text, match.end()):
+        return None
     found = [character for character in match[1] if character in letters]
     return "".join(sorted(set(found)))
 

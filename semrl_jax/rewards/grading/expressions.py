@@ -39,10 +39,11 @@ _COMMAND_NAMES = """
 COMMANDS = frozenset(_COMMAND_NAMES.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.|$)")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-# Parsed wrongly: two numbers side by side, derivatives, primes, values at a point, transposed
-# matrices.
+# Read wrongly by the parser: two numbers side by side, derivatives, primes, values at a point,
+# transposed matrices, ratios of three, double factorials, dates.
 _REFUSED = re.compile(
-    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\"]"
+    r"(?<![_^\d])\d+\s+\d|\\frac\s*\{\s*d\w*\s*\}\s*\{\s*d|\|\s*_|\^\s*\{?\s*T\b|[_^]\s*$|[#&@?'\":]"
+    r"|!\s*!|\d[-/]\d+[-/]\d{4}|\d{4}[-/]\d+[-/]\d"
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _EULER = re.compile(r"\\[a-zA-Z]+|(?<![a-zA-Z])e(?![a-zA-Z])|e(?=\s*\^)")
@@ -103,6 +104,16 @@ def _has(tree: Any, name: str) -> bool:
     return type(tree).__name__ == name or any(_has(argument, name) for argument in tree.args)
 
 
+def degree(tree: Any) -> float:
+    """Degree of a polynomial; infinity for other functions."""
+    degrees = list(map(degree, tree.args))
+    if tree.is_Symbol:
+        return float(tree.name != EULER)
+    if not any(degrees):
+        return 0.0
+    return max(degrees) if tree.is_Add else sum(degrees) if tree.is_Mul else float("inf")
+
+
 def expressions_equal(a: str, b: str) -> bool:
     """Whether two normalised expressions have the same value, at 12 fixed points if any has names.
 
@@ -111,7 +122,7 @@ def expressions_equal(a: str, b: str) -> bool:
     rounded, see `tolerance`.
     """
     trees = parse(a), parse(b)
-    if None in trees:
+    if None in trees or any(_has(tree, "ComplexInfinity") for tree in trees):  # 2/0 is not 3/0
         return False
     functions = (functools.partial(value, tree) for tree in trees)
     return trees[0] == trees[1] or same_values(*functions, trees, tolerance(a, b))

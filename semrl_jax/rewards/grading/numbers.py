@@ -6,13 +6,15 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from semrl_jax.rewards.extraction import is_unit
+
 TOLERANCE = Fraction(1, 10_000)  # relative, of the evaluation protocol
 LEAST_DIGITS = Fraction(1, 1000)  # relative size of the last place: 4 digits, as in 0.3333
 FLOAT64 = Fraction(1, 10**14)  # relative: 0.30000000000000004 is 0.3 as a program prints it
 MAX_CHARS = 400
 MAX_EXPONENT = 400
 
-_DIGITS = r"(?:\d{1,3}(?:,\s?\d{3})+|\d{1,3}(?:\s\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:\s\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _POWER_OF_TEN = r"10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))"
 _NUMBER = re.compile(
     rf"([-+]?)\s*(?:({_DIGITS})(?:[eE]([-+]?\d+)|\s*(?:\\times|\\cdot|\*|x)\s*{_POWER_OF_TEN})?"
@@ -25,20 +27,23 @@ _FRACTION = re.compile(
 )
 _REPEATING = re.compile(
     r"([-+]?)\s*(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?(?:\\dot\s*\{?(\d)\}?)?|\((\d+)\)"
-    r"|(\d{1,12}?)\7{2,}(?:\.\.\.))"
+    r"|(\d{1,12}?)\7{1,}\.{2,3})"
 )
+_CONTINUED = re.compile(r"[-+]?\d*\.\d+\.{2,3}")  # 3.1415...
 _PERCENT = re.compile(
     r"\s*(?:\\?%|(?:\\text\s*\{\s*)?\b(?:percent(?:age)?|per cent|pct)\b(?:\s*\})?)$"
 )
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-    "trillion": 10**12, "万": 10**4, "亿": 10**8,
+    "trillion": 10**12, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8,
 }  # fmt: skip
 _SCALE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(_SCALES)})(?:\s*\}})?$")
 _WORDS = re.compile(
-    r"(?<=[\d%}])(?:\s*\\text\s*\{[^{}]*\}(?:\^\d)?|\s+(?!or\b|and\b|to\b|more\b|less\b|[ap]\.?m\b)"
-    r"[a-zA-Z]{2,}[^\d\\]*|\s*[\u4e00-\u9fff][^\d\\]*)$"
+    r"(?<=[\d%}])(?:\s*\\text\s*\{[^{}]*\}(?:\^\d)?|\s*\(\s*[a-zA-Z]{3}[^\d\\()]*\)"
+    r"|(?:\s+(?:[a-zA-Z]{3}|in\b|of\b)|\s*/\s*[a-zA-Z]{3})[^\d\\]*|\s*[\u4e00-\u9fff][^\d\\]*)$"
 )
+_NAMES = "zero one two three four five six seven eight nine ten eleven twelve"
+_DIGITS_OF = {name: str(number) for number, name in enumerate(_NAMES.split())}
 
 
 class Number(NamedTuple):
@@ -74,10 +79,11 @@ def parse_number(text: str, *, with_words: bool = False) -> Number | None:
     Returns:
       None if the text is anything else, or the number is above the limits.
     """
+    text = _DIGITS_OF.get(text.casefold(), text)
     if len(text) > MAX_CHARS or not re.search("[0-9]", text) or not text.isprintable():
         return None
-    if with_words and not (_PERCENT.search(text) or _SCALE.search(text)):
-        text = _WORDS.sub("", text)
+    if with_words and (words := _WORDS.search(text)) and is_unit(words[0]):
+        text = text[: words.start()]
     bare = _PERCENT.sub("", text)
     is_percent = bare != text
     factor = Fraction(1)
@@ -85,6 +91,8 @@ def parse_number(text: str, *, with_words: bool = False) -> Number | None:
         bare, factor = bare[: scale.start()], Fraction(_SCALES[scale[1]])
     bare = bare.strip()
     number = _decimal(bare) or _fraction(bare) or _repeating(bare)
+    if number is None and _CONTINUED.fullmatch(bare):
+        number = _decimal(bare.rstrip("."))
     return number.scaled(factor)._replace(is_percent=is_percent) if number else None
 
 

@@ -1,11 +1,12 @@
 """Sets of real numbers: inequalities of one variable, intervals, unions, and finite sets.
 
-Two sets are equal if the same numbers are in both: all numbers at which one of them may begin or
-end, numbers next to these and between them, and a grid.
+All numbers at which a set may begin or end are known, so two sets are equal if they agree at these
+and between them. An inequality that must be solved first, such as x^2 - 3x + 2 < 0, is no set here.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -29,8 +30,6 @@ _COMPARE: dict[str, Callable[[int], bool]] = {
     r"\geq": lambda sign: sign >= 0, ">=": lambda sign: sign >= 0,
     r"\neq": lambda sign: sign != 0,
 }  # fmt: skip
-_NEAR = Fraction(1, 10**9)
-_GRID = [Fraction(n, 7) for n in range(-211, 212, 3)] + [Fraction(10**6), Fraction(-(10**6))]
 
 
 class RealSet(NamedTuple):
@@ -38,7 +37,7 @@ class RealSet(NamedTuple):
 
     Attributes:
       contains: whether a number, a Fraction or of mpmath, is in the set.
-      ends: where the set may begin or end, as far as they are written.
+      ends: all numbers at which the set may begin or end.
       name: of the variable; "" if none is written.
     """
 
@@ -71,18 +70,13 @@ def equal(a: RealSet, b: RealSet) -> bool | None:
 
     if a.name and b.name and a.name != b.name:
         return False
-    ends = sorted((*a.ends, *b.ends), key=expressions.inexact)
     with mpmath.workdps(expressions.DIGITS):
-        points = [*ends, *_GRID]
-        for end in ends:
-            step = _NEAR if isinstance(end, Fraction) else mpmath.mpf(10) ** -9
-            points += [end - step * max(1, abs(end)), end + step * max(1, abs(end))]
-        points += [
-            (expressions.inexact(x) + y) / 2
-            for x, y in zip(ends, map(expressions.inexact, ends[1:]))
-        ]
+        ends = sorted((*a.ends, *b.ends), key=expressions.inexact) or [Fraction(0)]
+        numbers = [expressions.inexact(end) for end in ends]
+        between = [(x + y) / 2 for x, y in itertools.pairwise(numbers)]
+        outside = [2 * numbers[0] - numbers[-1] - 1, 2 * numbers[-1] - numbers[0] + 1]
         try:
-            return all(a.contains(x) is b.contains(x) for x in points)
+            return all(a.contains(x) is b.contains(x) for x in (*ends, *between, *outside))
         except expressions.NO_VALUE:
             return None
 
@@ -139,7 +133,18 @@ def _inequality(text: str) -> RealSet | None:
     if len(names) != 1:
         return None
     (name,) = names
-    constants = [expressions.constant(part) for part in parts if part not in _INFINITY]
+    ends: list[Any] = []
+    for pair in itertools.pairwise(parts):
+        if pair[0] in _INFINITY or pair[1] in _INFINITY:
+            continue
+        constants = [expressions.constant(part) for part in pair]
+        found = None
+        if constants.count(None) == 1:
+            at = constants.index(None)
+            found = _where(expressions.parse(pair[at]), name, constants[1 - at])
+        if found is None:
+            return None
+        ends += found
 
     def side(tree: Any, x: Any) -> Any:
         return (
@@ -158,7 +163,29 @@ def _inequality(text: str) -> RealSet | None:
             for sign, first, second in zip(signs, values, values[1:])
         )
 
-    return RealSet(contains, tuple(c for c in constants if c is not None), name)
+    return RealSet(contains, tuple(ends), name)
+
+
+def _where(tree: Any, name: str, target: Any) -> list[Any] | None:
+    """The numbers at which ax + b, its size or its square has a value; None for other functions."""
+    import mpmath
+
+    kind = type(tree).__name__
+    if kind == "Abs" or (kind == "Pow" and tree.args[1] == 2):
+        with mpmath.workdps(expressions.DIGITS):
+            if target < 0:
+                return []
+            size = target if kind == "Abs" else mpmath.sqrt(expressions.inexact(target))
+            found = [_where(tree.args[0], name, each) for each in (size, -size)]
+        return None if None in found else found[0] + found[1]
+    if expressions.degree(tree) != 1:
+        return None
+    with mpmath.workdps(expressions.DIGITS):
+        try:
+            start, one = (expressions.value(tree, {name: Fraction(x)}) for x in (0, 1))
+            return [(expressions.inexact(target) - start) / (expressions.inexact(one) - start)]
+        except expressions.NO_VALUE:
+            return None
 
 
 def _sign(a: Any, b: Any) -> int:

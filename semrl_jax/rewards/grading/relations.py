@@ -11,8 +11,8 @@ _NAME = re.compile(
     r"\\?[a-zA-Z]+'*(?:_(?:\w|\{\w+\}))?(?:\^\{-1\})?(?:\(\s*\w+(?:\s*,\s*\w+)*\s*\))?"
     r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\)"
     # Quantities of geometry: m\angle ABC, |AB|, \overline{AB}, [ABC]; and words.
-    r"|m?\\(?:angle|triangle)\s*\w+|\|\s*[A-Z]{1,3}\s*\||\\overline\{[A-Z]{2}\}|\[[A-Z]{3,4}\]"
-    r"|\\text\s*\{[^{}]*\}(?:_\w)?"
+    r"|m?\\(?:angle|triangle)\s*\w+|\|\s*[A-Z]{1,3}\s*\||\\(?:overline|vec|overrightarrow)\s*\{\w{1,2}\}|\[[A-Z]{3,4}\]"
+    r"|\\text\s*\{[^{}]*\}(?:_\w)?|[a-zA-Z]{1,2}(?:\s*:\s*[a-zA-Z]{1,2})+"
 )
 _SIGNS = {"<": "<", ">": ">", r"\leq": "<=", "<=": "<=", r"\geq": ">=", ">=": ">="}
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -45,11 +45,9 @@ def without_names(a: str, b: str) -> tuple[str, str]:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Name and value of `x = 5`, `x \\in [1, 2]` or `x = 10/2 = 5`; of other texts no name."""
+    """Name and value of `x = 5` or `x \\in [1, 2]`; of other texts no name."""
     parts, signs = sides(text)
-    if not signs or any(sign not in ("=", r"\in", r"\approx") for sign in signs):
-        return "", text
-    if not is_name(parts[0]) or (len(signs) > 1 and re.search("[,;]|or|and", text)):
+    if len(signs) != 1 or signs[0] not in ("=", r"\in", r"\approx") or not is_name(parts[0]):
         return "", text
     return parts[0].replace(" ", ""), parts[-1]
 

@@ -12,6 +12,7 @@ from semrl_jax.rewards.extraction import (
     first_sentence,
     has_complete_box,
     is_boxed,
+    only_number,
 )
 from semrl_jax.rewards.grading import choice, expressions
 from semrl_jax.rewards.grading.answers import equal
@@ -19,9 +20,9 @@ from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
 
 KINDS = ("math", "number", "choice")
 LETTERS = "ABCDE"
-_LABEL = re.compile(r"([A-HJ-Z])(?:[.)]\s+(.+))?")  # a reference that is an option: `C`, `C. 12`
+_LABEL = re.compile(r"([A-HJ])(?:[.)]\s+(.+))?")  # a reference that is an option: `C`, `C. 12`
 _RENAME = "; rename the column if it means something else"
-_NUMBER = re.compile(r"-?(?<![\d.])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?\s*\\?%?")
+_SENTENCE = re.compile(r"[A-Z][a-z']*\s+[a-zA-Z']+")
 
 
 class Graded(NamedTuple):
@@ -125,11 +126,11 @@ def _choice(
 
 
 def _candidates(extracted: str, kind: str, boxed: bool) -> list[str]:
-    """The answer, without a box only its first sentence; of kind number, also its only number."""
-    candidates = [extracted if boxed else first_sentence(extracted)]
-    if kind == "number":
-        for candidate in tuple(candidates):
-            numbers = _NUMBER.findall(candidate)
-            if len(numbers) == 1:
-                candidates.append(numbers[0])
-    return list(dict.fromkeys(candidates))
+    """The answer, without a box only its first sentence; its only number if that is a sentence.
+
+    Answers of kind number may be any words with one number.
+    """
+    answer = extracted if boxed else first_sentence(extracted)
+    if kind == "number" or _SENTENCE.match(answer):
+        return [answer, only_number(answer) or answer]
+    return [answer]

@@ -110,7 +110,7 @@ def bracketed(text: str) -> tuple[str, str] | None:
 
 
 def at_top_level(text: str, separator: re.Pattern[str]) -> tuple[str, ...]:
-    """Splits at the separators that are in no bracket; a comma within 1,234 is no separator."""
+    """Splits at the separators that are in no bracket."""
     depths, depth = [], 0
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)

@@ -6,6 +6,8 @@ import functools
 import re
 import unicodedata
 
+from semrl_jax.rewards.extraction import is_unit
+
 MAX_CHARS = 4096  # of an answer; no benchmark has a longer one
 
 _GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho"
@@ -53,9 +55,10 @@ _FONT = re.compile(
 _LETTER_IN_FONT = re.compile(r"\\text\s*\{\s*([A-Za-z])\s*\}")
 _NUMBER = r"(?:\d+(?:\.\d+)?)"
 _DEGREES = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])"
+_DEGREES_AT_END = re.compile(rf"(?:{_DEGREES})\s*([CF]?)[\s.,]*$")
 _TRIGONOMETRIC = re.compile(
-    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{]?)\s*({_NUMBER})\s*"
-    rf"(?:{_DEGREES})\s*[)}}]?"
+    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{{?\s*\d\s*\}}?)?)\s*([({{])?\s*({_NUMBER})\s*"
+    rf"(?:{_DEGREES})(?(2)\s*[)}}])"
 )
 _COMMANDS = tuple(
     (re.compile(pattern), replacement)
@@ -63,7 +66,7 @@ _COMMANDS = tuple(
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:leqslant|leqq|le)(?![a-zA-Z])", r"\\leq"),
         (r"\\(?:geqslant|geqq|ge)(?![a-zA-Z])", r"\\geq"),
-        (r"\\ne(?![a-zA-Z])", r"\\neq"),
+        (r"\\ne(?![a-zA-Z])|(?<=[a-zA-Z])\s*!=", r"\\neq "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
@@ -79,7 +82,9 @@ _COMMANDS = tuple(
         (r"\\(?:mathbb|Bbb|mathbf)\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])", r"(-\\infty,\\infty)"),
         (r"\{\s*([^{}\\]*)\\choose(?![a-zA-Z])([^{}\\]*)\}", r"\\binom{\1}{\2}"),
         (r"\+\s*(?=\\infty)", ""),
-        (r"\\text\s*\{\s*\}", ""),
+        (r"\\text\s*\{\s*([或和且及]?)\s*\}", r"\1"),
+        (r"^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
+        (r",\s*\(?\s*[kn]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\)?\s*$", ""),
         (r"\{:\}|(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":"),
         (r"\bC_\s*\{?(\d+)\}?\s*\^\s*\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (rf"(?:{_DEGREES})\s*[CF]?(?![a-zA-Z])", ""),
@@ -95,6 +100,7 @@ _COMMANDS = tuple(
         (r"\\sqrt\(([^()]*)\)", r"\\sqrt{\1}"),
     )
 )
+_PLAIN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 # Words that mean a set.
 _NO_SOLUTION = re.compile(
     r"(?i)(?:there (?:is|are) )?no (?:real |such )?(?:solutions?|roots?)|(?:the )?empty set"
@@ -102,7 +108,8 @@ _NO_SOLUTION = re.compile(
 )
 _ALL_REAL = re.compile(r"(?i)(?:all|any) reals?(?: numbers?)?|全体实数|所有实数")
 _START = re.compile(
-    r"^(?:[:=]|(?:最终)?答案[是为:]*|(?i:the )?(?i:final )?(?i:answer)(?: is\b|:))\s*"
+    r"^(?:[:=]|\\approx\b|(?i:approximately|approx\.|about|roughly)\s(?=\s*[$\d\\])"
+    r"|(?:最终)?答案[是为:]*|(?i:the )?(?i:final )?(?i:answer)(?: is\b|:))\s*"
     r"|^\\text\s*\{\s*(?i:the )?(?i:final )?(?i:answer)(?: is\b|:)\s*\}\s*"
 )
 _CURRENCIES = (
@@ -113,7 +120,7 @@ _CURRENCIES = (
     (re.compile(r"₹|\bRs\.?\s*(?=\}?\s*\d)|\bINR\b"), "rupee"),
 )
 _CHINESE_UNIT = (
-    "平方|立方|千|厘|分|毫|公|微|米|克|里|升|吨|元|角|钱|个|人|岁|度|只|本|张|件|次|名|支|枝|辆|"
+    "平方|立方|千[米克]|厘|分|毫|公|微|米|克|里|升|吨|元|角|钱|个|人|岁|度|只|本|张|件|次|名|支|枝|辆|"
     "棵|页|块|箱|袋|瓶|盒|条|头|朵|颗|组|种|位|天|日|周|月|年|小|时|秒|钟|每|/|公顷|亩|倍|"
     "平方米|千米|道|题|套|双|台|把|根|层|间|户|班|斤|筐|桶|车|节|段|杯|枚|架|艘|匹|篇|首|幅|场"
 )
@@ -124,14 +131,14 @@ _UNIT = (
     r"radians?|rad|dollars?|bucks?|cents?|euros?|rupees?|yuan|units?|points?|people|students?|"
     r"apples?|balls?|gallons?|acres?|steps?|times|ways|integers?"
 )
+_VALUE = r"(?:(?<=[\d)}])|(?<=\\pi))"  # before a unit
 _UNIT_PHRASE = re.compile(
-    rf"(?<=[\d)}}])(?:\s+(?:(?:square|cubic|sq\.?|cu\.?)\s+)?|(?=[ckdm]m\b|kg\b))"
+    rf"{_VALUE}(?:\s+(?:(?:square|cubic|sq\.?|cu\.?)\s+)?|(?=[ckdm]m\b|kg\b))"
     rf"(?:{_UNIT})(?:\s*\^\s*\{{?[23]\}}?)?"
     rf"(?:\s*(?:/|per)\s*(?:{_UNIT}|[smh])(?:\s*\^\s*\{{?[23]\}}?)?)?$"
 )
 _UNIT_TEXT = re.compile(
-    r"(?<=[\d)}])\s*\\text\s*\{(?!\s*(?:or|and|to|more|less|fewer|[aApP]\.?\s?[mM]|percent\w*|pct|dozen"
-    r"|[a-z]+illion|thousand|hundred)\b)[^{}]*\}"
+    rf"{_VALUE}\s*\\text\s*\{{[^{{}}]*\}}"
     r"(?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)?\s*$"
 )
 _CHINESE_UNIT_TEXT = re.compile(rf"(?<=[\d)}}%万亿])\s*(?:{_CHINESE_UNIT})+$")
@@ -151,6 +158,8 @@ def normalized(text: str) -> str:
 @functools.lru_cache(maxsize=8192)
 def split_unit(text: str) -> tuple[str, str]:
     """The answer as `normalized` writes it, and the unit or currency that was removed from it."""
+    if _PLAIN.fullmatch(text):  # most answers; the rest is slow
+        return text, ""
     is_price = text.lstrip().startswith("$") and text.count("$") % 2 == 1
     unit = "dollar" if is_price else ""
     text = _THOUSANDS.sub(",", text).translate(_TO_ASCII)
@@ -164,12 +173,15 @@ def split_unit(text: str) -> tuple[str, str]:
         text, found = pattern.subn("", text)
         unit = name if found else unit
     text = _LETTER_IN_FONT.sub(r"\1", _FONT.sub(r"\\text", text))
+    if degrees := _DEGREES_AT_END.search(text):
+        unit = {"C": "celsius", "F": "fahrenheit"}.get(degrees[1], "degree")
     text = _TRIGONOMETRIC.sub(r"\1(\\frac{\3\\pi}{180})", text)
     for pattern, replacement in _COMMANDS:
         text = pattern.sub(replacement, text)
     text = _bare(text)
     for pattern in (_UNIT_TEXT, _UNIT_PHRASE, _CHINESE_UNIT_TEXT):
-        if found := pattern.search(text):
+        found = pattern.search(text)
+        if found and is_unit(found[0]) and not _is_variable(found[0], text[: found.start()]):
             text, unit = text[: found.start()], found[0]
     if whole := _WHOLLY_TEXT.fullmatch(text):
         text = whole[1]
@@ -184,8 +196,19 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def _bare(text: str) -> str:
-    """Without what may stand before and after an answer."""
-    return _START.sub("", " ".join(text.split())).rstrip(".,;:?\\ ").strip()
+    """Without what may stand before and after an answer; the dots of `1, 2, ...` stay."""
+    text = _START.sub("", " ".join(text.split()))
+    bare = text.rstrip(".,;:?\\ ")
+    end = text[len(bare) :].rstrip(",;:?\\ ")
+    if end.endswith("..") and re.search("[.,]", bare + end[0]):
+        return bare.strip() + end.rstrip(".") + "..."
+    return bare.strip()
+
+
+def _is_variable(unit: str, before: str) -> bool:
+    """Whether a letter is a variable rather than a unit: the last one of `3k + 2 m`."""
+    sides = _COMMAND.sub("", before).rpartition("=")
+    return len(unit.strip()) == 1 and re.search("[a-zA-Z]", sides[2]) is not None
 
 
 def same_text(a: str, b: str) -> bool:
@@ -212,8 +235,8 @@ def _plain_words(text: str) -> str:
 def _compared(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     text = _ARTICLE.sub("", text.strip())
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 2 is not 12
-    return re.sub(r"\\(?=[{}%])|\"|([_^])\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"(?<![\d.,])\s+|\s+(?!\d)", "", text)  # 1 2 is not 12, 1, 234 not 1,234
+    return re.sub(r"\\(?=[{}%])|\"(?=[a-zA-Z])|(?<=[a-zA-Z])\"|([_^])\{(\w)\}", r"\1\2", text)
 
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from semrl_jax.rewards.grading.numbers import parse_number
-from semrl_jax.rewards.grading.text import normalized
+from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
 
 # A sign after a digit or letter is a minus or a dash: 3-5 has the numbers 3 and 5.
@@ -26,14 +26,15 @@ def verify(response: str, reference: str, settings: VerifierSettings) -> Verdict
 
 def verdict_of_number(found: list[str], reference: str) -> Verdict:
     """Compares the last number found; the reference may be a number or a GSM8K solution."""
-    answer = normalized(found[-1]).replace(",", "") if found else None
+    is_long = bool(found) and len(found[-1]) > MAX_CHARS
+    answer = normalized(found[-1]).replace(",", "") if found and not is_long else None
     if answer and "." in answer:
         answer = answer.rstrip("0").rstrip(".")
     marked = MARKED.findall(reference)
     number = parse_number(answer) if answer else None
     right = parse_number(normalized(marked[-1] if marked else reference))
     correct = None not in (number, right) and number.value == right.value
-    return Verdict(float(correct), correct, answer is not None, answer)
+    return Verdict(float(correct), correct, bool(found), answer, "too_long" if is_long else "")
 
 
 def prepare() -> None:

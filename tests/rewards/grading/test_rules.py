@@ -1,5 +1,6 @@
 """Single rules of the grader: what a text is read as."""
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,8 @@ from semrl_jax.rewards.grading.numbers import Number, parse_number
 from semrl_jax.rewards.grading.real_sets import as_real_set
 from semrl_jax.rewards.grading.splitting import Parts, split
 from semrl_jax.rewards.grading.text import is_words, normalized
+from semrl_jax.rewards.verdict import VerifierSettings
+from semrl_jax.rewards.verifiers import math
 
 
 @pytest.mark.parametrize(
@@ -184,3 +187,34 @@ def test_texts_that_the_parser_reads_wrongly_are_refused(text):
 
 def test_long_answers_are_wrong():
     assert not equal("1" * 5000, "1" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("x^2 < 2000", "x^2 < 2001"), (r"x^2 \neq 2", r"x \neq \sqrt{2}"),
+        (r"2x \neq 5", r"\mathbb{R}"),
+        ("|x-40| < 0.01", r"\emptyset"), ("|x-50| < 1", "|x-50| < 1.1"), ("x > 10^7", "x > 10^8"),
+        (r"(1,2)\cup(2.0001,3)", "(1,3)"), (r"\sin x < 1", r"\mathbb{R}"),
+    ],
+)  # fmt: skip
+def test_sets_that_differ_far_out_or_at_one_point_are_unequal(a, b):
+    assert not equal(a, b) and not equal(b, a)
+
+
+def test_an_inequality_that_must_be_solved_is_no_set():
+    assert as_real_set("x^2 - 3x + 2 < 0") is None and as_real_set("x + 1 < 2x") is None
+    assert equal("x^2 - 3x + 2 < 0", "(x-1)(x-2) < 0")
+
+
+@pytest.mark.parametrize("text", ["答案", "x\n\n", "\n"])
+def test_a_long_response_without_a_letter_costs_one_pass(text):
+    start = time.perf_counter()
+    response = text * (200_000 // len(text)) + "y"
+    assert not math.verify(response, "A", VerifierSettings()).correct
+    assert time.perf_counter() - start < 1.5  # 0.1 s; minutes if the rule is quadratic
+
+
+def test_ratios():
+    assert equal("2:4:6", "1:2:3") and equal("a:b:c = 1:2:3", "1:2:3")
+    assert not equal("2:3:4", "2:4:3") and not equal("2:3", "2:3:4") and not equal("0:1:2", "0:1:3")

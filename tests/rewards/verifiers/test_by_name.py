@@ -36,6 +36,7 @@ SOLVED = "<think>hm</think><answer>(1) Zoey is a knave (2) Oliver is a knight</a
         (gsm8k_flexible, "42, then 43", "42", 0, False, "43"),
         (gsm8k_flexible, "it costs $3.50.", "3.5", 1, True, "3.5"),
         (gsm8k_flexible, "no idea", "42", 0, False, None),
+        (gsm8k_flexible, "9" * 10**6, "42", 0, False, None),
         (math_text, r"so \boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1, True, r"\frac{1}{2}"),
         (math_text, r"\boxed{1}, no, \boxed{2}", "2", 1, True, "2"),
         (math_text, r"\boxed{1} or \boxed{2}", "2", 0, False, "1, 2"),
