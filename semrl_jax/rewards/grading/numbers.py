@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from semrl_jax.rewards.extraction import is_unit
+from semrl_jax.rewards.last_number import is_unit
 
 TOLERANCE = Fraction(1, 10_000)  # relative, of the evaluation protocol
 LEAST_DIGITS = Fraction(1, 1000)  # relative size of the last place: 4 digits, as in 0.3333

@@ -12,11 +12,11 @@ from semrl_jax.rewards.extraction import (
     first_sentence,
     has_complete_box,
     is_boxed,
-    only_number,
 )
 from semrl_jax.rewards.grading import choice, expressions
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
+from semrl_jax.rewards.last_number import only_number
 
 KINDS = ("math", "number", "choice")
 LETTERS = "ABCDE"

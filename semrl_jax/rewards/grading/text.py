@@ -6,7 +6,7 @@ import functools
 import re
 import unicodedata
 
-from semrl_jax.rewards.extraction import is_unit
+from semrl_jax.rewards.last_number import is_unit
 
 MAX_CHARS = 4096  # of an answer; no benchmark has a longer one
 
