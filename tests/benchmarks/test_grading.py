@@ -33,7 +33,7 @@ def test_files_are_checked(tmp_path, capsys):
         "aqua": [
             {"question": "x", "correct": "B", "options": ["A)5", "B)6", "C)7", "D)8", "E)9"]},
         ],
-        "aime25": [{"question": "x", "answer": "." * 9}],  # empty after normalisation
+        "aime25": [{"question": "x", "answer": "?" * 9}],  # empty after normalisation
     }
     for name, lines in rows.items():
         text = "\n".join(map(json.dumps, lines))
@@ -43,5 +43,5 @@ def test_files_are_checked(tmp_path, capsys):
     assert "gsm8k                2 rows, 100.00 % as expected" in output
     assert "aqua                 1 rows, 100.00 % as expected" in output
     assert "aime25               1 rows, 50.00 % as expected" in output
-    assert "'.........' for '.........' should be right" in output
+    assert "'?????????' for '?????????' should be right" in output
     assert "mawps            no file" in output

@@ -203,7 +203,11 @@ def problem(case, home) -> str:
         done = run(f"launch.{name}", *arguments, text=case.text)
         code, out, err = done.returncode, done.stdout, done.stderr
     else:
-        process = start(f"launch.{name}", *arguments, stdin=subprocess.PIPE)
+        process = start(
+            f"launch.{name}", *arguments, stdin=subprocess.PIPE,
+            # The background of a shell ignores SIGINT, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         read_until(process, case.until)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

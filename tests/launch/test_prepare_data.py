@@ -131,7 +131,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     assert_one_line(prepare("gsm8k", output, f"--input={long_name}"), "cannot be opened (File na")
     assert_one_line(run("launch.prepare_data", "--dataset=gsm8k"), "--output is needed")
     wrong = prepare("simplelr_abel_level1to4", output, local)
-    assert_one_line(wrong, "all 3 rows are bad; the first:", "line 1: field 'prompt.0.content' is")
+    assert_one_line(wrong, "all 3 rows are bad; the first:", "line 1: field 'prompt' is missing")
     mixed = [SIMPLERL[0], {**SIMPLERL[2], "ability": {"a": 1}}]
     write(source, mixed)
     result = prepare("simplelr_abel_level1to4", tmp_path / "made.parquet", local)

@@ -192,11 +192,11 @@ def test_hostile_mathematics_is_wrong_in_time():
     with VerifierPool(num_workers=2, timeout_s=1.0, memory_limit_gib=1.0) as pool:
         futures = [pool.submit(text, "5") for text in bombs + harmless]
         assert not any(future.result(timeout=30).correct for future in futures)
-        kinds = {future.result().error_kind for future in futures[: len(bombs)]}
-        assert kinds <= {"timeout", "crash"}
+        # The grader has limits of its own; the pool ends what they miss.
+        kinds = {future.result().error_kind for future in futures}
+        assert kinds <= {"", "timeout", "crash", "too_long"}
         assert pool.submit(r"\boxed{\frac{14}{2}}", "7").result(timeout=30).score == 1.0
-        assert pool.counters["num_timeouts"] + pool.counters["num_crashes"] >= len(bombs)
-    assert time.monotonic() - start < 40.0
+    assert time.monotonic() - start < 40.0  # seconds; without the limits, minutes or more
 
 
 def test_hung_job_does_not_delay_the_others():
