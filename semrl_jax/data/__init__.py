@@ -10,7 +10,7 @@ from semrl_jax.data.encoding import (
     template_line,
 )
 from semrl_jax.data.files import RowError, batch_rows, check_file, read_rows
-from semrl_jax.data.loading import load_prompts
+from semrl_jax.data.loading import load_prompts, prompts_of_problems
 from semrl_jax.data.padding import pad_response_values, pad_rows
 from semrl_jax.data.prompts import (
     PromptDataset,
@@ -73,6 +73,7 @@ __all__ = [
     "pad_response_values",
     "pad_rows",
     "prompt_order",
+    "prompts_of_problems",
     "read_rows",
     "read_shots",
     "row_reader",

@@ -23,6 +23,7 @@ from semrl_jax.data.rows import (
 from semrl_jax.data.templates import AUTO, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
 from semrl_jax.errors import UserError
+from semrl_jax.procedural import Problem
 
 TOO_LONG = ("drop", "keep")
 
@@ -177,6 +178,47 @@ def _chunks(rows: Iterable[tuple[str, Any] | None]) -> Iterator[list[tuple[str, 
             chunk, num_chars = [], 0
     if chunk:
         yield chunk
+
+
+def prompts_of_problems(
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+    *,
+    template: str,
+    system_prompt: str,
+    add_special_tokens: bool,
+    max_prompt_tokens: int,
+    keep_long: bool,
+) -> PromptDataset:
+    """Prompts of procedural problems, with the rows from which the verifier makes them again.
+
+    Args:
+      problems: see `procedural`.
+      tokenizer, template, system_prompt, add_special_tokens, max_prompt_tokens: see `load_prompts`.
+      keep_long: whether prompts above the limit are kept, as held-out ones are.
+
+    Raises:
+      UserError: for a template that cannot be used, or if no prompt is left.
+    """
+    template = chosen_template(template, tokenizer)
+    render = prompt_renderer(template, tokenizer, system_prompt=system_prompt)
+    prefix = special_prefix(tokenizer, template, add_special_tokens)
+    prompts = render([problem.question for problem in problems])
+    token_ids = encode(tokenizer, prompts, prefix)
+    examples = tuple(
+        PromptExample(
+            prompt, np.array(ids, np.int32), problem.answer, problem.source, index,
+            columns=problem.row, question=problem.question, template=template,
+        )
+        for index, (problem, prompt, ids) in enumerate(zip(problems, prompts, token_ids))
+        if ids and (keep_long or len(ids) <= max_prompt_tokens)
+    )  # fmt: skip
+    if not examples:
+        raise UserError(
+            f"data.reasoning_gym: none of {len(problems)} prompts has at most "
+            f"rollout.max_prompt_tokens={max_prompt_tokens} tokens."
+        )
+    return PromptDataset(examples, len(problems) - len(examples))
 
 
 def rows_of_files(

@@ -9,7 +9,7 @@ from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.settings.rewards import MAX_SCORE, RewardFunction
 
 # Built-in verifiers on which `mode` has no influence; a wrong response scores 0.
-ZERO_OR_ONE = ("benchmark", "gsm8k_flexible", "gsm8k_strict", "math_text")
+ZERO_OR_ONE = ("benchmark", "gsm8k_flexible", "gsm8k_strict", "math_text", "reasoning_gym")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,11 +158,25 @@ def _check_data(config: ml_collections.ConfigDict) -> None:
             )
         evaluation_files(evaluation.files)
         return
+    if data.task == "reasoning_gym":
+        if not config.model.path:
+            raise UserError(
+                "data.task='reasoning_gym' needs model.path: a random model has only the tokenizer "
+                "of the arithmetic task; python -m launch.prepare_model fetches a small real model."
+            )
+        named = [config.rewards.function, *config.rewards.functions]
+        if not any(named):
+            raise UserError(
+                "data.task='reasoning_gym' needs a verifier of its problems; set "
+                "rewards.function='reasoning_gym', the scorers of the data sets, or name your own."
+            )
     if data.files or evaluation.files:
         raise UserError(
             f"data.files={tuple(data.files)}, evaluation.files={tuple(evaluation.files)}: files "
             f"are not read with data.task={data.task!r}; set data.task='files'."
         )
+    if data.task == "reasoning_gym":
+        return
     if evaluation.num_problems > NUM_HELD_OUT:
         raise UserError(
             f"evaluation.num_problems={evaluation.num_problems} must be at most {NUM_HELD_OUT}, "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from semrl_jax import data
+from semrl_jax import data, procedural
 from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import split_entry
 
@@ -73,7 +73,13 @@ def training_prompts(
     if config.data.task == "arithmetic":
         added = config.data.add_special_tokens
         return data.arithmetic_prompts(tokenizer, config.seed, config.data.num_prompts, added)
-    prompts = _prompts_of_files(config, tokenizer, keep_columns=keep_columns, report=report)
+    if config.data.task == "reasoning_gym":
+        entries = procedural.sources(config.data.reasoning_gym)
+        count, held_out = config.data.num_prompts, config.evaluation.num_problems
+        problems = procedural.training_problems(entries, config.seed, count, held_out)
+        prompts = _prompts_of_problems(problems, config, tokenizer, config.data.template)
+    else:
+        prompts = _prompts_of_files(config, tokenizer, keep_columns=keep_columns, report=report)
     report(f"{len(prompts)} training prompts")
     return prompts
 
@@ -120,6 +126,24 @@ def _prompts_of_files(
     )
 
 
+def _prompts_of_problems(
+    problems: Sequence[procedural.Problem],
+    config: ml_collections.ConfigDict,
+    tokenizer: Any,
+    template: str,
+    keep_long: bool = False,
+) -> data.PromptDataset:
+    return data.prompts_of_problems(
+        problems,
+        tokenizer,
+        template=template,
+        system_prompt=config.data.system_prompt,
+        add_special_tokens=config.data.add_special_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        keep_long=keep_long,
+    )
+
+
 def held_out_problems(
     config: ml_collections.ConfigDict,
     tokenizer: Any,
@@ -142,6 +166,10 @@ def held_out_problems(
     if config.data.task == "arithmetic":
         added = config.data.add_special_tokens
         return data.arithmetic_held_out_prompts(tokenizer, options.num_problems, added).examples
+    if config.data.task == "reasoning_gym":
+        entries = procedural.sources(config.data.reasoning_gym)
+        held_out = procedural.held_out_problems(entries, options.num_problems)
+        return _prompts_of_problems(held_out, config, tokenizer, options.template, True).examples
     problems: list[data.PromptExample] = []
     for file in evaluation_files(options.files):
         found = load_file(

@@ -1,0 +1,195 @@
+"""Procedural data sets of the package reasoning-gym, for the prompts and for the verifier.
+
+A problem is made from the name and options of its data set, a seed and an index. The verifier makes
+it again, because the scorers need what JSON does not keep. Neither JAX nor a tokenizer is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from semrl_jax.errors import UserError
+
+FIELD = "data.reasoning_gym"
+COLUMN = "reasoning_gym"  # of a prompt's row
+OWN = ("weight", "name")  # settings that are no options of the data set
+# Seeds below belong to training. The package adds the index of a problem to its seed.
+HELD_OUT_SEED = 2**31
+SPARE = 1000  # problems of a data set in addition to those wanted: held-out ones are skipped
+
+
+class Source(NamedTuple):
+    """An entry of `data.reasoning_gym`: `NAME`, or `NAME:option=value:weight=WEIGHT:name=LABEL`.
+
+    Attributes:
+      dataset: its name in the package, such as "chain_sum".
+      options: fields of its configuration, such as {"max_terms": 2}.
+      weight: share of the training prompts, relative to the other entries.
+      name: in the log and in results.
+    """
+
+    dataset: str
+    options: dict[str, Any]
+    weight: float
+    name: str
+
+
+class Problem(NamedTuple):
+    """A problem, and the row from which `remade` makes it again, as JSON."""
+
+    question: str
+    answer: str
+    source: str
+    row: str
+
+
+def sources(entries: Sequence[str]) -> list[Source]:
+    """Reads the entries; the package is not needed.
+
+    Raises:
+      UserError: for an entry of another form, or two with the same name.
+    """
+    found: list[Source] = []
+    for entry in entries:
+        dataset, *settings = entry.split(":")
+        options = {}
+        for setting in settings:
+            name, is_set, value = setting.partition("=")
+            if not is_set or name in options or name in ("seed", "size"):
+                raise UserError(
+                    f"{FIELD}={entry!r}: {setting!r:.100} must be OPTION=VALUE, once for each "
+                    "option and not for seed or size, which follow the run."
+                )
+            options[name] = _value(value)
+        weight, name = options.pop("weight", 1), str(options.pop("name", dataset))
+        if type(weight) not in (int, float) or not 0 < weight < 1e9:
+            raise UserError(f"{FIELD}={entry!r}: weight={weight!r:.50} must be a number above 0.")
+        if name in (source.name for source in found):
+            raise UserError(
+                f"{FIELD}={entry!r}: another entry is called {name!r:.100}; tell them apart by "
+                ":name=LABEL."
+            )
+        found.append(Source(dataset, options, float(weight), name))
+    return found
+
+
+def training_problems(
+    entries: Sequence[Source], seed: int, count: int, num_held_out: int
+) -> list[Problem]:
+    """Problems for training, without those of `held_out_problems`.
+
+    The entries take turns by their weights. The same arguments give the same problems.
+
+    Raises:
+      UserError: if a data set cannot be made, or has too few problems that are not held out.
+    """
+    held_out = {problem.question for problem in held_out_problems(entries, num_held_out)}
+    found: list[Problem] = []
+    first = (seed + 1) * 1_000_003 % (HELD_OUT_SEED // 2)
+    streams = [_problems(source, first, count) for source in entries]
+    given = [0] * len(entries)
+    while len(found) < count:
+        # The entry that is furthest behind its share.
+        turn = min(range(len(entries)), key=lambda i: (given[i] + 1) / entries[i].weight)
+        given[turn] += 1
+        problem = next((p for p in streams[turn] if p.question not in held_out), None)
+        if problem is None:
+            raise UserError(
+                f"{FIELD}: {entries[turn].name!r} has too few problems that are not among its "
+                f"{num_held_out} held-out ones; set options that make more of them."
+            )
+        found.append(problem)
+    return found
+
+
+def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
+    """`count` different problems of each entry; they do not depend on the seed of the run.
+
+    Raises:
+      UserError: if a data set cannot be made or has fewer problems.
+    """
+    found: list[Problem] = []
+    for source in entries:
+        different: dict[str, Problem] = {}
+        for problem in _problems(source, HELD_OUT_SEED, count):
+            different.setdefault(problem.question, problem)
+            if len(different) == count:
+                break
+        else:
+            raise UserError(
+                f"{FIELD}: {source.name!r} has only {len(different)} different problems; lower "
+                f"evaluation.num_problems={count}."
+            )
+        found += different.values()
+    return found
+
+
+def remade(row: Any) -> tuple[Any, dict[str, Any]]:
+    """The data set of a problem's row and its entry, for the scorer.
+
+    Raises:
+      UserError: if the row has none, or the package is missing.
+    """
+    made = row.get(COLUMN) if isinstance(row, dict) else None
+    try:
+        name, options, seed, size, index = (
+            made[key] for key in ("dataset", "options", "seed", "size", "index")
+        )
+        dataset = _dataset(name, json.dumps(options, sort_keys=True), seed, size)
+        return dataset, dataset[index]
+    except (TypeError, KeyError, IndexError):
+        raise UserError(
+            f"the verifier reasoning_gym needs the column {COLUMN!r} that "
+            "data.task='reasoning_gym' gives a prompt; it is missing or damaged."
+        ) from None
+
+
+def _problems(source: Source, seed: int, count: int) -> Iterator[Problem]:
+    size = 2 * count + SPARE
+    options = json.dumps(source.options, sort_keys=True)
+    dataset = _dataset(source.dataset, options, seed, size)
+    for index in range(size):
+        try:
+            entry = dataset[index]
+        except Exception as error:  # a generator of the package may fail in any way
+            raise _refusal(source.dataset, f"problem {index} cannot be made", error) from None
+        place = {"dataset": source.dataset, "options": source.options, "seed": seed, "size": size}
+        row = json.dumps({COLUMN: {**place, "index": index}})
+        answer = "" if entry["answer"] is None else str(entry["answer"])
+        yield Problem(str(entry["question"]), answer, source.name, row)
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str, options: str, seed: int, size: int) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise UserError(
+            f"{FIELD} needs the package reasoning-gym ({error}); install it with "
+            "pip install 'semrl_jax[reasoning_gym]'."
+        ) from None
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(DATASETS)}."
+        raise UserError(f"{FIELD}: there is no data set {name!r:.100}; {hint}")
+    try:
+        return create_dataset(name, seed=seed, size=size, **json.loads(options))
+    except Exception as error:  # its own checks are assertions, and its code may fail in any way
+        raise _refusal(name, "cannot be made with these options", error) from None
+
+
+def _refusal(name: str, problem: str, error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"{FIELD}: {name}: {problem} ({reason:.200}); change its options.")
+
+
+def _value(text: str) -> Any:
+    """A number, bool, null or list as JSON; any other text as it is."""
+    try:
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except ValueError:
+        return text

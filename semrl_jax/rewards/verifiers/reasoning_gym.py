@@ -1,0 +1,40 @@
+"""The scorer of the data set that a problem comes from: data.task='reasoning_gym'.
+
+The score is in [0, 1], and 1 is correct. The answer is what stands between `<answer>` and
+`</answer>`, else what `find_answer` finds. The whole response is scored too, for answers of several
+lines, and the better score counts. `rewards.mode` has no influence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from semrl_jax.end_markers import response_text
+from semrl_jax.procedural import remade
+from semrl_jax.rewards.extraction import find_answer, has_complete_box
+from semrl_jax.rewards.verdict import Verdict, VerifierSettings
+
+_TAGGED = re.compile(r"<answer>\s*((?:(?!</?answer>).)*?)\s*</answer>", re.DOTALL)
+
+
+def verify(
+    response: str, reference: str, settings: VerifierSettings, row: Mapping[str, Any] | None = None
+) -> Verdict:
+    """Scores a response by the data set of its problem; the reference is only shown."""
+    dataset, entry = remade(row)
+    text = response_text(response).strip()
+    tagged = _TAGGED.findall(text)
+    answer = tagged[-1] if tagged else find_answer(text)
+    candidates = [answer] if tagged else [answer, text]
+    scores = {c: float(dataset.score_answer(c, entry)) for c in candidates if c}
+    best = max(scores, key=scores.__getitem__, default=None)
+    score = min(max(scores.get(best, 0.0), 0.0), 1.0)
+    extracted = answer if best is None or best == text else best
+    return Verdict(score, score >= 1.0, has_complete_box(response), extracted)
+
+
+def prepare() -> None:
+    """Imports the package, before the first deadline starts."""
+    import reasoning_gym  # noqa: F401

@@ -1,0 +1,114 @@
+"""data.task='reasoning_gym': its problems, their rows, and their scorers in the worker."""
+
+import json
+
+import pytest
+
+from semrl_jax import procedural
+from semrl_jax.errors import UserError
+from semrl_jax.rewards import VerifierPool, VerifierSettings
+from semrl_jax.rewards.verifiers import reasoning_gym
+from semrl_jax.sampling.prompt_sources import held_out_problems, training_prompts
+from tests.tiny import tiny_config
+
+SUMS = "chain_sum:min_terms=2:max_terms=2:min_digits=2:max_digits=2"
+
+
+def test_entries_are_data_sets_with_options():
+    plain, mixed = procedural.sources(["gcd", f"{SUMS}:allow_negation=True:weight=2.5:name=sums"])
+    assert plain == procedural.Source("gcd", {}, 1.0, "gcd")
+    assert mixed.options == {
+        "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "allow_negation": True
+    }  # fmt: skip
+    assert (mixed.dataset, mixed.weight, mixed.name) == ("chain_sum", 2.5, "sums")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["gcd:weight"], "'weight' must be OPTION=VALUE"),
+        (["gcd:a=1:a=2"], "'a=2' must be OPTION=VALUE, once"),
+        (["gcd:seed=3"], "not for seed or size, which follow the run"),
+        (["gcd:weight=0"], "weight=0 must be a number above 0"),
+        (["gcd:weight=many"], "weight='many' must be a number above 0"),
+        (["gcd", "gcd:weight=2"], "another entry is called 'gcd'; tell them apart by :name=LABEL"),
+        (["chain_sun"], "there is no data set 'chain_sun'; did you mean chain_sum"),
+        (["zzz"], "there is no data set 'zzz'; there are "),
+        (["chain_sum:min_term=2"], "cannot be made with these options .*min_term"),
+        (["chain_sum:min_terms=9"], "cannot be made with these options .*max_terms must be >="),
+    ],
+)
+def test_a_mistake_is_one_line(entries, message):
+    with pytest.raises(UserError, match=message) as error:
+        procedural.held_out_problems(procedural.sources(entries), 2)
+    assert "data.reasoning_gym" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_held_out_problems_are_never_trained_on():
+    entries = procedural.sources(["gcd:weight=3", SUMS])
+    held_out = procedural.held_out_problems(entries, 300)
+    assert len({p.question for p in held_out}) == 600
+    training = procedural.training_problems(entries, 0, 4000, 300)
+    assert not {p.question for p in training} & {p.question for p in held_out}
+    assert sum(p.source == "gcd" for p in training) == 3000  # by the weights
+    assert training == procedural.training_problems(entries, 0, 4000, 300)
+    assert training != procedural.training_problems(entries, 1, 4000, 300)
+    assert held_out == procedural.held_out_problems(entries, 300)
+
+
+def test_a_data_set_with_too_few_problems_says_so():
+    small = procedural.sources(["chain_sum:max_terms=2:max_digits=1:min_terms=2:name=small"])
+    with pytest.raises(UserError, match="'small' has only .* different problems; lower"):
+        procedural.held_out_problems(small, 4000)
+
+
+def verdict(problem, response):
+    row = json.loads(problem.row)
+    return reasoning_gym.verify(response, problem.answer, VerifierSettings(), row)
+
+
+def test_the_scorer_of_the_data_set_decides():
+    (problem,) = procedural.held_out_problems(procedural.sources([SUMS]), 1)
+    for response in (
+        problem.answer, f"It is {problem.answer}.", rf"\boxed{{{problem.answer}}}",
+        f"<answer>1</answer> no, <answer>\n{problem.answer}\n</answer>", f"{problem.answer}</s>7",
+    ):  # fmt: skip
+        assert verdict(problem, response).score == 1.0, response
+    wrong = str(int(problem.answer) + 1)
+    for response in (wrong, f"<answer>{wrong}</answer> {problem.answer}", "", "no idea"):
+        found = verdict(problem, response)
+        assert found.score < 1.0 and not found.correct, response
+    assert verdict(problem, f"It is {problem.answer}.").extracted == problem.answer
+
+
+def test_answers_of_several_lines_are_scored_as_a_whole():
+    (problem,) = procedural.held_out_problems(procedural.sources(["spiral_matrix:max_n=3"]), 1)
+    assert verdict(problem, problem.answer).score == 1.0
+    (problem,) = procedural.held_out_problems(procedural.sources(["mini_sudoku"]), 1)
+    assert problem.answer.count("\n") == 3
+    assert verdict(problem, problem.answer).score == 1.0
+    assert verdict(problem, f"<answer>\n{problem.answer}\n</answer>").score == 1.0
+
+
+def test_a_row_without_its_problem_is_named():
+    for row in (None, {}, {"reasoning_gym": {"dataset": "gcd"}}):
+        with pytest.raises(UserError, match="needs the column 'reasoning_gym'"):
+            reasoning_gym.verify("1", "1", VerifierSettings(), row)
+
+
+def test_prompts_carry_the_row_to_the_worker(tokenizer):
+    config = tiny_config()
+    config.data.update(task="reasoning_gym", reasoning_gym=(SUMS,), num_prompts=20)
+    config.evaluation.update(num_problems=8, held_out=True)
+    config.rollout.max_prompt_tokens = 512
+    lines = []
+    prompts = training_prompts(config, tokenizer, lines.append)
+    problems = held_out_problems(config, tokenizer, lines.append)
+    assert (len(prompts), len(problems)) == (20, 8)
+    assert "State the final answer" in prompts.examples[0].prompt
+    assert problems[0].data_source == "chain_sum" and problems[0].template == "plain"
+    with VerifierPool(num_workers=1, timeout_s=20.0, function="reasoning_gym") as pool:
+        for example in problems[:3]:
+            found = pool.submit(example.answer, example.answer, example.columns).result(timeout=60)
+            assert (found.score, found.error) == (1.0, "")
+        assert not pool.submit("-1", "", problems[0].columns).result(timeout=60).correct
