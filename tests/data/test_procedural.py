@@ -58,7 +58,7 @@ def test_held_out_problems_are_never_trained_on():
 
 def test_a_data_set_with_too_few_problems_says_so():
     small = procedural.sources(["chain_sum:max_terms=2:max_digits=1:min_terms=2:name=small"])
-    with pytest.raises(UserError, match="'small' has only .* different problems; lower"):
+    with pytest.raises(UserError, match=r"'small' has only .* different problems; lower"):
         procedural.held_out_problems(small, 4000)
 
 
