@@ -228,6 +228,7 @@ NONE = {
 OURS_ALONE = {
     "seed": "the launcher fixes none",
     "metrics.layers": "the launcher measures the final layer",
+    "data.reasoning_gym": "the launcher has none",
     "metrics.of_groups": "the launcher has none",
     "metrics.drift_every": "the launcher has no reference",
     "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",

@@ -52,8 +52,8 @@ def test_the_verdict_is_that_of_a_person(kind):
     assert not mistaken
 
 
-@pytest.mark.parametrize("verifier", [math, benchmark])
-def test_reported_answers_are_graded_rightly(verifier):
+@pytest.mark.parametrize(("verifier", "step"), [(math, 1), (benchmark, 10)])
+def test_reported_answers_are_graded_rightly(verifier, step):
     """Cases of public bug reports, and neighbours of each that a careless grader accepts.
 
     `python -m benchmarks.grading` compares with math-verify.
@@ -61,7 +61,7 @@ def test_reported_answers_are_graded_rightly(verifier):
     rows = [json.loads(line) for line in REPORTED.read_text(encoding="utf-8").splitlines()]
     assert len(rows) > 1100 and sum(not row["correct"] for row in rows) > 550
     refused = []
-    for row in rows:
+    for row in rows[::step]:  # both verifiers have one grader
         verdict = verifier.verify(row["response"], row["reference"], SETTINGS)
         if verdict.correct:
             assert row["correct"], (row, verdict)
