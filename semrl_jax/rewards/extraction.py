@@ -32,7 +32,7 @@ MAX_BOXES = 64  # the last ones are looked at; also of marks
 
 # What announces an answer. GSM8K writes `####`.
 _MARK = re.compile(
-    r"####|<answer>|答案(?:应该|应)?[是为:：]+"
+    r"####|<answer>|【答案】|答案(?:应该|应)?[是为:：]+"
     r"|(?i:\banswer\b)[*_]*\s*(?:\bis\b|\bare\b|[:：=])"
 )
 _END_OF_ANSWER = re.compile(r"</answer>|\n")

@@ -180,6 +180,7 @@ def _parts(text: str) -> Parts | None:
 
 
 def _parts_equal(a: Parts, b: Parts, compare: Callable[[str, str], bool]) -> bool:
+    a, b = _in_order_of_names(a, b), _in_order_of_names(b, a)
     if a.is_ordered or b.is_ordered:
         return a.brackets == b.brackets and _all_equal(a.items, b.items, compare)
     left = list(b.items)
@@ -191,6 +192,14 @@ def _parts_equal(a: Parts, b: Parts, compare: Callable[[str, str], bool]) -> boo
             return False
         del left[found]
     return True
+
+
+def _in_order_of_names(parts: Parts, other: Parts) -> Parts:
+    """`y = 2, x = 1` as (1, 2) if the other is a tuple; other parts as they are."""
+    named = dict(relations.named(item) for item in parts.items)
+    if other.brackets != "()" or parts.is_ordered or "" in named:
+        return parts
+    return Parts("()", tuple(named[name] for name in sorted(named)))
 
 
 def _all_equal(a: Sequence[str], b: Sequence[str], compare: Callable[[str, str], bool]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from semrl_jax.rewards.extraction import MAX_BOXES
 from semrl_jax.rewards.grading.text import normalized, same_text
 
-_TAIL = r"[*_]*\s*(?:is|are|为|是|的)?\s*[:：]?\s*"
+_TAIL = r"[*_】]*\s*(?:is|are|为|是|的)?\s*[:：]?\s*"
 _MARKS = (  # the first that a response has counts; "option B is wrong" announces nothing
     re.compile(
         rf"(?:answer|choose|chose|correct (?:option|choice)|答案|故选|应选|(?<!不)选择?)s?{_TAIL}",

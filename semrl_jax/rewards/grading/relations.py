@@ -35,7 +35,7 @@ def without_names(a: str, b: str) -> tuple[str, str]:
 
     The name goes if both have the same, or if the other is no relation, or one that is an interval.
     """
-    names, values = zip(_named(a), _named(b), strict=True)
+    names, values = zip(named(a), named(b), strict=True)
     if names[0] == names[1]:
         return values
     for text, name in ((b, names[0]), (a, names[1])):
@@ -44,7 +44,7 @@ def without_names(a: str, b: str) -> tuple[str, str]:
     return values
 
 
-def _named(text: str) -> tuple[str, str]:
+def named(text: str) -> tuple[str, str]:
     """Name and value of `x = 5` or `x \\in [1, 2]`; of other texts no name."""
     parts, signs = sides(text)
     if len(signs) != 1 or signs[0] not in ("=", r"\in", r"\approx") or not is_name(parts[0]):

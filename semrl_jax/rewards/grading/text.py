@@ -82,6 +82,7 @@ _COMMANDS = tuple(
         (r"\\(?:mathbb|Bbb|mathbf)\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])", r"(-\\infty,\\infty)"),
         (r"\{\s*([^{}\\]*)\\choose(?![a-zA-Z])([^{}\\]*)\}", r"\\binom{\1}{\2}"),
         (r"\+\s*(?=\\infty)", ""),
+        (r"\s*\(\s*([a-z]\s*\\in\s*\\mathbb\s*\{?[ZNQ]\}?)\s*\)$", r", \1"),
         (r"\\text\s*\{\s*([或和且及]?)\s*\}", r"\1"),
         (r"^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
         (r",\s*\(?\s*[kn]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\)?\s*$", ""),

@@ -131,6 +131,19 @@ def test_the_result_of_a_chain(answer, reference, same):
     assert equal(answer, reference) is same
 
 
+@pytest.mark.parametrize(
+    ("answer", "same"),
+    [
+        ("x=2, y=-7", True), ("y=-7, x=2", True), ("y=2, x=-7", False), ("x=2, x=-7", False),
+        ("x=2", False), ("2, -7", False), ("x=2, y=-7, z=1", False), ("x=2, -7", False),
+    ],
+)  # fmt: skip
+def test_named_values_are_a_tuple_in_the_order_of_their_names(answer, same):
+    assert equal(answer, "(2,-7)") is same
+    assert equal("(2,-7)", answer) is same
+    assert not equal("x=-7, x=2", "(-7,2)")
+
+
 def test_a_small_difference_is_no_zero():
     assert not equal(r"10^{-34}\sqrt{2}", r"10^{-34}\sqrt{3}")
     assert equal(r"(\sqrt{2}+\sqrt{3})^2-5-2\sqrt{6}", "0")
