@@ -456,7 +456,7 @@ def convert(
 
 
 def _fingerprint(file: pathlib.Path) -> str:
-    """Of the size and 64 blocks of the file, and of the version of the conversion."""
+    """Names a converted file: a hash of its size, 64 of its blocks, and the conversion's version."""
     size = file.stat().st_size
     digest = hashlib.sha256(f"{VERSION} {size}".encode())
     with open(file, "rb", buffering=0) as content:

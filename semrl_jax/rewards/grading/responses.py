@@ -49,12 +49,12 @@ def grade(response: str, reference: str, row: Mapping[str, Any] | None = None) -
       response: response text without the prompt.
       reference: the right answer, LaTeX or text, without a box.
       row: may have these keys, of the columns of the prompt:
-        kind: "math" (the default), "number" (words beside the only number of an answer do not
+        kind: "math" (the default), "number" (words around the only number of an answer do not
           count) or "choice" (the answer is a letter). If the reference is one capital letter, it
           may also be the letter of an option that the response names.
         letters: those that may be chosen; "ABCDE" by default.
         choices: the texts of the options, in the order of the letters.
-        references: further right answers beside the reference.
+        references: further right answers, in addition to the reference.
         percent: true if numbers that differ by a factor of 100 are equal, see `numbers_equal`.
 
     Raises:
