@@ -88,8 +88,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.answer_field = "answer"  # of a row, with the reference answer
     # The answer is the text after this mark, #### in GSM8K; empty: all
     config.data.answer_after = ""
-    # Template of a prompt: auto (the tokenizer's chat template, else plain), plain, abel, ..., chat,
-    # a text with {input}, or its file
+    # Template of a prompt: auto (the tokenizer's chat template, else plain), plain, abel, ...,
+    # chat, a text with {input}, or its file
     config.data.template = "auto"
     config.data.system_prompt = ""  # for the template chat
     # Before a prompt: the special tokens that the tokenizer adds by default, such as BOS. A chat

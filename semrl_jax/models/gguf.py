@@ -456,7 +456,7 @@ def convert(
 
 
 def _fingerprint(file: pathlib.Path) -> str:
-    """Names a converted file: a hash of its size, 64 of its blocks, and the conversion's version."""
+    """A hash of the file's size, 64 of its blocks, and the version of the conversion."""
     size = file.stat().st_size
     digest = hashlib.sha256(f"{VERSION} {size}".encode())
     with open(file, "rb", buffering=0) as content:
