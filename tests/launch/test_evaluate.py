@@ -55,6 +55,21 @@ def undisturbed(settings, tmp_path_factory):
     return output
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), "= 64 problems  [configs/smollm2.py"),
+        (("--benchmarks=gsm8k",), "= 1000000000 problems  [set by the command"),
+    ],
+)
+def test_endless_problems_are_as_many_as_the_run_held_out(tmp_path, flags, line):
+    done = evaluate(
+        "--config=configs/smollm2.py", f"--policy={tmp_path}", f"--output={tmp_path}/out",
+        "--explain", *flags,
+    )  # fmt: skip
+    assert f"evaluation.num_problems {line}" in done.stdout
+
+
 def files_of(directory):
     return {name: (directory / name).read_bytes() for name in ("samples.parquet", "results.json")}
 
