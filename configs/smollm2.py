@@ -4,7 +4,7 @@
     python -m launch.prepare_model --name=smollm2-135m --output=runs/models/smollm2
     python -m launch.train --config=configs/smollm2.py --workdir=runs/smollm2
 
-Hardware: 2 CPU cores. Expected: see docs/data.md#procedural-problems.
+Hardware: 2 CPU cores. docs/data.md#procedural-problems explains the problems.
 """
 
 from configs import default
