@@ -107,7 +107,9 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     if not of_run:
         # The held-out problems of a training run are not evaluated beside the named benchmarks.
         fields["evaluation.held_out"] = False
-    if "evaluation.num_problems" not in {*fields, *given}:
+    # Procedural problems have no end: those of a run are as many as the run held out.
+    is_endless = of_run and config.data.task == "reasoning_gym"
+    if "evaluation.num_problems" not in {*fields, *given} and not is_endless:
         fields["evaluation.num_problems"] = ALL_PROBLEMS
     if "evaluation.scores" not in {*fields, *given}:
         fields["evaluation.scores"] = tuple(name for name in module_names(SCORES) if name != GREEDY)
@@ -119,7 +121,8 @@ def prepare(config: ml_collections.ConfigDict) -> None:
         is_file = path.endswith(".gguf") and os.path.isfile(path)
         if not is_hub_id and not os.path.isdir(path) and not is_file:
             raise UserError(
-                f"--policy={path} is no directory; name a run, a checkpoint or a model."
+                f"--policy={path} is no directory and no .gguf file; name a run, a checkpoint or a "
+                "model."
             )
     cli.required(OUTPUT), chosen_steps(STEPS.value)
     if not {"evaluation.stop_strings", "rollout.stop_strings"} & given.keys():

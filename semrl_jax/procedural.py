@@ -6,6 +6,7 @@ it again, because the scorers need what JSON does not keep. Neither JAX nor a to
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -16,6 +17,7 @@ from semrl_jax.errors import UserError
 
 FIELD = "data.reasoning_gym"
 COLUMN = "reasoning_gym"  # of a prompt's row
+FIXED = ("seed", "size")  # options of every data set; they follow the run
 OWN = ("weight", "name")  # settings that are no options of the data set
 # Seeds below belong to training. The package adds the index of a problem to its seed.
 HELD_OUT_SEED = 2**31
@@ -59,7 +61,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
         options = {}
         for setting in settings:
             name, is_set, value = setting.partition("=")
-            if not is_set or name in options or name in ("seed", "size"):
+            if not is_set or name in options or name in FIXED:
                 raise UserError(
                     f"{FIELD}={entry!r}: {setting!r:.100} must be OPTION=VALUE, once for each "
                     "option and not for seed or size, which follow the run."
@@ -176,8 +178,14 @@ def _dataset(name: str, options: str, seed: int, size: int) -> Any:
         near = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(DATASETS)}."
         raise UserError(f"{FIELD}: there is no data set {name!r:.100}; {hint}")
+    settings = json.loads(options)
+    known = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.name not in FIXED]
+    if unknown := settings.keys() - known:
+        raise UserError(
+            f"{FIELD}: {name} has no option {min(unknown)!r:.100}; it has {', '.join(known)}."
+        )
     try:
-        return create_dataset(name, seed=seed, size=size, **json.loads(options))
+        return create_dataset(name, seed=seed, size=size, **settings)
     except Exception as error:  # its own checks are assertions, and its code may fail in any way
         raise _refusal(name, "cannot be made with these options", error) from None
 

@@ -263,7 +263,10 @@ def _until_end(questions: Callable[[], str]) -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            raise UserError(f"standard input is not UTF-8 text ({error.reason}).") from None
+            raise UserError(
+                f"standard input is not text in {error.encoding}, which Python reads it as "
+                f"({error.reason}); convert it, or set PYTHONIOENCODING to its encoding."
+            ) from None
         try:
             question.encode()
         except UnicodeEncodeError:  # in the locale C, Python reads any byte, as a surrogate

@@ -34,7 +34,7 @@ def test_entries_are_data_sets_with_options():
         (["gcd", "gcd:weight=2"], "another entry is called 'gcd'; tell them apart by :name=LABEL"),
         (["chain_sun"], "there is no data set 'chain_sun'; did you mean chain_sum"),
         (["zzz"], "there is no data set 'zzz'; there are "),
-        (["chain_sum:min_term=2"], "cannot be made with these options .*min_term"),
+        (["chain_sum:min_term=2"], "chain_sum has no option 'min_term'; it has min_terms,"),
         (["chain_sum:min_terms=9"], "cannot be made with these options .*max_terms must be >="),
     ],
 )

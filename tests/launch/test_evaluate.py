@@ -55,6 +55,26 @@ def undisturbed(settings, tmp_path_factory):
     return output
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), "= 64 problems  ["),
+        (("--benchmarks=gsm8k",), "= 1000000000 problems  [set by the command"),
+    ],
+)
+def test_endless_problems_are_as_many_as_the_run_held_out(tmp_path, flags, line):
+    (tmp_path / "config.py").write_text(
+        "from configs import default\n\n\ndef get_config():\n    config = default.get_config()\n"
+        "    config.data.update(task='reasoning_gym', reasoning_gym=('gcd',))\n"
+        "    config.evaluation.num_problems = 64\n    return config\n"
+    )
+    done = evaluate(
+        f"--config={tmp_path}/config.py", f"--policy={tmp_path}", f"--output={tmp_path}/out",
+        "--explain", *flags,
+    )  # fmt: skip
+    assert f"evaluation.num_problems {line}" in done.stdout
+
+
 def files_of(directory):
     return {name: (directory / name).read_bytes() for name in ("samples.parquet", "results.json")}
 

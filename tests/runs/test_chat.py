@@ -46,6 +46,12 @@ def test_questions_that_are_not_utf8_are_refused():
         next(found)
 
 
+def test_a_question_in_another_encoding_names_the_one_that_python_reads():
+    found = chat._until_end(lambda: "groß".encode().decode("ascii"))
+    with pytest.raises(UserError, match="not text in ascii, which"):
+        next(found)
+
+
 def test_the_template_is_that_of_the_task_or_of_the_tokenizer(config):
     tokenizer = data.character_tokenizer()
     template = chat.own_template(config, tokenizer)
