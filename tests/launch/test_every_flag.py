@@ -226,6 +226,7 @@ def test_every_flag_of_every_command_has_a_case():
     assert flags_of([*QUICK, *THOROUGH]) == defined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.line.split()[0])
 def test_every_flag_quickly(case, home):
     assert not problem(case, home)
