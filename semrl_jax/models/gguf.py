@@ -61,6 +61,27 @@ ROPE_FACTORS = "rope_freqs.weight"  # of Llama 3.1 and later: divisors of the fr
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, AttributeError)
 
 
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
+_DIGITS = "digits"
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    **dict.fromkeys(_LLAMA3, _WORDS + "{1,3}" + _REST),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _WORDS + _REST),
+    "tekken": _TEKKEN,
+    "smollm": _DIGITS,
+    **dict.fromkeys(("default", "gpt-2"), None),
+}
+
+
 def find_file(path: pathlib.Path) -> pathlib.Path | None:
     """The GGUF file that a path is, or that a directory without config.json holds.
 
@@ -331,27 +352,6 @@ class Gguf:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
         return backend
-
-
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# How texts are split before byte-level merges, by `tokenizer.ggml.pre`. None: as GPT-2.
-_DIGITS = "digits"
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-    **dict.fromkeys(_LLAMA3, _WORDS + "{1,3}" + _REST),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _WORDS + _REST),
-    "tekken": _TEKKEN,
-    "smollm": _DIGITS,
-    **dict.fromkeys(("default", "gpt-2"), None),
-}
 
 
 def merges_of(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:

@@ -23,10 +23,13 @@ _BETWEEN = re.compile(
     r"(?:[\s$,}]|\\[()\[\], ]|\\q?quad|\band\b|\bor\b|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
 # What is written before a box and belongs to it: `$-\boxed{1}$`, `\pm \boxed{1}`, `x > \boxed{1}`.
+# So does what makes another number of it: `not \boxed{1}`, `2\boxed{1}`, `\frac{1}{\boxed{2}}`.
 _SIGN = re.compile(
-    r"((?<=[=$(\[])\s*-|\\pm"
+    r"((?<=[=$(\[])\s*-|\\pm|\bnot|(?<=\})\s*/|(?<![\w.])\d+(?!\s)"
+    r"|\\(?:[dtc]?frac\s*\{[^{}]*\}|sqrt)\s*\{"
     r"|(?:(?<=[ \d})\]])|(?<=[^<\w/][a-zA-Z]))(?:\\[lgn]eq?(?![a-z])|[≤≥≠<>]=?))\s*$"
 )
+_POWER = re.compile(r"\s*\^\s*(?:\d|\{\s*-?\d+\s*\})")  # after a box
 MAX_BETWEEN = 40  # characters
 MAX_BOXES = 64  # the last ones are looked at; also of marks
 
@@ -103,7 +106,13 @@ def boxed_answer(text: str) -> str | None:
         if content.strip():
             start = box.start()
             sign = _SIGN.search(text, max(start - MAX_BETWEEN, 0), start)
-            found.insert(0, (sign[1] if sign else "") + content)
+            power = _POWER.match(text, end) if end is not None else None
+            before = sign[1] if sign else ""
+            if power:
+                content = f"({content}){power[0]}"
+            if before.isdigit():
+                before += r"\cdot "
+            found.insert(0, before + content)
     return ", ".join(dict.fromkeys(found)) if found else None
 
 

@@ -87,7 +87,7 @@ def find_policies(
       steps: of a run; 0 without a checkpoint is the model that the run began with. Empty: 0 and all
         checkpoints. None: the newest valid checkpoint.
       field: the flag or setting that names the path, for error messages.
-      name: of the policies, before the step of a run; empty: that of the directory.
+      name: what each policy is called, before the step of a run; empty: the directory's name.
 
     Raises:
       UserError: if there is no policy, or no checkpoint of a step.

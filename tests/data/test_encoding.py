@@ -1,4 +1,4 @@
-"""The special tokens before a prompt: those of the tokenizer's default, once, and in every use."""
+"""Every use of a prompt has the special tokens that the tokenizer adds by default, once."""
 
 import json
 
@@ -156,7 +156,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path):
         f"model.path=x: the tokenizer has 1 tokens beyond the model's vocab_size={size - 1}, such "
         f"as {last!r} with id {size - 1}; they do not belong together"
     )
-    # As in the text models of Gemma 3, whose tokenizer has a token for images.
+    # The text models of Gemma 3 have a tokenizer with a token for images.
     tokenizer.add_tokens([tokenizers.AddedToken("<image>", special=True)], special_tokens=True)
     assert len(tokenizer) == size + 1
     data.check_vocabulary(tokenizer, size, "model.path=x")

@@ -19,7 +19,7 @@ from semrl_jax.models import gguf
 from tests.models.conftest import make_pair
 
 TYPES = library.GGMLQuantizationType
-# Those that the library can write; a row of 64 numbers is two blocks.
+# Kinds of weights that the library can write; a row of 64 numbers is two blocks.
 KINDS = [
     TYPES.F32,
     TYPES.F16,
@@ -56,7 +56,7 @@ OWN_NAMES = {theirs: ours for ours, theirs in gguf.FIELDS.items()}
 
 
 def write(file, directory, architecture, kinds=(TYPES.F32,), tokenizer=None, **fields):
-    """Writes a Hugging Face directory as GGUF; `fields` replace those of the file, None removes."""
+    """Writes a Hugging Face directory as GGUF; `fields` replace its fields, None removes one."""
     config = models.load_config(directory)
     hf = transformers.AutoConfig.from_pretrained(directory)
     if architecture == "gemma3":

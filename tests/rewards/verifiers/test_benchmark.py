@@ -43,6 +43,21 @@ def test_the_answer_is_found(response, reference, correct):
     assert verify(response, reference).correct is correct
 
 
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        (r"$2\boxed{5}$", "10"), (r"$\boxed{5}^2$", "25"), (r"$\boxed{5}/\boxed{6}$", None),
+        (r"It is not \boxed{5}.", None), (r"$\frac{1}{\boxed{5}}$", None),
+        (r"$\sqrt{\boxed{5}}$", None), (r"$\boxed{5}^\circ$", "5"), (r"$x = \boxed{5}$.", "5"),
+        (r"Step 2 \boxed{5}", "5"), (r"\mathbf{\boxed{5}}", "5"), (r"\boxed{5}!", "5"),
+        (r"\boxed{5} \text{ cm}^2", "5"), (r"2. \boxed{5}", "5"),
+    ],
+)  # fmt: skip
+def test_a_box_within_an_expression_is_not_the_answer(response, value):
+    for reference in ("5", "6", "10", "25"):
+        assert verify(response, reference).correct is (reference == value), reference
+
+
 def test_the_only_number_counts_for_kind_number():
     response = r"\boxed{\text{She has 7 left}}"
     assert verify(response, "7", kind="number").correct

@@ -7,7 +7,7 @@ from tests.rollout.fake_engine import FakeEngine
 
 
 def test_it_ends_where_a_loop_runs():
-    """As in the cell of a notebook."""
+    """A notebook's cell runs in a thread whose event loop is running."""
 
     async def cell():
         for _ in range(2):
