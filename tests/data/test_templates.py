@@ -290,7 +290,7 @@ HOSTILE = {
     "printed": ("{{ '%1000000000d' % 1 }}", MUCH_MEMORY),
     "formatted": ("{{ '{:>1000000000}'.format(1) }}", f"{MUCH_MEMORY}|{LONG_TEXT}"),
     "doubled": ("{% set n = namespace(x='a') %}{% for i in range(60) %}"
-                "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}", MUCH_MEMORY),
+                "{% set n.x = n.x.replace('a', 'aa') %}{% endfor %}", f"{MUCH_MEMORY}|{LONG_TIME}"),
 }  # fmt: skip
 
 
