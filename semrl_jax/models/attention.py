@@ -26,6 +26,9 @@ from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
 LONGEST_AT_ONCE = 1024  # columns; longer sequences are computed in blocks
 BLOCK = 256  # queries, and keys, of a block
 UNSEEN = -1e30  # score of a masked key: finite, so that no difference is NaN
+# Segments with a common beginning are s * BRANCHES + 1, + 2, ..., and that beginning is segment
+# s * BRANCHES.
+BRANCHES = 2**16
 
 # From queries, keys, values and the window of a layer to attended values [B, S, N, H].
 Attention = Callable[..., Float[Array, "B S N H"]]
@@ -71,9 +74,10 @@ def self_attention(
 ) -> Attention:
     """Returns the attention of the layers.
 
-    A token attends to tokens of its own segment, in its own and in earlier columns, fewer than
-    `window` positions back. Sequences of more than `longest_at_once` columns are computed in
-    blocks, and around the ring if the mesh splits their columns.
+    A token attends to tokens of its own segment, and of the common beginning if its segment has
+    one (see BRANCHES), in its own and in earlier columns, fewer than `window` positions back.
+    Sequences of more than `longest_at_once` columns are computed in blocks, and around the ring if
+    the mesh splits their columns.
 
     Args:
       positions: int32, of the rotary embedding.
@@ -341,7 +345,9 @@ def _seen(
     """Which keys each query attends to."""
     columns, positions, segments = (x[:, :, None] for x in query_places)
     key_columns, key_positions, key_segments = (x[:, None, :] for x in key_places)
-    mask = (segments == key_segments) & (key_segments != 0) & (columns >= key_columns)
+    of_beginning = key_segments == segments - segments % BRANCHES
+    mask = ((segments == key_segments) | of_beginning) & (key_segments != 0)
+    mask &= columns >= key_columns
     return within_window(mask, positions[:, :, 0], key_positions[:, 0], window)
 
 

@@ -192,6 +192,15 @@ class DecoderConfig:
         return self.declared.query_key_norm
 
     @property
+    def layer_products(self) -> int:
+        """Multiplications for a token in the matrix products of a layer, of one with experts."""
+        width = self.num_heads * self.head_dim + self.num_kv_heads * self.head_dim
+        features = self.intermediate_size
+        if experts := self.experts:
+            features = experts.experts_per_token * experts.intermediate_size
+        return self.hidden_size * (2 * width + 3 * features)
+
+    @property
     def hash(self) -> str:
         """Hex SHA-256 of the architecture; trainer and replica compare it."""
         description = dataclasses.asdict(self) | {"attention_bias": self.attention_bias}

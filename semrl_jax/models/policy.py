@@ -23,6 +23,10 @@ from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, pa
 from semrl_jax.models.token_logprobs import Tiles
 from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
 
+# Of a key to a query, per element of a head: a product for its score, one for its value, and the
+# softmax, which is bound by memory on a CPU.
+KEY_COST = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -187,6 +191,19 @@ class Policy:
     def kernel(self) -> str:
         """The kernel of attention to whole sequences; raises as `choose_kernel`."""
         return choose_kernel(self.attention, self.config, self._split, self._platform)
+
+    @property
+    def attention_columns(self) -> float:
+        """How many keys make the attention of a token as slow as the products of its layer.
+
+        It decides whether responses share their prompt in a row, which becomes longer then. 0 with
+        a fused kernel: these know no keys outside the segment of a query.
+        """
+        if self.kernel != "xla":
+            return 0.0
+        return self.config.layer_products / (
+            KEY_COST * self.config.num_heads * self.config.head_dim
+        )
 
     def check_attention(self, mesh: Mesh) -> None:
         """UserError if the kernel that `attention` names does not fit the model or this mesh."""

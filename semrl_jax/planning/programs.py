@@ -178,14 +178,16 @@ class Programs:
         count = self.config.training.prompts_per_minibatch * rollout.group_size
         prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
         whole = np.ones((count, prompt + response), np.int32)
+        groups = np.arange(count)[:, None] // rollout.group_size
         batch = RolloutBatch(
-            token_ids=whole,
+            token_ids=groups.astype(np.int32) * whole,
             positions=np.broadcast_to(np.arange(prompt + response, dtype=np.int32), whole.shape),
             segment_ids=whole,
             response_mask=np.ones((count, response), bool),
             rollout_logprobs=np.zeros((count, response), np.float32),
         )
-        return lay_out(batch, row_plan(self.mesh, self.config.training))
+        plan = row_plan(self.mesh, self.config.training)
+        return lay_out(batch, plan, self.policy.attention_columns)
 
     def update(self) -> Compiled:
         """`update_rows`, one optimiser step."""

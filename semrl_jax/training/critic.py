@@ -42,7 +42,7 @@ def batch_values(
       params: of `model`, on the mesh of the plan.
       batch: NumPy arrays.
     """
-    layout = lay_out(batch, plan)
+    layout = lay_out(batch, plan, model.decoder.attention_columns)
     found = row_values(params, plan.put(layout.rows), np.int32(layout.num_micro), model=model)
     return to_batch(found, layout.slots, sharding=replicated(plan.mesh))
 
@@ -65,7 +65,7 @@ def update_critic(
       The critic, unchanged if its loss or gradient is not finite; and scalars,
       `critic/update_skipped` (0 or 1) among them.
     """
-    layout = lay_out(batch, plan)
+    layout = lay_out(batch, plan, model.decoder.attention_columns)
     targets = ValueTargets(
         *to_slots(
             (old_values, returns),

@@ -5,6 +5,10 @@ S columns; each data shard has R / shards of the rows. A row holds one sequence 
 response, from column 0), or with `pack_sequences` as many as fit. Segment ids tell the sequences of
 a row apart, and positions start from 0 in each.
 
+Responses to the same prompt may share it, where less is computed then. In place of one sequence, a
+row holds a bundle: the prompt once, and several responses after it. Each response attends to the
+prompt and to itself, and its positions go on from those of the prompt.
+
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
 attended to, but has no slot. Columns and slots that no sequence fills are padding: segment 0,
@@ -28,13 +32,16 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from semrl_jax.models import DATA_AXES
+from semrl_jax.models.attention import BRANCHES
 from semrl_jax.models.hosts import from_host
 from semrl_jax.rounding import next_power_of_two
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
+
+BUNDLE_SIZES = 8  # per octave, of the columns and slots of bundles: an eighth of padding at most
 
 
 class TokenRows(NamedTuple):
@@ -43,10 +50,11 @@ class TokenRows(NamedTuple):
     Attributes:
       token_ids: 0 where padded.
       positions: from 0 at the first prompt token of each sequence; 0 where padded.
-      segment_ids: 1, 2, ... for the sequences of a row; 0 where padded.
+      segment_ids: of the sequences of a row, see `models.attention.BRANCHES`: i for sequence i =
+        1, 2, ... with a prompt of its own; 0 where padded.
       response_ids: the response token of each slot; 0 in slots without one.
       sources: the column of the state whose logits produced it; 0 in slots without one.
-      sequence_ids: the segment id of the sequence that each slot belongs to; 0 in slots without a
+      sequence_ids: the number i of the sequence that each slot belongs to; 0 in slots without a
         token. A loss over whole sequences needs it, see `algorithms.sum_over_sequences`.
     """
 
@@ -116,7 +124,7 @@ class Layout:
       num_micro: number of micro-batches that hold sequences. They come first; the passes skip the
         empty ones after them.
       slots: index into the M * R * U slots of each response token; -1 for padding and context.
-      shard_tokens: tokens of each data shard, prompts included.
+      shard_tokens: tokens of each data shard, prompts included; a shared prompt counts once.
     """
 
     rows: TokenRows
@@ -167,89 +175,211 @@ def take_values(
     return jnp.where(index >= 0, values.reshape(-1)[index], 0)
 
 
-def lay_out(batch: RolloutBatch, plan: RowPlan) -> Layout:
+def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) -> Layout:
     """Lays NumPy rows [prompt | response] out for the devices.
 
     Shapes follow from the number of responses. Sizes that depend on the lengths are rounded up to
     one of a few values, so that few programs are compiled.
+
+    Args:
+      attention_columns: see `Policy.attention_columns`; 0: no prompt is shared.
 
     Raises:
       ValueError: for a sequence of more than `micro_batch_tokens`.
     """
     prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
     tokens = batch.segment_ids == 1
-    lengths, response_lengths = tokens.sum(axis=1), batch.response_mask.sum(axis=1)
-    if plan.micro_batch_tokens and lengths.max() > plan.micro_batch_tokens:
+    sequences = Sequences(
+        same_prompt=_same_prompts(batch.token_ids[:, :prompt_columns], tokens[:, :prompt_columns]),
+        prompts=tokens[:, :prompt_columns].sum(axis=1),
+        responses=tokens[:, prompt_columns:].sum(axis=1),
+        slots=batch.response_mask.sum(axis=1),
+    )
+    longest = int((sequences.prompts + sequences.responses).max())
+    if plan.micro_batch_tokens and longest > plan.micro_batch_tokens:
         raise ValueError(
-            f"a prompt and response of {lengths.max()} tokens does not fit into "
+            f"a prompt and response of {longest} tokens does not fit into "
             f"training.micro_batch_tokens={plan.micro_batch_tokens}; raise it."
         )
-    if plan.pack_sequences:
-        num_columns, rows_per_shard = plan.micro_batch_tokens, 1
-        row_of, num_micro = packed_rows(lengths, num_columns, plan)
-        num_places = few_sizes(num_micro)
-    else:
-        num_columns = plan.split_evenly(bucket(int(lengths.max()), batch.token_ids.shape[1]))
-        row_of, num_micro, rows_per_shard = single_rows(lengths, num_columns, plan)
-        num_places = num_micro
-    num_rows = rows_per_shard * plan.num_shards
+    chosen = _cheapest(sequences, batch, plan, attention_columns)
+    num_rows = chosen.rows_per_shard * plan.num_shards
 
-    # Where each sequence begins in its row, and its response among the row's slots.
-    columns_used, slots_used, segments_used = np.zeros((3, num_places * num_rows), np.int64)
-    starts, first_slots, segments = np.zeros((3, len(lengths)), np.int64)
-    for index, row in enumerate(row_of):
-        starts[index], first_slots[index] = columns_used[row], slots_used[row]
-        columns_used[row] += lengths[index]
-        slots_used[row] += response_lengths[index]
-        segments_used[row] += 1
-        segments[index] = segments_used[row]
-    slot_limit = num_columns if plan.pack_sequences else batch.response_mask.shape[1]
-    num_slots = plan.split_evenly(bucket(int(slots_used.max()), slot_limit))
+    # Where the prompt and the response of each sequence begin in its row, and its first slot.
+    columns_used, slots_used, sequences_used = np.zeros((3, chosen.num_places * num_rows), np.int64)
+    starts = np.zeros((len(tokens), 2), np.int64)
+    segments = np.zeros((len(tokens), 2), np.int64)
+    first_slots, numbers = np.zeros((2, len(tokens)), np.int64)
+    row_of = chosen.row_of[chosen.bundle_of]
+    bundle_sizes = np.bincount(chosen.bundle_of)
+    previous = -1
+    for index, (bundle, row) in enumerate(zip(chosen.bundle_of, row_of)):
+        sequences_used[row] += 1
+        numbers[index] = segments[index] = sequences_used[row]
+        if bundle != previous:
+            prompt, first, previous = columns_used[row], sequences_used[row], bundle
+            columns_used[row] += sequences.prompts[index]
+        if bundle_sizes[bundle] > 1:
+            segments[index] = first * BRANCHES
+            segments[index, 1] += 1 + sequences_used[row] - first
+        starts[index] = prompt, columns_used[row]
+        columns_used[row] += sequences.responses[index]
+        first_slots[index] = slots_used[row]
+        slots_used[row] += sequences.slots[index]
 
-    shape = (num_places, num_rows, num_columns)
-    to = (row_of * num_columns + starts)[:, None] + batch.positions  # [B, S]; where `tokens`
+    # By token [B, S]; its values count where `tokens`.
+    is_response = (np.arange(tokens.shape[1]) >= prompt_columns).astype(np.int64)
+    before_response = np.stack([np.zeros_like(sequences.prompts), sequences.prompts], axis=1)
+    columns = (starts - before_response)[:, is_response] + batch.positions
+    to = row_of[:, None] * chosen.num_columns + columns
     held = batch.response_mask
-    slots = (row_of * num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
+    slots = (row_of * chosen.num_slots + first_slots)[:, None] + np.cumsum(held, axis=1) - 1
     slots = np.where(held, slots, -1).astype(np.int32)  # [B, T]
-    # The state before a token produced it.
-    sources = starts[:, None] + batch.positions[:, prompt_columns:] - 1  # [B, T]
+    # The state before a token produced it: of the prompt's last token, or of the column before.
+    is_first = batch.positions[:, prompt_columns:] == sequences.prompts[:, None]
+    end_of_prompt = (starts[:, 0] + sequences.prompts)[:, None]
+    sources = np.where(is_first, end_of_prompt, columns[:, prompt_columns:]) - 1  # [B, T]
 
     def filled(shape, where, values) -> Int[np.ndarray, "M R _"]:
         found = np.zeros(shape, np.int32)
         found.reshape(-1)[where] = values
         return found
 
-    slots_shape = (num_places, num_rows, num_slots)
+    shape = (chosen.num_places, num_rows, chosen.num_columns)
+    slots_shape = (*shape[:2], chosen.num_slots)
     rows = TokenRows(
         token_ids=filled(shape, to[tokens], batch.token_ids[tokens]),
         positions=filled(shape, to[tokens], batch.positions[tokens]),
-        segment_ids=filled(shape, to[tokens], np.repeat(segments, lengths)),
+        segment_ids=filled(shape, to[tokens], segments[:, is_response][tokens]),
         response_ids=filled(slots_shape, slots[held], batch.token_ids[:, prompt_columns:][held]),
         sources=filled(slots_shape, slots[held], sources[held]),
-        sequence_ids=filled(slots_shape, slots[held], np.repeat(segments, response_lengths)),
+        sequence_ids=filled(slots_shape, slots[held], np.repeat(numbers, sequences.slots)),
     )
-    shard_of = row_of % num_rows // rows_per_shard
-    return Layout(
-        rows, num_micro, slots, np.bincount(shard_of, lengths, plan.num_shards).astype(np.int64)
+    shard_of = chosen.row_of % num_rows // chosen.rows_per_shard
+    shard_tokens = np.bincount(shard_of, chosen.lengths, plan.num_shards).astype(np.int64)
+    return Layout(rows, chosen.num_micro, slots, shard_tokens)
+
+
+class Sequences(NamedTuple):
+    """Numbers of tokens of the sequences of a batch.
+
+    Attributes:
+      same_prompt: whether the prompt is that of the sequence before.
+      slots: response tokens that the policy produced.
+    """
+
+    same_prompt: Bool[np.ndarray, " B"]
+    prompts: Int[np.ndarray, " B"]
+    responses: Int[np.ndarray, " B"]
+    slots: Int[np.ndarray, " B"]
+
+
+class Arrangement(NamedTuple):
+    """Sequences in bundles, and bundles in rows: M' places of micro-batches of R rows.
+
+    Attributes:
+      bundle_of: the bundle of each sequence, ascending.
+      lengths: columns of each bundle.
+      row_of: the row of each bundle.
+    """
+
+    bundle_of: Int[np.ndarray, " B"]
+    lengths: Int[np.ndarray, " N"]
+    row_of: Int[np.ndarray, " N"]
+    num_micro: int
+    num_places: int
+    rows_per_shard: int
+    num_columns: int
+    num_slots: int
+
+    def cost(self, attention_columns: float) -> float:
+        """Time of a pass, in columns of the products: those of each row, and their attention."""
+        attention = self.num_columns / (attention_columns or math.inf)
+        return self.num_micro * self.rows_per_shard * self.num_columns * (1.0 + attention)
+
+
+def _cheapest(
+    sequences: Sequences, batch: RolloutBatch, plan: RowPlan, attention_columns: float
+) -> Arrangement:
+    """Bundles of one sequence each; or of at most 2, 4, 8, ..., if that costs less."""
+    columns, response_columns = batch.token_ids.shape[1], batch.response_mask.shape[1]
+    longest = plan.split_evenly(
+        bucket(int((sequences.prompts + sequences.responses).max()), columns)
     )
+    most_columns = plan.micro_batch_tokens or longest * (plan.micro_batch_size // plan.num_shards)
+
+    def arranged(bundle_of: Int[np.ndarray, " B"]) -> Arrangement:
+        is_shared = len(bundle_of) > bundle_of[-1] + 1
+        lengths = sequences.prompts[np.unique(bundle_of, return_index=True)[1]]
+        lengths = lengths + np.bincount(bundle_of, sequences.responses).astype(np.int64)
+        if plan.pack_sequences:
+            num_columns, rows_per_shard = plan.micro_batch_tokens, 1
+            row_of, num_micro = packed_rows(lengths, num_columns, plan)
+            num_places = few_sizes(num_micro)
+        else:
+            num_columns = longest
+            if is_shared:
+                size = plan.split_evenly(few_sizes(int(lengths.max()), BUNDLE_SIZES))
+                num_columns = min(size, most_columns)
+            row_of, num_micro, rows_per_shard = single_rows(
+                lengths, most_columns // num_columns, plan
+            )
+            num_places = num_micro
+        slots_used = int(np.bincount(row_of[bundle_of], sequences.slots).max())
+        if is_shared:
+            num_slots = min(few_sizes(slots_used, BUNDLE_SIZES), num_columns)
+        else:
+            num_slots = bucket(slots_used, num_columns if plan.pack_sequences else response_columns)
+        return Arrangement(
+            bundle_of, lengths, row_of, num_micro, num_places, rows_per_shard, num_columns,
+            plan.split_evenly(num_slots),
+        )  # fmt: skip
+
+    found, size = [arranged(np.arange(len(batch.token_ids)))], 2
+    while attention_columns and sequences.same_prompt.any():
+        bundle_of = _bundles(sequences, size, most_columns)
+        if np.array_equal(bundle_of, found[-1].bundle_of):
+            break
+        found.append(arranged(bundle_of))
+        size *= 2
+    return min(found, key=lambda each: each.cost(attention_columns))  # the first of equals
+
+
+def _same_prompts(
+    token_ids: Int[np.ndarray, "B P"], tokens: Bool[np.ndarray, "B P"]
+) -> Bool[np.ndarray, " B"]:
+    """Whether each prompt is the one before it."""
+    prompts = np.where(tokens, token_ids, -1)
+    same = (prompts[1:] == prompts[:-1]).all(axis=1)
+    return np.concatenate([[False], same])
+
+
+def _bundles(sequences: Sequences, size: int, most_columns: int) -> Int[np.ndarray, " B"]:
+    """The bundle of each sequence: at most `size` with the same prompt, in their order."""
+    found, held, columns = [], 0, 0
+    for same, prompt, response, _ in zip(*sequences):
+        if not (found and same and held < size and columns + response <= most_columns):
+            found.append(found[-1] + 1 if found else 0)
+            held, columns = 0, prompt
+        else:
+            found.append(found[-1])
+        held, columns = held + 1, columns + response
+    return np.array(found)
 
 
 def single_rows(
-    lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
-) -> tuple[Int[np.ndarray, " B"], int, int]:
-    """The row of each sequence, one sequence per row.
+    lengths: Int[np.ndarray, " N"], most_rows: int, plan: RowPlan
+) -> tuple[Int[np.ndarray, " N"], int, int]:
+    """The row of each bundle, one per row, at most `most_rows` per shard and micro-batch.
 
     Returns:
       The rows, the number of micro-batches, and the rows per shard and micro-batch.
     """
     shards = plan.num_shards
-    if plan.micro_batch_tokens:
-        limit = plan.micro_batch_tokens // num_columns
-    else:
-        limit = plan.micro_batch_size // shards
-    num_micro = -(-len(lengths) // (limit * shards))
-    # No more than needed, so that few rows are empty.
-    rows_per_shard = -(-len(lengths) // (num_micro * shards))
+    fewest = -(-len(lengths) // (most_rows * shards))
+    sizes = {n: -(-len(lengths) // (n * shards)) for n in range(fewest, 2 * fewest)}
+    # Few empty rows, and then few micro-batches.
+    num_micro = min(sizes, key=lambda n: n * sizes[n])
+    rows_per_shard = sizes[num_micro]
     if not plan.balance_lengths:
         return np.arange(len(lengths)), num_micro, rows_per_shard
     bin_of = deal(lengths, num_micro * shards, max_sequences=rows_per_shard)
@@ -265,7 +395,7 @@ def single_rows(
 def packed_rows(
     lengths: Int[np.ndarray, " B"], num_columns: int, plan: RowPlan
 ) -> tuple[Int[np.ndarray, " B"], int]:
-    """The row of each sequence, several sequences per row and one row per shard.
+    """The row of each bundle, several bundles per row and one row per shard.
 
     Returns:
       The rows, and the number of micro-batches.
@@ -335,7 +465,10 @@ def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
     return np.argsort(-lengths, kind="stable").tolist()
 
 
-def few_sizes(count: int) -> int:
-    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
-    step = max(next_power_of_two(count) // 8, 1)
+def few_sizes(count: int, per_octave: int = 4) -> int:
+    """The next of a few sizes between a power of two and the next, both included.
+
+    1, ..., 8, 10, 12, 14, 16, 20, ... with the default: at most a quarter more.
+    """
+    step = max(next_power_of_two(count) // (2 * per_octave), 1)
     return -(-count // step) * step

@@ -105,7 +105,7 @@ def batch_logprobs(
       params: of `policy`, on the mesh of the plan.
       batch: NumPy arrays.
     """
-    layout = lay_out(batch, plan)
+    layout = lay_out(batch, plan, policy.attention_columns)
     program = functools.partial(
         row_logprobs,
         policy=policy,
@@ -161,7 +161,7 @@ def update_policy(
       scalars, `policy/update_skipped` (0 or 1) and those of the layout among them; and the
       log-probabilities of the tokens before the step, 0 at padding.
     """
-    layout = lay_out(batch, plan)
+    layout = lay_out(batch, plan, policy.attention_columns)
     values = SlotValues(
         *to_slots(
             (

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import models
+from semrl_jax.models.attention import BRANCHES
 from semrl_jax.training.packing import RowPlan, best_fit, deal, few_sizes, lay_out, take_values
 from semrl_jax.training.rollout_batch import pad_batch
 from tests.fixtures import make_scored
@@ -101,6 +102,54 @@ def test_single_rows_by_hand():
     assert layout.scalars()["policy/padding_fraction"] == pytest.approx(1 - 12 / 20)
 
 
+def with_equal_prompts(batch, *groups):
+    """The batch with the prompt of the first sequence of each slice in all sequences of it."""
+    prompt_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
+    for group in groups:
+        batch.token_ids[group, :prompt_columns] = batch.token_ids[group, :prompt_columns][0]
+    return batch
+
+
+def test_shared_prompts_by_hand():
+    """Two responses share the prompt [1, 2]; the third sequence has a prompt of its own."""
+    masks = [np.array(mask, bool) for mask in ([1, 1], [1, 0, 1], [1])]
+    batch = with_equal_prompts(batch_of([(2, 2), (2, 3), (2, 1)], masks), slice(0, 2))
+    plan = RowPlan(mesh_of(1), micro_batch_tokens=10, pack_sequences=True, balance_lengths=False)
+    layout = lay_out(batch, plan, 1e9)
+    rows = jax.tree.map(lambda leaf: leaf[0, 0], layout.rows)
+    np.testing.assert_array_equal(rows.token_ids, [1, 2, 3, 4, 7, 8, 9, 10, 11, 12])
+    np.testing.assert_array_equal(rows.positions, [0, 1, 2, 3, 2, 3, 4, 0, 1, 2])
+    np.testing.assert_array_equal(
+        rows.segment_ids, [BRANCHES] * 2 + [BRANCHES + 1] * 2 + [BRANCHES + 2] * 3 + [3] * 3
+    )
+    np.testing.assert_array_equal(rows.response_ids[:5], [3, 4, 7, 9, 12])
+    np.testing.assert_array_equal(rows.sources[:5], [1, 2, 1, 5, 8])
+    np.testing.assert_array_equal(rows.sequence_ids[:5], [1, 1, 2, 2, 3])
+    np.testing.assert_array_equal(layout.slots, [[0, 1, -1], [2, -1, 3], [4, -1, -1]])
+    assert layout.scalars() == {"policy/padding_fraction": 0.0, "policy/shard_imbalance": 1.0}
+    assert lay_out(batch, plan).num_micro == 2  # 4 + 5 + 3 tokens
+
+
+@pytest.mark.parametrize(
+    ("attention_columns", "size", "columns"), [(1e9, 4, 80), (50.0, 2, 48), (10.0, 1, 32)]
+)
+def test_bundles_are_as_large_as_attention_permits(attention_columns, size, columns):
+    """4 responses of 16 tokens to a prompt of 16: 128, 96 or 80 columns.
+
+    With a = 50, rows of 32 cost 4 * 32 * (1 + 32 / 50) = 210, of 48: 188, of 80: 208.
+    """
+    batch = with_equal_prompts(batch_of([(16, 16)] * 4), slice(0, 4))
+    layout = lay_out(batch, RowPlan(mesh_of(1), micro_batch_size=4), attention_columns)
+    assert layout.rows.token_ids.shape == (1, 4 // size, columns)
+
+
+def test_a_bundle_takes_no_more_memory_than_rows():
+    """A micro-batch of 2 rows of 32 columns has room for the prompt and 3 of 4 responses."""
+    batch = with_equal_prompts(batch_of([(16, 16)] * 4), slice(0, 4))
+    layout = lay_out(batch, RowPlan(mesh_of(1), micro_batch_size=2), 1e9)
+    assert layout.num_micro == 2 and layout.rows.token_ids.shape[1:] == (1, 48)
+
+
 PLANS = st.fixed_dictionaries(
     {
         "num_shards": st.sampled_from([1, 2, 4]),
@@ -186,6 +235,52 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
     np.testing.assert_array_equal(layout.shard_tokens, shard_tokens)
     again = lay_out(batch, plan)
     jax.tree.map(np.testing.assert_array_equal, again.rows, rows)
+
+
+@pytest.mark.slow
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(1, 32), min_size=1, max_size=9)),
+        min_size=1, max_size=6,
+    ),
+    options=PLANS,
+    attention_columns=st.sampled_from([20.0, 200.0, 1e9]),
+)  # fmt: skip
+def test_every_token_sees_its_prompt_and_its_response(groups, options, attention_columns):
+    """What each slot attends to, in the order of positions, is its sequence up to there."""
+    shards, rows_per_shard = options.pop("num_shards"), options.pop("rows_per_shard")
+    mesh = mesh_of(shards, options.pop("sequence"))
+    options["pack_sequences"] &= options["micro_batch_tokens"] > 0
+    plan = RowPlan(mesh, micro_batch_size=rows_per_shard * shards, **options)
+    lengths = [(prompt, each) for prompt, responses in groups for each in responses]
+    if plan.micro_batch_tokens and max(map(sum, lengths)) > plan.micro_batch_tokens:
+        return
+    starts = np.cumsum([0] + [len(responses) for _, responses in groups])
+    batch = with_equal_prompts(batch_of(lengths), *map(slice, starts, starts[1:]))
+    layout, alone = lay_out(batch, plan, attention_columns), lay_out(batch, plan)
+    rows, num_columns = layout.rows, layout.rows.token_ids.shape[2]
+    padded = [each.num_micro * each.rows.token_ids[0].size for each in (layout, alone)]
+    assert padded[0] <= padded[1]
+    if not plan.pack_sequences:  # no more memory either
+        assert rows.token_ids[0].size <= max(
+            alone.rows.token_ids[0].size,
+            plan.micro_batch_tokens * shards
+            or alone.rows.token_ids.shape[2] * plan.micro_batch_size,
+        )
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[2]), rows)
+    held = flat.segment_ids > 0
+    assert held.sum() == layout.shard_tokens.sum()
+    for index, (prompt, response) in enumerate(lengths):
+        ids = batch.token_ids[index][batch.segment_ids[index] == 1]
+        for slot, end in zip(layout.slots[index, :response], range(prompt, prompt + response)):
+            row, slot = divmod(int(slot), rows.sources.shape[2])
+            source = flat.sources[row, slot]
+            segments, own = flat.segment_ids[row], flat.segment_ids[row, source]
+            seen = (segments == own) | (segments == own // BRANCHES * BRANCHES)
+            seen &= held[row] & (np.arange(num_columns) <= source)
+            assert list(flat.token_ids[row, seen]) == list(ids[:end])
+            assert list(flat.positions[row, seen]) == list(range(end))
+            assert flat.response_ids[row, slot] == ids[end]
 
 
 @pytest.mark.parametrize("pack_sequences", [False, True])

@@ -19,6 +19,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import experts
+from semrl_jax.models.attention import BRANCHES
 from semrl_jax.training import update as update_module
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
@@ -78,10 +79,11 @@ def plan_of(options, num_shards=1):
     return RowPlan(mesh_of(num_shards), **options)
 
 
-def make_batch(lengths=LENGTHS, seed=0, context=False):
+def make_batch(lengths=LENGTHS, seed=0, context=False, groups=()):
     """Rows of the same width whatever the lengths; padding holds garbage.
 
-    With `context` about half of the response tokens are not the policy's.
+    With `context` about half of the response tokens are not the policy's. `groups` are slices of
+    sequences that have the prompt of the first.
     """
     batch = batch_of([*lengths, LIMITS])
     batch = jax.tree.map(lambda leaf: leaf[:-1], batch)
@@ -90,7 +92,10 @@ def make_batch(lengths=LENGTHS, seed=0, context=False):
         mask = batch.response_mask & (random.random(batch.response_mask.shape) < 0.5)
         mask[np.arange(len(mask)), random.integers(batch.response_mask.sum(axis=1))] = True
         batch = batch._replace(response_mask=mask)
-    return batch._replace(token_ids=random.integers(0, VOCAB, batch.token_ids.shape, np.int32))
+    token_ids = random.integers(0, VOCAB, batch.token_ids.shape, np.int32)
+    for group in groups:
+        token_ids[group, : LIMITS[0]] = token_ids[group, : LIMITS[0]][0]
+    return batch._replace(token_ids=token_ids)
 
 
 def make_values(batch, seed=1):
@@ -176,11 +181,17 @@ def assert_near(actual, expected, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance * np.abs(b).max())
 
 
+GROUPED = ((4, 2), (4, 10), (4, 5), (2, 9), (2, 3), (1, 6))  # prompts: three times, twice, once
+
+
 @functools.cache
 def expected(window, context):
     """Everything the oracle says of `make_batch`; `window` limits the first of two layers."""
     policy, params = setup(window)
-    batch = make_batch(context=context)
+    if context == "shared prompts":
+        batch = make_batch(GROUPED, context=True, groups=(slice(0, 3), slice(3, 5)))
+    else:
+        batch = make_batch(context=context)
     values = make_values(batch)
     return policy, params, batch, values, *oracle(policy, params, batch, values)
 
@@ -197,6 +208,16 @@ LAYOUTS = [
     for window in (None, 4)
     for name in PLANS
 ] + slow_after(0, [(4, "three rows", True), (4, "packed", True)])
+LAYOUTS += slow_after(
+    1, [(4, name, "shared prompts") for name in ("packed", "three rows", "one row", "budget")]
+)
+
+
+@pytest.fixture(autouse=True)
+def _shares_prompts(request, monkeypatch):
+    """Prompts are shared wherever it saves a column, as if attention cost nothing."""
+    if "shared prompts" in request.node.name or "shared_prompts_on" in request.node.name:
+        monkeypatch.setattr(models.Policy, "attention_columns", 1e9)
 
 
 @pytest.mark.parametrize(("window", "name", "context"), LAYOUTS)
@@ -283,6 +304,41 @@ def test_shards_change_nothing_but_rounding(name):
     scalar = "policy/shard_imbalance"
     assert scalars[scalar] == lay_out(batch, plan).scalars()[scalar] >= 1
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(actual)} == {plan.mesh}
+
+
+SHARED = make_batch(GROUPED, groups=(slice(0, 3), slice(3, 5)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 2, "sequence": 4}, {"replica": 2, "sequence": 4}], ids=str
+)
+def test_shared_prompts_on_a_mesh_change_nothing_but_rounding(axes):
+    policy, params = setup()
+    values = make_values(SHARED)
+    expected, _, _ = update(policy, params, SHARED, values, plan_of(PLANS["one row"]))
+    shape = dict.fromkeys(models.AXES, 1) | axes
+    mesh = models.make_mesh(shape, jax.devices()[:8])
+    for options in ({"micro_batch_tokens": 24, "pack_sequences": True}, {"micro_batch_size": 4}):
+        plan = RowPlan(mesh, **options)
+        assert lay_out(SHARED, plan, 1e9).rows.segment_ids.max() > BRANCHES
+        on_mesh = dataclasses.replace(policy, mesh=mesh)
+        placed = jax.device_put(params, models.parameter_shardings(params, mesh))
+        actual, _, _ = update(on_mesh, placed, SHARED, values, plan)
+        assert_near(actual, expected, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("surrogate", ["gspo", pytest.param("opmd", marks=pytest.mark.soak)])
+def test_shared_prompts_change_no_loss_of_whole_responses(surrogate, monkeypatch):
+    policy, params = setup()
+    values = make_values(SHARED)
+    options = {"surrogate": surrogate, "clip_epsilon": 1e-3, "aggregation": "response_mean"}
+    plan = plan_of(PLANS["three rows"])
+    expected, _, _ = update(policy, params, SHARED, values, plan, **options)
+    monkeypatch.setattr(models.Policy, "attention_columns", 1e9)
+    assert lay_out(SHARED, plan, 1e9).rows.segment_ids.max() > BRANCHES
+    assert_near(update(policy, params, SHARED, values, plan, **options)[0], expected)
 
 
 @pytest.mark.slow
