@@ -1,10 +1,11 @@
-"""Draws docs/figures/quickstart.png from finished runs of the quickstart, one per seed.
+"""Draws docs/figures/NAME.png from finished runs of one config.
 
-python docs/make_figure.py runs/quickstart
+python docs/make_figure.py quickstart runs/quickstart
 """
 
 from __future__ import annotations
 
+import fnmatch
 import pathlib
 import sys
 
@@ -14,19 +15,19 @@ from matplotlib.figure import Figure
 from semrl_jax.runs.records import read_rows
 
 matplotlib.use("Agg")
-FIGURE = pathlib.Path(__file__).parent / "figures" / "quickstart.png"
+FIGURES = pathlib.Path(__file__).parent / "figures"
 BLUE, ORANGE = "#1f5fa8", "#d1662a"
 # Title, unit, and the keys to draw: key -> (label, colour).
 PANELS = (
     (
-        "Accuracy on 512 held-out problems",
+        "Accuracy on held-out problems",
         "share",
-        {"eval/arithmetic/greedy_accuracy": ("greedy, after the update", BLUE)},
+        {"eval/*/greedy_accuracy": ("greedy, after the update", BLUE)},
     ),
     (
         "Reward of the sampled responses",
         "share correct",
-        {"reward/correct": ("mean of 256 responses", BLUE)},
+        {"reward/correct": ("mean of the batch", BLUE)},
     ),
     (
         "Effective rank of responses",
@@ -51,7 +52,12 @@ def draw(workdirs: list[pathlib.Path]) -> Figure:
         for number, workdir in enumerate(workdirs):
             rows = read_rows(workdir / "metrics.jsonl")
             for key, (label, colour) in keys.items():
-                points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                points = [
+                    (row["step"], row[name])
+                    for row in rows
+                    for name in fnmatch.filter(row, key)
+                    if row[name] is not None
+                ]
                 axes.plot(
                     *zip(*points),
                     color=colour,
@@ -77,4 +83,5 @@ def draw(workdirs: list[pathlib.Path]) -> Figure:
 
 
 if __name__ == "__main__":
-    draw([pathlib.Path(path) for path in sys.argv[1:]]).savefig(FIGURE, dpi=130)
+    name, *paths = sys.argv[1:]
+    draw([pathlib.Path(path) for path in paths]).savefig(FIGURES / f"{name}.png", dpi=130)

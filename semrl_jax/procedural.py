@@ -18,10 +18,10 @@ from semrl_jax.errors import UserError
 FIELD = "data.reasoning_gym"
 COLUMN = "reasoning_gym"  # of a prompt's row
 FIXED = ("seed", "size")  # options of every data set; they follow the run
-OWN = ("weight", "name")  # settings that are no options of the data set
 # Seeds below belong to training. The package adds the index of a problem to its seed.
 HELD_OUT_SEED = 2**31
 SPARE = 1000  # problems of a data set in addition to those wanted: held-out ones are skipped
+MADE_PER_KEPT = 8  # at most, if only questions that contain a text are kept
 
 
 class Source(NamedTuple):
@@ -32,12 +32,14 @@ class Source(NamedTuple):
       options: fields of its configuration, such as {"max_terms": 2}.
       weight: share of the training prompts, relative to the other entries.
       name: in the log and in results.
+      contains: other questions are left out: some data sets vary their wording at random.
     """
 
     dataset: str
     options: dict[str, Any]
     weight: float
     name: str
+    contains: str = ""
 
 
 class Problem(NamedTuple):
@@ -68,6 +70,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
                 )
             options[name] = _value(value)
         weight, name = options.pop("weight", 1), str(options.pop("name", dataset))
+        contains = str(options.pop("contains", ""))
         if type(weight) not in (int, float) or not 0 < weight < 1e9:
             raise UserError(f"{FIELD}={entry!r}: weight={weight!r:.50} must be a number above 0.")
         if name in (source.name for source in found):
@@ -75,7 +78,7 @@ def sources(entries: Sequence[str]) -> list[Source]:
                 f"{FIELD}={entry!r}: another entry is called {name!r:.100}; tell them apart by "
                 ":name=LABEL."
             )
-        found.append(Source(dataset, options, float(weight), name))
+        found.append(Source(dataset, options, float(weight), name, contains))
     return found
 
 
@@ -101,8 +104,8 @@ def training_problems(
         problem = next((p for p in streams[turn] if p.question not in held_out), None)
         if problem is None:
             raise UserError(
-                f"{FIELD}: {entries[turn].name!r} has too few problems that are not among its "
-                f"{num_held_out} held-out ones; set options that make more of them."
+                f"{FIELD}: {entries[turn].name!r} has too few problems{containing(entries[turn])} "
+                f"that are not among its {num_held_out} held-out ones; set options that make more."
             )
         found.append(problem)
     return found
@@ -123,11 +126,16 @@ def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
                 break
         else:
             raise UserError(
-                f"{FIELD}: {source.name!r} has only {len(different)} different problems; lower "
-                f"evaluation.num_problems={count}."
+                f"{FIELD}: {source.name!r} has only {len(different)} different problems"
+                f"{containing(source)}; lower evaluation.num_problems={count}."
             )
         found += different.values()
     return found
+
+
+def containing(source: Source) -> str:
+    """What the problems of an entry are limited to, for a message."""
+    return f" that contain {source.contains!r:.100}" if source.contains else ""
 
 
 def remade(row: Any) -> tuple[Any, dict[str, Any]]:
@@ -151,7 +159,7 @@ def remade(row: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _problems(source: Source, seed: int, count: int) -> Iterator[Problem]:
-    size = 2 * count + SPARE
+    size = (2 * count + SPARE) * (MADE_PER_KEPT if source.contains else 1)
     options = json.dumps(source.options, sort_keys=True)
     dataset = _dataset(source.dataset, options, seed, size)
     for index in range(size):
@@ -159,6 +167,8 @@ def _problems(source: Source, seed: int, count: int) -> Iterator[Problem]:
             entry = dataset[index]
         except Exception as error:  # a generator of the package may fail in any way
             raise _refusal(source.dataset, f"problem {index} cannot be made", error) from None
+        if source.contains not in entry["question"]:
+            continue
         place = {"dataset": source.dataset, "options": source.options, "seed": seed, "size": size}
         row = json.dumps({COLUMN: {**place, "index": index}})
         answer = "" if entry["answer"] is None else str(entry["answer"])

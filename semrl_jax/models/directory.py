@@ -71,7 +71,7 @@ def find_directory(path: str | os.PathLike[str]) -> pathlib.Path:
     if not is_hub_id or pathlib.Path(owner).exists():
         raise UserError(
             f"model directory {str(path)!r} does not exist; give a local Hugging Face directory "
-            "or a hub id owner/name."
+            "or a hub id owner/name, or make one with python -m launch.prepare_model."
         )
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # of the HTTP library that the hub uses

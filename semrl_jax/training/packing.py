@@ -347,9 +347,9 @@ def _cheapest(
 def _same_prompts(
     token_ids: Int[np.ndarray, "B P"], tokens: Bool[np.ndarray, "B P"]
 ) -> Bool[np.ndarray, " B"]:
-    """Whether each prompt is the one before it."""
+    """Whether each prompt is the one before it, and has a token."""
     prompts = np.where(tokens, token_ids, -1)
-    same = (prompts[1:] == prompts[:-1]).all(axis=1)
+    same = (prompts[1:] == prompts[:-1]).all(axis=1) & tokens[1:].any(axis=1)
     return np.concatenate([[False], same])
 
 

@@ -56,6 +56,18 @@ def test_held_out_problems_are_never_trained_on():
     assert held_out == procedural.held_out_problems(entries, 300)
 
 
+def test_only_questions_that_contain_a_text():
+    natural = "basic_arithmetic:min_terms=2:max_terms=2:format_style=natural:contains="
+    entries = procedural.sources([natural + "What is"])
+    held_out = procedural.held_out_problems(entries, 50)
+    training = procedural.training_problems(entries, 0, 500, 50)
+    assert len(training) == 500 and all("What is" in p.question for p in held_out + training)
+    with pytest.raises(
+        UserError, match="'basic_arithmetic' has only 0 different problems that con"
+    ):
+        procedural.held_out_problems(procedural.sources([natural + "Why"]), 2)
+
+
 def test_a_data_set_with_too_few_problems_says_so():
     small = procedural.sources(["chain_sum:max_terms=2:max_digits=1:min_terms=2:name=small"])
     with pytest.raises(UserError, match=r"'small' has only .* different problems; lower"):
@@ -79,6 +91,15 @@ def test_the_scorer_of_the_data_set_decides():
         found = verdict(problem, response)
         assert found.score < 1.0 and not found.correct, response
     assert verdict(problem, f"It is {problem.answer}.").extracted == problem.answer
+
+
+def test_a_response_that_only_mentions_the_answer_gets_nothing():
+    entry = "basic_arithmetic:min_terms=2:max_terms=2:min_digits=2:max_digits=2"
+    (problem,) = procedural.held_out_problems(procedural.sources([entry]), 1)
+    found = verdict(problem, f"It may be {problem.answer} or not; the answer is 7777.")
+    assert (found.score, found.extracted) == (0.0, "7777")
+    assert verdict(problem, f"no number, only_{problem.answer}_text").score == 0.0
+    assert verdict(problem, problem.answer).score == 1.0
 
 
 def test_answers_of_several_lines_are_scored_as_a_whole():

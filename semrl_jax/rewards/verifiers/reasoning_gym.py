@@ -2,7 +2,9 @@
 
 The score is in [0, 1], and 1 is correct. The answer is what stands between `<answer>` and
 `</answer>`, else what `find_answer` finds. The whole response is scored too, for answers of several
-lines, and the better score counts. `rewards.mode` has no influence.
+lines, and the better score counts. Scorers that only compare texts give a part of the score to a
+text that contains the answer: for a whole response, they count if they give 1. `rewards.mode` has
+no influence.
 """
 
 from __future__ import annotations
@@ -29,10 +31,19 @@ def verify(
     answer = tagged[-1] if tagged else find_answer(text)
     candidates = [answer] if tagged else [answer, text]
     scores = {c: float(dataset.score_answer(c, entry)) for c in candidates if c}
+    if scores.get(text, 1.0) < 1.0 and text != answer and only_compares(dataset):
+        del scores[text]
     best = max(scores, key=scores.__getitem__, default=None)
     score = min(max(scores.get(best, 0.0), 0.0), 1.0)
     extracted = answer if best is None or best == text else best
     return Verdict(score, score >= 1.0, has_complete_box(response), extracted)
+
+
+def only_compares(dataset: Any) -> bool:
+    """Whether the data set has no scorer of its own."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    return type(dataset).score_answer is ProceduralDataset.score_answer
 
 
 def prepare() -> None:
