@@ -13,6 +13,7 @@ from configs import (
     quickstart_async,
     quickstart_ppo,
     recorded,
+    smollm2,
 )
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
@@ -27,7 +28,9 @@ def test_shipped_configs_are_valid(module):
 
 
 @pytest.mark.parametrize("prompts", [1, 7, 16, 36])
-@pytest.mark.parametrize("module", [default, quickstart, gsm8k, gsm8k_qwen2_5_0_5b, quickstart_ppo])
+@pytest.mark.parametrize(
+    "module", [default, quickstart, gsm8k, gsm8k_qwen2_5_0_5b, quickstart_ppo, smollm2]
+)
 def test_another_number_of_prompts_needs_no_second_setting(module, prompts):
     config = module.get_config()
     config.data.prompts_per_step = config.warm_start.batch_size = prompts
