@@ -37,11 +37,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from semrl_jax.models import DATA_AXES
 from semrl_jax.models.attention import BRANCHES
 from semrl_jax.models.hosts import from_host
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.rounding import next_power_of_two, next_size
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
 
-BUNDLE_SIZES = 8  # per octave, of the columns and slots of bundles: an eighth of padding at most
+SHORT_ROW = 256  # columns
 
 
 class TokenRows(NamedTuple):
@@ -54,7 +54,7 @@ class TokenRows(NamedTuple):
         1, 2, ... with a prompt of its own; 0 where padded.
       response_ids: the response token of each slot; 0 in slots without one.
       sources: the column of the state whose logits produced it; 0 in slots without one.
-      sequence_ids: the number i of the sequence that each slot belongs to; 0 in slots without a
+      sequence_ids: 1, 2, ... for the sequences of a row that have slots; 0 in slots without a
         token. A loss over whole sequences needs it, see `algorithms.sum_over_sequences`.
     """
 
@@ -205,7 +205,9 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     num_rows = chosen.rows_per_shard * plan.num_shards
 
     # Where the prompt and the response of each sequence begin in its row, and its first slot.
-    columns_used, slots_used, sequences_used = np.zeros((3, chosen.num_places * num_rows), np.int64)
+    columns_used, slots_used, sequences_used, with_slots = np.zeros(
+        (4, chosen.num_places * num_rows), np.int64
+    )
     starts = np.zeros((len(tokens), 2), np.int64)
     segments = np.zeros((len(tokens), 2), np.int64)
     first_slots, numbers = np.zeros((2, len(tokens)), np.int64)
@@ -214,7 +216,9 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
     previous = -1
     for index, (bundle, row) in enumerate(zip(chosen.bundle_of, row_of)):
         sequences_used[row] += 1
-        numbers[index] = segments[index] = sequences_used[row]
+        segments[index] = sequences_used[row]
+        with_slots[row] += sequences.slots[index] > 0
+        numbers[index] = with_slots[row]
         if bundle != previous:
             prompt, first, previous = columns_used[row], sequences_used[row], bundle
             columns_used[row] += sequences.prompts[index]
@@ -318,15 +322,16 @@ def _cheapest(
         else:
             num_columns = longest
             if is_shared:
-                size = plan.split_evenly(few_sizes(int(lengths.max()), BUNDLE_SIZES))
+                size = plan.split_evenly(_bundle_size(int(lengths.max())))
                 num_columns = min(size, most_columns)
-            row_of, num_micro, rows_per_shard = single_rows(
-                lengths, most_columns // num_columns, plan
-            )
-            num_places = num_micro
-        slots_used = int(np.bincount(row_of[bundle_of], sequences.slots).max())
+            most_rows = most_columns // num_columns
+            if not plan.micro_batch_tokens:
+                most_rows = min(most_rows, plan.micro_batch_size // plan.num_shards)
+            row_of, num_micro, rows_per_shard = single_rows(lengths, most_rows, plan)
+            num_places = few_sizes(num_micro) if is_shared else num_micro
+        slots_used = max(int(np.bincount(row_of[bundle_of], sequences.slots).max()), 1)
         if is_shared:
-            num_slots = min(few_sizes(slots_used, BUNDLE_SIZES), num_columns)
+            num_slots = min(_bundle_size(slots_used), num_columns)
         else:
             num_slots = bucket(slots_used, num_columns if plan.pack_sequences else response_columns)
         return Arrangement(
@@ -342,6 +347,11 @@ def _cheapest(
         found.append(arranged(bundle_of))
         size *= 2
     return min(found, key=lambda each: each.cost(attention_columns))  # the first of equals
+
+
+def _bundle_size(count: int) -> int:
+    """Columns or slots of rows with bundles: few for long rows, which take longest to compile."""
+    return few_sizes(count) if count <= SHORT_ROW else next_size(count, SHORT_ROW)
 
 
 def _same_prompts(
@@ -465,10 +475,7 @@ def longest_first(lengths: Int[np.ndarray, " B"]) -> Sequence[int]:
     return np.argsort(-lengths, kind="stable").tolist()
 
 
-def few_sizes(count: int, per_octave: int = 4) -> int:
-    """The next of a few sizes between a power of two and the next, both included.
-
-    1, ..., 8, 10, 12, 14, 16, 20, ... with the default: at most a quarter more.
-    """
-    step = max(next_power_of_two(count) // (2 * per_octave), 1)
+def few_sizes(count: int) -> int:
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...: at most a quarter more."""
+    step = max(next_power_of_two(count) // 8, 1)
     return -(-count // step) * step

@@ -133,8 +133,8 @@ def batch_scores(
     """
     # One slot per sequence. Its source is the state before the token, and the score is of the
     # token's own state.
-    batch = batch._replace(response_mask=last_tokens(batch))
-    layout = lay_out(batch, plan, model.decoder.attention_columns)
+    # No prompt is shared: the state of a token is then in the column after its source.
+    layout = lay_out(batch._replace(response_mask=last_tokens(batch)), plan)
     rows = layout.rows._replace(sources=layout.rows.sources + 1)
     values = row_values(params, plan.put(rows), np.int32(layout.num_micro), model=model)
     scores = to_batch(values, layout.slots, sharding=replicated(plan.mesh))

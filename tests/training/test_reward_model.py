@@ -26,7 +26,7 @@ from semrl_jax.training.reward_model import (
 )
 from tests.fixtures import make_scored, read_rows
 from tests.models.conftest import make_pair
-from tests.training.test_packing import batch_of, mesh_of
+from tests.training.test_packing import batch_of, mesh_of, with_equal_prompts
 
 LENGTHS = [(3, 4), (7, 1), (2, 9), (5, 5), (1, 2), (4, 7)]
 # Float32 in both, sums in another order: 3 layers of width 64, scores of about 8.
@@ -98,6 +98,23 @@ def test_scores_are_those_of_transformers_in_every_layout(saved, options):
     found = batch_scores(params, batch, model=model, plan=RowPlan(mesh, **options))
     assert found.dtype == np.float32 and np.ptp(found) > 1
     np.testing.assert_allclose(found, scores_of_transformers(theirs, sequences), **TOLERANCE)
+
+
+def test_responses_of_one_token_to_the_same_prompt_have_their_own_scores(saved):
+    mesh = mesh_of(1)
+    model, params = load(saved[1], mesh)
+    lengths = [(16, 4), (16, 1), (16, 1), (16, 3)]
+    batch = with_equal_prompts(batch_of(lengths), slice(0, 4))
+    batch = batch._replace(token_ids=batch.token_ids % 34)
+    found = batch_scores(params, batch, model=model, plan=RowPlan(mesh, micro_batch_size=4))
+    alone = [
+        batch_scores(
+            params, jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], batch), model=model,
+            plan=RowPlan(mesh, micro_batch_size=1),
+        )[0]
+        for row in range(4)
+    ]  # fmt: skip
+    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_token_of_a_response_by_hand():

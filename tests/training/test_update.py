@@ -342,6 +342,28 @@ def test_shared_prompts_change_no_loss_of_whole_responses(surrogate, monkeypatch
 
 
 @pytest.mark.slow
+def test_masked_responses_of_a_bundle_do_not_count():
+    """Seven of eight responses are masked: the row has fewer slots than sequences."""
+    policy, params = setup()
+    batch = make_batch(((4, 10),) * 7 + ((4, 2),), groups=(slice(0, 8),))
+    mask = batch.response_mask & (np.arange(8) == 7)[:, None]
+    batch = batch._replace(response_mask=mask)
+    values = make_values(batch)
+    options = {"surrogate": "gspo", "aggregation": "response_mean"}
+    alone, _, _ = update(policy, params, batch, values, plan_of(PLANS["two rows"]), **options)
+    rows = lay_out(batch, plan_of(PLANS["all rows at once"]), 1e9).rows
+    assert rows.segment_ids.max() > BRANCHES and rows.sequence_ids.max() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.Policy, "attention_columns", 1e9)
+        plan = plan_of(PLANS["all rows at once"])
+        shared, _, _ = update(policy, params, batch, values, plan, **options)
+        nothing = batch._replace(response_mask=np.zeros_like(mask))
+        found = batch_logprobs(params, nothing, policy=policy, temperature=0.8, plan=plan)
+    assert_near(shared, alone)
+    assert not found.logprobs.any()
+
+
+@pytest.mark.slow
 def test_an_expert_axis_changes_nothing_but_rounding():
     config = models.random_config(
         "qwen3_moe", vocab_size=VOCAB + 1, hidden_size=32, intermediate_size=32, num_layers=2,
