@@ -1,4 +1,4 @@
-"""An update that computes a prompt once for several responses, beside one that repeats it.
+"""Updates with a prompt computed once for several responses, or once for each response.
 
     python -m benchmarks.shared_prompts
 

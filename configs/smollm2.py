@@ -37,7 +37,7 @@ def get_config():
     config.training.weight_decay = 0.0
     config.algorithms.loss.kl_coefficient = 0.0
     config.evaluation.num_problems = 64
-    config.evaluation.every_steps = 15
+    config.evaluation.every_steps = 10
     config.checkpoints.every_steps = 15
     config.logging.plot_every_steps = 0
     return config

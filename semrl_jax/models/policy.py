@@ -23,8 +23,8 @@ from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, pa
 from semrl_jax.models.token_logprobs import Tiles
 from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
 
-# Of a key to a query, per element of a head: a product for its score, one for its value, and the
-# softmax, which is bound by memory on a CPU.
+# The attention of one query to one key takes as long as this many multiplications for each element
+# of a head. Two are its own: for the score and for the value. The softmax takes the rest on a CPU.
 KEY_COST = 8
 
 

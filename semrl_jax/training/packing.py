@@ -5,9 +5,9 @@ S columns; each data shard has R / shards of the rows. A row holds one sequence 
 response, from column 0), or with `pack_sequences` as many as fit. Segment ids tell the sequences of
 a row apart, and positions start from 0 in each.
 
-Responses to the same prompt may share it, where less is computed then. In place of one sequence, a
-row holds a bundle: the prompt once, and several responses after it. Each response attends to the
-prompt and to itself, and its positions go on from those of the prompt.
+Responses to the same prompt share it if that takes less computation. A bundle then takes the place
+of a sequence: the prompt once, and several responses after it. Each response attends to the prompt
+and to itself. Positions of each response begin after the last position of the prompt.
 
 Of a row's columns, at most U produce tokens of the policy. The states of these columns are gathered
 into slots, and only slots get logits. Context inside a response (False in `response_mask`) is
@@ -41,7 +41,7 @@ from semrl_jax.rounding import next_power_of_two, next_size
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
 
-SHORT_ROW = 256  # columns
+SHORT_ROW = 256  # columns of a row with a bundle; longer rows have fewer sizes
 
 
 class TokenRows(NamedTuple):
@@ -230,7 +230,7 @@ def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) 
         first_slots[index] = slots_used[row]
         slots_used[row] += sequences.slots[index]
 
-    # By token [B, S]; its values count where `tokens`.
+    # The column of each token, [B, S]. Entries outside `tokens` are not used.
     is_response = (np.arange(tokens.shape[1]) >= prompt_columns).astype(np.int64)
     before_response = np.stack([np.zeros_like(sequences.prompts), sequences.prompts], axis=1)
     columns = (starts - before_response)[:, is_response] + batch.positions
@@ -267,7 +267,7 @@ class Sequences(NamedTuple):
     """Numbers of tokens of the sequences of a batch.
 
     Attributes:
-      same_prompt: whether the prompt is that of the sequence before.
+      same_prompt: whether the sequence before has the same prompt.
       slots: response tokens that the policy produced.
     """
 
@@ -357,7 +357,7 @@ def _bundle_size(count: int) -> int:
 def _same_prompts(
     token_ids: Int[np.ndarray, "B P"], tokens: Bool[np.ndarray, "B P"]
 ) -> Bool[np.ndarray, " B"]:
-    """Whether each prompt is the one before it, and has a token."""
+    """Whether each prompt has a token and equals the prompt before it."""
     prompts = np.where(tokens, token_ids, -1)
     same = (prompts[1:] == prompts[:-1]).all(axis=1) & tokens[1:].any(axis=1)
     return np.concatenate([[False], same])
