@@ -12,7 +12,8 @@ for the ring.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from semrl_jax.models.sharding import activation_spec, constrain, shared_heads
 
 LONGEST_AT_ONCE = 1024  # columns; longer sequences are computed in blocks
 BLOCK = 256  # queries, and keys, of a block
+FEW = 16  # queries of a row; with 24 both products took the same time
 UNSEEN = -1e30  # score of a masked key: finite, so that no difference is NaN
 # Segments with a common beginning are s * BRANCHES + 1, + 2, ..., and that beginning is segment
 # s * BRANCHES.
@@ -110,29 +112,53 @@ def self_attention(
     return attend
 
 
+class Columns(NamedTuple):
+    """A part of the cache: R rows, each of which B / R tokens attend to, beside each other."""
+
+    keys: Float[Array, "R K H S"]
+    values: Float[Array, "R K S H"]
+    seen: Bool[Array, "B 1 S"]
+
+
 def attend_to_cache(
-    query: Float[Array, "B N H"],
-    keys: Float[Array, "B K H S"],
-    values: Float[Array, "B K S H"],
-    seen: Bool[Array, "B 1 S"],
-    mesh: Mesh | None = None,
+    query: Float[Array, "B N H"], parts: Sequence[Columns], mesh: Mesh | None = None
 ) -> Float[Array, "B N H"]:
-    """Attention of one token per row to the columns of its row that are `seen`, at least one."""
+    """Attention of one token per response to the columns that are `seen`, at least one."""
     batch, num_heads, width = query.shape
-    keys, values = (shared_heads(x, num_heads, mesh, "cache") for x in (keys, values))
-    grouped = query.reshape(batch, keys.shape[1], -1, width)  # [B, K, G, H]
+    parts = [
+        part._replace(
+            keys=shared_heads(part.keys, num_heads, mesh, "cache"),
+            values=shared_heads(part.values, num_heads, mesh, "cache"),
+        )
+        for part in parts
+    ]
+    grouped = query.reshape(batch, parts[0].keys.shape[1], -1, width)  # [B, K, G, H]
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    scores = _of_few_rows(grouped, keys, platform) * width**-0.5
-    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, UNSEEN), axis=-1)
-    attended = _of_few_rows(weights.astype(values.dtype), values, platform)
+    scores = [
+        jnp.where(part.seen[:, :, None], _of_rows(grouped, part.keys, platform), UNSEEN)
+        for part in parts
+    ]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * width**-0.5, axis=-1)
+    ends = list(itertools.accumulate(part.seen.shape[-1] for part in parts))
+    attended = sum(
+        _of_rows(weights.astype(part.values.dtype), part.values, platform)
+        for part, weights in zip(parts, jnp.split(weights, ends[:-1], axis=-1))
+    )
     return attended.astype(query.dtype).reshape(query.shape)
 
 
-def _of_few_rows(
-    first: Float[Array, "B K G M"], second: Float[Array, "B K M N"], platform: str
+def _of_rows(
+    first: Float[Array, "B K G M"], second: Float[Array, "R K M N"], platform: str
 ) -> Float[Array, "B K G N"]:
-    """The product in float32, for a small G, on devices of a platform."""
-    if platform != "cpu":
+    """The product in float32 with the row of each response, on devices of a platform."""
+    batch, kv_heads, group, inner = first.shape
+    rows = second.shape[0]
+    if batch > rows:  # the responses of a row make one product
+        first = first.reshape(rows, -1, kv_heads, group, inner).swapaxes(1, 2)
+        found = _of_rows(first.reshape(rows, kv_heads, -1, inner), second, platform)
+        found = found.reshape(rows, kv_heads, -1, group, second.shape[-1]).swapaxes(1, 2)
+        return found.reshape(batch, kv_heads, group, -1)
+    if platform != "cpu" or group > FEW:
         return jnp.matmul(first, second, preferred_element_type=jnp.float32)
     # One loop over the cache. XLA's batched product took 1.3 times as long when two programs ran.
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)

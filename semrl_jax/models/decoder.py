@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from semrl_jax.models.attention import (
     Attention,
+    Columns,
     attend_to_cache,
     self_attention,
     within_window,
@@ -388,10 +389,15 @@ class Decoder(nnx.Module):
         positions: Int[Array, " B"],
         column: Int[Array, ""],
         cache: KVCache,
+        prompts: KVCache | None = None,
     ) -> Decoded:
         """Runs one token per row at `positions[b]`, written at `column` of the cache.
 
         Columns may be in any order: the positions in the cache decide what a token attends to.
+
+        Args:
+          prompts: further columns that tokens attend to, with R rows: B / R tokens beside each
+            other share one.
         """
 
         def put(array, new, axis):
@@ -406,7 +412,14 @@ class Decoder(nnx.Module):
 
         positions = positions[:, None]
         key_positions = put(cache.positions, positions, 1)
-        mask = (key_positions >= 0)[:, None, :]  # [B, 1, S]
+        if prompts is not None:
+            group = len(token_ids) // len(prompts.positions)
+            prompt_positions = jnp.repeat(prompts.positions, group, axis=0)
+
+        def seen(key_positions, window):
+            mask = (key_positions >= 0)[:, None, :]
+            return within_window(mask, positions, key_positions, window)
+
         x = self._embedded(token_ids[:, None])
         inputs, keys, values = [], [], []
         for index, (layer, window) in enumerate(self._unrolled()):
@@ -414,8 +427,11 @@ class Decoder(nnx.Module):
             query, key, value = layer.heads(x, positions, window)
             keys.append(cached(cache.keys[index], key.transpose(0, 2, 3, 1), 3))
             values.append(cached(cache.values[index], value.swapaxes(1, 2), 2))
-            seen = within_window(mask, positions, key_positions, window)
-            attended = attend_to_cache(query[:, 0], keys[-1], values[-1], seen, self.mesh)
+            parts = [Columns(keys[-1], values[-1], seen(key_positions, window))]
+            if prompts is not None:
+                own = prompts.keys[index], prompts.values[index]
+                parts.insert(0, Columns(*own, seen(prompt_positions, window)))
+            attended = attend_to_cache(query[:, 0], parts, self.mesh)
             x = layer.residual(x, attended[:, None])
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
         return self.final_norm(x)[:, 0], jnp.stack(inputs, axis=1), new_cache

@@ -194,16 +194,17 @@ class Policy:
 
     @property
     def attention_columns(self) -> float:
-        """How many keys make the attention of a token as slow as the products of its layer.
+        """`layer_columns` for whole sequences: whether responses share their prompt in a row.
 
-        It decides whether responses share their prompt in a row, which becomes longer then. 0 with
-        a fused kernel: these know no keys outside the segment of a query.
+        0 with a fused kernel: these know no keys outside the segment of a query.
         """
-        if self.kernel != "xla":
-            return 0.0
-        return self.config.layer_products / (
-            KEY_COST * self.config.num_heads * self.config.head_dim
-        )
+        return self.layer_columns if self.kernel == "xla" else 0.0
+
+    @property
+    def layer_columns(self) -> float:
+        """How many keys make the attention of a token as slow as the products of its layer."""
+        width = self.config.num_heads * self.config.head_dim
+        return self.config.layer_products / (KEY_COST * width)
 
     def check_attention(self, mesh: Mesh) -> None:
         """UserError if the kernel that `attention` names does not fit the model or this mesh."""

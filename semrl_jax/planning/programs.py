@@ -28,9 +28,13 @@ from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.planning.chips import Slice
-from semrl_jax.rollout.engines.decoding import decode_chunk, empty_slots, slot_specs
+from semrl_jax.rollout.engines.decoding import (
+    decode_chunk,
+    empty_slots,
+    prompt_columns,
+    slot_specs,
+)
 from semrl_jax.rollout.engines.sampling import split_sampling
-from semrl_jax.rounding import next_power_of_two
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import weight_dtype
@@ -262,7 +266,9 @@ class Programs:
         rollout, config = self.config.rollout, self.config
         mesh = engine_mesh(self)
         policy = dataclasses.replace(self.policy, mesh=mesh)
-        prompt_columns = next_power_of_two(rollout.max_prompt_tokens)
+        num_slots = min(rollout.jax_max_batch, config.training.responses_per_step)
+        # Responses that wait for a slot may be to any prompt; else a group shares its prompt.
+        group = rollout.group_size if num_slots == config.training.responses_per_step else 1
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -274,8 +280,10 @@ class Programs:
         shapes = jax.eval_shape(
             lambda: empty_slots(
                 policy=dataclasses.replace(policy, mesh=None),
-                batch=min(rollout.jax_max_batch, config.training.responses_per_step),
-                columns=prompt_columns + rollout.max_response_tokens,
+                rows=num_slots // group,
+                group=group,
+                num_prompt_columns=prompt_columns(rollout.max_prompt_tokens),
+                columns=rollout.max_response_tokens,
             )
         )
         slots = jax.tree.map(
@@ -305,7 +313,6 @@ class Programs:
             policy=policy,
             kind=kind,
             hidden_states=states,
-            num_prompt_columns=prompt_columns,
             num_tokens=rollout.jax_chunk_tokens,
         )
         arguments = {"engine weights": params, "cache": slots}

@@ -1,11 +1,12 @@
 """Batched decoding of one Generate call: jitted programs of fixed shapes, run by a host loop.
 
-Each slot of the batch holds the KV cache of one response. Every step of the loop
+Each slot of the batch holds the KV cache of one response. A row of G slots shares the cache of a
+prompt, which is then computed, kept and read once for them. Every step of the loop
 
 1. prefills waiting prompts, each once, and inserts their responses into free slots
    (`prefill_and_insert`),
 2. resizes the slots (`resize_slots`): the cache has room for the longest running response, and once
-   no prompt waits the batch shrinks with the number of running responses,
+   no prompt waits the batch shrinks with the number of running responses, to rows of fewer slots,
 3. generates up to `chunk` tokens in every slot (`decode_chunk`), and
 4. collects the responses that have ended, which frees their slots. Stop strings are found here:
    tokens that were sampled after one are dropped, and the slot is made inactive.
@@ -24,9 +25,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,16 +54,19 @@ from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequ
 
 MIN_BATCH = 4  # slots, and prompts of a prefill
 MIN_PROMPT_COLUMNS = 8  # of the cache
+SHORT_PROMPT = 32  # columns, up to which their number is a power of two
 MAX_PROMPT_STATE_BYTES = 2**30  # of prompt states on the device, per prefill
-FIRST_RESPONSE_COLUMNS = 64  # of the cache; more when the responses need them
+FIRST_RESPONSE_COLUMNS = 128  # of the cache; more when the responses need them
 MIN_END_TOKENS = 8  # smallest padded number of end tokens
+SHRINK = 0.6  # of the time of a step, at most, where the slots are arranged anew
 MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
 
 class Slots(NamedTuple):
-    """The device state of B slots. The cache has P prompt columns, then response columns."""
+    """The device state of B slots, G of them beside each other for each of R prompts."""
 
-    cache: KVCache
+    prompts: KVCache  # R rows of P columns
+    cache: KVCache  # B rows: the responses
     final_states: Float[Array, "B D"]  # of the last token; the next token is sampled from them
     layer_inputs: Float[Array, "B L D"]  # of the same token; states of inner layers
     num_prompt: Int[Array, " B"]
@@ -77,6 +82,12 @@ class Chunk(NamedTuple):
     logprobs: Float[Array, "B C"]
     raw_logprobs: Float[Array, "B C"]
     hidden_states: Float[Array, "B C L D"]
+
+
+def prompt_columns(longest: int) -> int:
+    """Columns of the cache for prompts of at most `longest` tokens: 8, 16, 32, 48, 64, 96, ..."""
+    short = max(next_power_of_two(min(longest, SHORT_PROMPT)), MIN_PROMPT_COLUMNS)
+    return next_size(longest, short)
 
 
 def slot_specs(slots: Slots, mesh: Mesh) -> Slots:
@@ -102,17 +113,27 @@ def _with_sharding(slots: Slots, mesh: Mesh | None) -> Slots:
 
 
 @compiled_once
-@functools.partial(jax.jit, static_argnames=("policy", "batch", "columns"))
-def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
-    """B free slots; each device allocates its own part."""
+@functools.partial(
+    jax.jit, static_argnames=("policy", "rows", "group", "num_prompt_columns", "columns")
+)
+def empty_slots(
+    *, policy: Policy, rows: int, group: int = 1, num_prompt_columns: int, columns: int
+) -> Slots:
+    """R rows of G free slots with `columns` for responses; each device allocates its own part."""
     config, dtype = policy.config, jnp.dtype(policy.compute_dtype)
-    heads, width = (batch, config.num_kv_heads), config.head_dim
-    slots = Slots(
-        cache=KVCache(
+    batch = rows * group
+
+    def cache(rows, columns):
+        heads, width = (rows, config.num_kv_heads), config.head_dim
+        return KVCache(
             tuple(jnp.zeros((*heads, width, columns), dtype) for _ in range(config.num_layers)),
             tuple(jnp.zeros((*heads, columns, width), dtype) for _ in range(config.num_layers)),
-            jnp.full((batch, columns), -1, jnp.int32),
-        ),
+            jnp.full((rows, columns), -1, jnp.int32),
+        )
+
+    slots = Slots(
+        prompts=cache(rows, num_prompt_columns),
+        cache=cache(batch, columns),
         final_states=jnp.zeros((batch, config.hidden_size), dtype),
         layer_inputs=jnp.zeros((batch, config.num_layers, config.hidden_size), dtype),
         num_prompt=jnp.zeros(batch, jnp.int32),
@@ -128,49 +149,45 @@ def empty_slots(*, policy: Policy, batch: int, columns: int) -> Slots:
 def prefill_and_insert(
     params: Params,
     slots: Slots,
-    token_ids: Int[Array, "R P"],
-    segment_ids: Int[Array, "R P"],
+    token_ids: Int[Array, "N P"],
+    segment_ids: Int[Array, "N P"],
     keys: UInt32[Array, "B 2"],
-    source: Int[Array, " B"],
+    source: Int[Array, " R"],
+    begins: Bool[Array, " B"],
     *,
     policy: Policy,
     prompt_states: HiddenStateParams,
-) -> tuple[Slots, Float[Array, "R P K D"]]:
-    """Prefills R left-padded prompts and starts responses to them.
+) -> tuple[Slots, Float[Array, "N P K D"]]:
+    """Prefills N left-padded prompts, and begins a response in every slot that `begins`.
 
-    `source` has the row of each slot's new prompt; -1 leaves the slot as it is. Also returns the
+    `source` has the new prompt of each row of slots; -1 leaves the row as it is. Also returns the
     prompts' states in the K layers of `prompt_states`.
     """
     positions = jnp.maximum(jnp.cumsum(segment_ids, axis=1) - 1, 0)
     final_states, layer_inputs, prompt, all_states = policy.prefill(
         params, token_ids, positions, segment_ids, prompt_states.layers
     )
-    num_prompt_columns = token_ids.shape[1]
+    of_slots = jnp.repeat(source, len(begins) // len(source))
+
+    def chosen(is_new, old, new):
+        return jnp.where(is_new.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    def of_rows(old, of_prompts):
+        return chosen(source >= 0, old, of_prompts[jnp.maximum(source, 0)])
 
     def started(old, of_prompts):
-        is_new = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(is_new, of_prompts[jnp.maximum(source, 0)], old)
+        return chosen(begins, old, of_prompts[jnp.maximum(of_slots, 0)])
 
-    def with_prompts(old, of_prompts, axis):
-        prompts = jax.lax.slice_in_dim(old, 0, num_prompt_columns, axis=axis)
-        return jax.lax.dynamic_update_slice_in_dim(old, started(prompts, of_prompts), 0, axis)
-
-    cache, num_rows = slots.cache, token_ids.shape[0]
-    num_response_columns = cache.positions.shape[1] - num_prompt_columns
-    # Position -1 clears the response columns of the slot's previous response.
-    cleared = jnp.pad(prompt.positions, ((0, 0), (0, num_response_columns)), constant_values=-1)
     slots = Slots(
-        cache=KVCache(
-            tuple(with_prompts(*pair, 3) for pair in zip(cache.keys, prompt.keys)),
-            tuple(with_prompts(*pair, 2) for pair in zip(cache.values, prompt.values)),
-            started(cache.positions, cleared),
-        ),
+        prompts=jax.tree.map(of_rows, slots.prompts, prompt),
+        # Position -1 clears the columns of the slot's previous response.
+        cache=slots.cache._replace(positions=chosen(begins, slots.cache.positions, -1)),
         final_states=started(slots.final_states, final_states),
         layer_inputs=started(slots.layer_inputs, layer_inputs),
         num_prompt=started(slots.num_prompt, jnp.sum(segment_ids, axis=1)),
-        num_generated=started(slots.num_generated, jnp.zeros(num_rows, jnp.int32)),
-        keys=jnp.where(source[:, None] >= 0, keys, slots.keys),
-        active=slots.active | (source >= 0),
+        num_generated=chosen(begins, slots.num_generated, 0),
+        keys=chosen(begins, slots.keys, keys),
+        active=slots.active | begins,
     )
     return _with_sharding(slots, policy.mesh), all_states.astype(jnp.dtype(prompt_states.dtype))
 
@@ -178,7 +195,7 @@ def prefill_and_insert(
 @compiled_once
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "kind", "hidden_states", "num_prompt_columns", "num_tokens"),
+    static_argnames=("policy", "kind", "hidden_states", "num_tokens"),
     donate_argnames="slots",
 )
 def decode_chunk(
@@ -192,7 +209,6 @@ def decode_chunk(
     policy: Policy,
     kind: SamplingKind,
     hidden_states: HiddenStateParams,
-    num_prompt_columns: int,
     num_tokens: int,
 ) -> tuple[Slots, Chunk]:
     """Generates up to `num_tokens` tokens in every active slot.
@@ -204,7 +220,7 @@ def decode_chunk(
     batch = slots.active.shape[0]
     num_layers, layers = policy.config.num_layers, hidden_states.layers
     state_dtype = jnp.dtype(hidden_states.dtype)
-    num_response_columns = slots.cache.positions.shape[1] - num_prompt_columns
+    num_columns = slots.cache.positions.shape[1]
     chunk = Chunk(
         jnp.zeros((batch, num_tokens), jnp.int32),
         jnp.zeros((batch, num_tokens), jnp.float32),
@@ -235,11 +251,16 @@ def decode_chunk(
             params,
             tokens,
             slots.num_prompt + slots.num_generated,
-            num_prompt_columns + (next_column + index) % num_response_columns,
+            (next_column + index) % num_columns,
             slots.cache,
+            slots.prompts,
         )
-        slots = Slots(
-            cache, final_states, layer_inputs, slots.num_prompt, num_generated, slots.keys, active
+        slots = slots._replace(
+            cache=cache,
+            final_states=final_states,
+            layer_inputs=layer_inputs,
+            num_generated=num_generated,
+            active=active,
         )
         return index + 1, slots, chunk
 
@@ -293,69 +314,69 @@ def _sample(
 
 
 @compiled_once
-@functools.partial(jax.jit, static_argnames=("num_prompt_columns", "response_columns", "mesh"))
+@functools.partial(jax.jit, static_argnames=("columns", "mesh"))
 def resize_slots(
     slots: Slots,
-    kept: Int[Array, " R"],
+    kept: Int[Array, " B"],
+    kept_rows: Int[Array, " R"],
     first_column: Int[Array, ""] | None,
     *,
-    num_prompt_columns: int,
-    response_columns: int,
+    columns: int,
     mesh: Mesh | None = None,
 ) -> Slots:
-    """Gathers R slots, and moves their ring to one of `response_columns` columns.
+    """Gathers B slots and R rows of prompts, and moves their ring to one of `columns` columns.
 
     The ring then begins with what is at `first_column` now; None leaves all columns where they are,
     which is faster. Further columns hold what nobody reads.
 
-    `kept` has indices; one beyond the batch gives a free slot. On a mesh it has equal parts, one
-    per data shard, and indices count from the shard's first slot.
+    `kept` and `kept_rows` have indices; one beyond the end gives a free slot or row. On a mesh they
+    have equal parts, one per data shard, and indices count from the shard's first slot or row.
     """
-    resize_shard = functools.partial(
-        _resize_shard, num_prompt_columns=num_prompt_columns, response_columns=response_columns
-    )
+    resize_shard = functools.partial(_resize_shard, columns=columns)
     if mesh is None:
-        return resize_shard(slots, kept, first_column)
-    specs, whole = slot_specs(slots, mesh), PartitionSpec()
+        return resize_shard(slots, kept, kept_rows, first_column)
+    specs, by_slot, whole = slot_specs(slots, mesh), PartitionSpec(DATA_AXES), PartitionSpec()
     # In a shard_map, because the compiler would gather all slots on every device.
     return jax.shard_map(
-        resize_shard, mesh=mesh, in_specs=(specs, PartitionSpec(DATA_AXES), whole), out_specs=specs
-    )(slots, kept, first_column)
+        resize_shard, mesh=mesh, in_specs=(specs, by_slot, by_slot, whole), out_specs=specs
+    )(slots, kept, kept_rows, first_column)
 
 
 def _resize_shard(
     slots: Slots,
-    kept: Int[Array, " R"],
+    kept: Int[Array, " B"],
+    kept_rows: Int[Array, " R"],
     first_column: Int[Array, ""] | None,
     *,
-    num_prompt_columns: int,
-    response_columns: int,
+    columns: int,
 ) -> Slots:
     """`resize_slots` for one data shard."""
 
     def moved(array, axis, empty=0):
-        size = min(response_columns, array.shape[axis] - num_prompt_columns)
+        size = min(columns, array.shape[axis])
         if first_column is None:
-            array = jax.lax.slice_in_dim(array, 0, num_prompt_columns + size, axis=axis)
+            array = jax.lax.slice_in_dim(array, 0, size, axis=axis)
         else:
-            prompts, ring = jnp.split(array, [num_prompt_columns], axis)
-            ring = jnp.concatenate([ring, ring], axis)
-            ring = jax.lax.dynamic_slice_in_dim(ring, first_column, size, axis)
-            array = jnp.concatenate([prompts, ring], axis)
+            array = jnp.concatenate([array, array], axis)
+            array = jax.lax.dynamic_slice_in_dim(array, first_column, size, axis)
         added = [(0, 0)] * array.ndim
-        added[axis] = 0, response_columns - size
+        added[axis] = 0, columns - size
         return jnp.pad(array, added, constant_values=empty)
 
-    def taken(array, fill_value=0):
-        return jnp.take(array, kept, axis=0, mode="fill", fill_value=fill_value)
+    def taken(array, indices=kept, fill_value=0):
+        return jnp.take(array, indices, axis=0, mode="fill", fill_value=fill_value)
+
+    def of_rows(array):
+        return taken(array, kept_rows, -1 if array.ndim == 2 else 0)
 
     cache = slots.cache
     return jax.tree.map(taken, slots)._replace(
+        prompts=jax.tree.map(of_rows, slots.prompts),
         cache=KVCache(
             tuple(moved(taken(keys), 3) for keys in cache.keys),
             tuple(moved(taken(values), 2) for values in cache.values),
             moved(taken(cache.positions, fill_value=-1), 1, empty=-1),
-        )
+        ),
     )
 
 
@@ -367,6 +388,17 @@ def _limit_programs() -> None:
     if sum(function._cache_size() for function in _JITTED) > MAX_PROGRAMS:
         for function in _JITTED:
             function.clear_cache()
+
+
+class _Arrangement(NamedTuple):
+    """Slots of all devices: the slots of a row share the cache of a prompt."""
+
+    rows: int
+    group: int
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.group
 
 
 @dataclasses.dataclass
@@ -414,14 +446,23 @@ class DecodingCall:
         self._started = time.monotonic()
         self._waiting = collections.deque(call.requests)
         longest_prompt = max(len(request.prompt_ids) for request in call.requests)
-        self._prompt_columns = max(next_power_of_two(longest_prompt), MIN_PROMPT_COLUMNS)
+        self._prompt_columns = prompt_columns(longest_prompt)
         shape = {} if policy.mesh is None else policy.mesh.shape
         self._num_shards = math.prod(shape.get(axis, 1) for axis in DATA_AXES)
-        self._batch = self._batch_for(-(-min(max_batch, len(call.requests)) // self._num_shards))
         self._max_batch = max_batch
         self._next_column = 0  # of the ring of response columns
         self._response_columns = self._columns_for(chunk)
-        self._running: list[_Response | None] = [None] * self._batch  # by slot
+        by_prompt = itertools.groupby(call.requests, lambda request: request.prompt_ids.tobytes())
+        responses = [len(list(requests)) for _, requests in by_prompt]
+        num_slots = min(max_batch, len(call.requests))
+        if num_slots < len(call.requests):  # a slot that is free takes any prompt
+            responses = [1] * num_slots
+        # Of the rows, in which `group` slots share the cache of a prompt.
+        self._arrangement = self._cheapest(
+            [responses[shard :: self._num_shards] for shard in range(self._num_shards)],
+            max(responses),
+        )
+        self._running: list[_Response | None] = [None] * self._arrangement.batch  # by slot
         self._slots: Slots | None = None  # until the first step: other calls may run before
         self._kind, self._values = split_sampling(call.sampling)
         end_ids = sorted({*call.sampling.eos_token_ids, *call.sampling.stop_token_ids})
@@ -442,7 +483,7 @@ class DecodingCall:
     @property
     def num_entries(self) -> int:
         """Slots times columns of the cache: what the last step read for each token."""
-        return self._batch * self._response_columns
+        return self._arrangement.batch * self._response_columns
 
     def step(self) -> list[Rollout]:
         """Prefills, generates one chunk, and returns the responses that ended, in slot order."""
@@ -460,7 +501,6 @@ class DecodingCall:
             policy=self._policy,
             kind=self._kind,
             hidden_states=self._response_states,
-            num_prompt_columns=self._prompt_columns,
             num_tokens=self._chunk,
         )
         self._next_column = (self._next_column + self._chunk) % self._response_columns
@@ -470,37 +510,51 @@ class DecodingCall:
         """Ends the call and returns all remaining responses as "aborted", with their tokens."""
         rest = [response for response in self._running if response]
         rest += [_Response(request) for request in self._waiting]
-        self._running = [None] * self._batch
+        self._running = [None] * len(self._running)
         self._waiting.clear()
         return [self._rollout(response, "aborted") for response in rest]
 
     def _begin(self) -> None:
-        columns = self._prompt_columns + self._response_columns
-        self._slots = empty_slots(policy=self._policy, batch=self._batch, columns=columns)
+        self._slots = empty_slots(
+            policy=self._policy,
+            rows=self._arrangement.rows,
+            group=self._arrangement.group,
+            num_prompt_columns=self._prompt_columns,
+            columns=self._response_columns,
+        )
 
     def _prefill(self) -> None:
-        free = [slot for slot, response in enumerate(self._running) if response is None]
+        num_rows, group, batch = *self._arrangement, self._arrangement.batch
+        rows_of_slots = np.arange(batch).reshape(num_rows, group)
+        free = [
+            row
+            for row in range(num_rows)
+            if not any(map(self._running.__getitem__, rows_of_slots[row]))
+        ]
         # Alternate between the data shards: the batch shrinks to the fullest of them.
-        free.sort(key=lambda slot: slot % (self._batch // self._num_shards))
+        free.sort(key=lambda row: row % (num_rows // self._num_shards))
         # Wait until a quarter of the slots is free: a prefill for each free slot costs more.
-        num_responses = min(len(self._waiting), len(free))
-        if num_responses < min(self._batch // 4, len(self._waiting)) or not num_responses:
+        num_responses = min(len(self._waiting), len(free) * group)
+        if num_responses < min(batch // 4, len(self._waiting)) or not num_responses:
             return
         rows: dict[bytes, int] = {}  # a prompt that several responses share is prefilled once
         max_prompts = self._max_prompts_per_prefill()
-        source = np.full(self._batch, -1, np.int32)
-        keys = np.zeros((self._batch, 2), np.uint32)
-        for slot in free[:num_responses]:
-            request = self._waiting[0]
-            row = rows.setdefault(request.prompt_ids.tobytes(), len(rows))
-            if row == max_prompts:
-                del rows[request.prompt_ids.tobytes()]
+        source = np.full(num_rows, -1, np.int32)
+        begins = np.zeros(batch, bool)
+        keys = np.zeros((batch, 2), np.uint32)
+        for row in free:
+            prompt = self._waiting[0].prompt_ids.tobytes() if self._waiting else None
+            if prompt is None or (prompt not in rows and len(rows) == max_prompts):
                 break
-            self._waiting.popleft()
-            source[slot] = row
-            keys[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
-            matcher = self._new_matcher() if self._new_matcher else None
-            self._running[slot] = _Response(request, matcher=matcher)
+            source[row] = rows.setdefault(prompt, len(rows))
+            for slot in rows_of_slots[row]:
+                if not self._waiting or self._waiting[0].prompt_ids.tobytes() != prompt:
+                    break
+                request = self._waiting.popleft()
+                begins[slot] = True
+                keys[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
+                matcher = self._new_matcher() if self._new_matcher else None
+                self._running[slot] = _Response(request, matcher=matcher)
         num_rows = max(next_power_of_two(len(rows)), MIN_BATCH)
         token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
         segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
@@ -517,63 +571,107 @@ class DecodingCall:
             segment_ids,
             keys,
             source,
+            begins,
             policy=self._policy,
             prompt_states=self._prompt_states,
         )
         if prompt_states.size:
             states = jax.device_get(prompt_states)
-            for slot in np.flatnonzero(source >= 0):
+            for slot in np.flatnonzero(begins):
                 response = self._running[slot]
                 num_prompt = len(response.request.prompt_ids)
-                response.prompt_states = states[source[slot], -num_prompt:]
+                response.prompt_states = states[source[slot // group], -num_prompt:]
 
     def _max_prompts_per_prefill(self) -> int:
         """Limits the memory of the prompt states, counted in float32."""
         num_layers = len(self._prompt_states.layers)
         num_bytes = 4 * self._prompt_columns * self._policy.config.hidden_size * num_layers
-        return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else self._batch
+        return max(MAX_PROMPT_STATE_BYTES // num_bytes, 1) if num_layers else len(self._running)
 
     def _resize(self) -> None:
         """Widens the cache if the next chunk needs it; drops idle slots if no prompt waits."""
-        shards = np.array_split(np.arange(self._batch), self._num_shards)
-        busy = [[slot for slot in shard if self._running[slot]] for shard in shards]
         longest = max((response.num_tokens for response in self._running if response), default=0)
         columns = self._columns_for(longest + self._chunk)
         if columns < self._response_columns < 2 * columns:
             columns = self._response_columns
-        batch = self._batch
+        shards = self._running_by_prompt()
+        now = cheapest = self._arrangement
         if not self._waiting:
-            batch = self._batch_for(max(map(len, busy)))
-        if columns == self._response_columns and batch == self._batch:
+            responses = [list(map(len, slots)) for slots in shards]
+            cheapest = self._cheapest(responses, now.group)
+            # By half, or nearly: a program for each size takes seconds to compile.
+            if self._cost(cheapest) > SHRINK * self._cost(now):
+                cheapest = now
+        if columns == self._response_columns and cheapest == now:
             return
-        if batch == self._batch:
-            busy = shards  # only the cache grows: every slot stays where it is
-        kept = np.full((self._num_shards, batch // self._num_shards), self._batch, np.int32)
-        running = np.full(kept.shape, None, object)
-        for index, (shard, slots) in enumerate(zip(shards, busy)):
-            kept[index, : len(slots)] = np.array(slots, np.int32) - shard[0]
-            running[index, : len(slots)] = [self._running[slot] for slot in slots]
-        self._running = running.reshape(-1).tolist()
+        num_slots, num_rows = now.batch // self._num_shards, now.rows // self._num_shards
+        kept = np.arange(num_slots) + np.zeros((self._num_shards, 1), int)
+        kept_rows = np.arange(num_rows) + np.zeros((self._num_shards, 1), int)
+        if cheapest != now:
+            rows = cheapest.rows // self._num_shards
+            kept = np.full((self._num_shards, rows, cheapest.group), now.batch)
+            kept_rows = np.full((self._num_shards, rows), now.rows)
+            for shard, of_prompts in enumerate(shards):
+                pieces = [
+                    slots[start : start + cheapest.group]
+                    for slots in of_prompts
+                    for start in range(0, len(slots), cheapest.group)
+                ]
+                for row, piece in enumerate(pieces):
+                    kept[shard, row, : len(piece)] = piece
+                    kept_rows[shard, row] = piece[0] // now.group
+        running = np.array([*self._running, None], object).reshape(-1)
+        places = kept + num_slots * np.arange(self._num_shards).reshape(-1, *[1] * (kept.ndim - 1))
+        self._running = running[np.minimum(places, now.batch)].reshape(-1).tolist()
         first_column = None
         if columns != self._response_columns:
             first_column = (self._next_column - longest) % self._response_columns
             self._next_column = longest % columns
         self._slots = resize_slots(
             self._slots,
-            kept.reshape(-1),
+            kept.reshape(-1).astype(np.int32),
+            kept_rows.reshape(-1).astype(np.int32),
             np.int32(first_column) if first_column else None,
-            num_prompt_columns=self._prompt_columns,
-            response_columns=columns,
+            columns=columns,
             mesh=self._policy.mesh,
         )
-        self._batch, self._response_columns = batch, columns
+        self._arrangement, self._response_columns = cheapest, columns
 
-    def _batch_for(self, num_slots: int) -> int:
-        """The least number of slots with room for so many per data shard."""
-        return self._num_shards * next_size(num_slots, max(MIN_BATCH // self._num_shards, 1))
+    def _running_by_prompt(self) -> list[list[list[int]]]:
+        """The slots with a running response, counted from the first one of their data shard.
+
+        By data shard, then by prompt.
+        """
+        found = []
+        for shard in np.array_split(np.arange(len(self._running)), self._num_shards):
+            slots = collections.defaultdict(list)
+            for slot in shard:
+                if response := self._running[slot]:
+                    slots[response.request.prompt_ids.tobytes()].append(int(slot - shard[0]))
+            found.append(list(slots.values()))
+        return found
+
+    def _cheapest(self, responses: Sequence[Sequence[int]], group: int) -> _Arrangement:
+        """The arrangement that costs least: rows of `group` slots, or of a half, a quarter, ...
+
+        `responses` has the running responses to each prompt, by data shard.
+        """
+        found = []
+        while group:
+            needed = max(sum(-(-count // group) for count in shard) for shard in responses)
+            smallest = max(MIN_BATCH // (self._num_shards * group), 1)
+            rows = next_size(needed, smallest)
+            found.append(_Arrangement(self._num_shards * rows, group))
+            group //= 2
+        return min(found, key=self._cost)
+
+    def _cost(self, arrangement: _Arrangement) -> float:
+        """Time of a decoding step, in columns of a cache that are read."""
+        of_slot = self._policy.layer_columns + self._response_columns
+        return arrangement.batch * of_slot + arrangement.rows * self._prompt_columns
 
     def _columns_for(self, num_tokens: int) -> int:
-        """The least number of columns with room: 64, 96, 128, 192, 256, ... or the token limit."""
+        """The least number of columns with room: 128, 192, 256, ... or the token limit."""
         columns = next_size(num_tokens, FIRST_RESPONSE_COLUMNS)
         return min(columns, self._call.sampling.max_tokens)
 

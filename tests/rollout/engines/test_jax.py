@@ -411,8 +411,8 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
     lengths = [len(r.response_ids) for r in found.values()]
     for chunk, batch in enumerate(batches):
         num_running = sum(length > 4 * chunk for length in lengths)
-        # At most a third of the rows have ended, above the least batch.
-        assert num_running <= batch <= max(1.5 * num_running, 4)
+        # The batch is halved as soon as that leaves room, above the least batch.
+        assert num_running <= batch < max(2 * num_running + 2, 5)
     assert 4 * len(batches) < max(lengths) + 4  # no step after the last response
     monkeypatch.setattr(decoding, "MIN_BATCH", 32)
     expected = sample()
@@ -423,6 +423,45 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
         np.testing.assert_allclose(
             found[name].rollout_logprobs, rollout.rollout_logprobs, atol=5e-5
         )
+
+
+@pytest.mark.slow
+def test_a_prompt_is_kept_once_for_its_responses(policy, params, monkeypatch):
+    """8, 8, 7 and 3 responses to 4 prompts share 4 caches of prompts; alone each has its own."""
+    shapes = []
+    real = decoding.decode_chunk
+
+    def spy(params, slots, *arguments, **options):
+        shapes.append((len(slots.prompts.positions), len(slots.active)))
+        return real(params, slots, *arguments, **options)
+
+    monkeypatch.setattr(decoding, "decode_chunk", spy)
+    requests = make_requests(4, 8, shortest=5)
+    requests = requests[:23] + requests[24:27]
+    sampling = SamplingParams(64, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+
+    def sample():
+        shapes.clear()
+        call, rollouts = make_call(policy, params, requests, sampling), {}
+        while not call.done:
+            rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
+        return rollouts
+
+    shared = sample()
+    assert shapes[0] == (4, 32)
+    # Later rows have fewer slots, and prompts with many running responses have several rows.
+    assert len({slots // rows for rows, slots in shapes}) > 1
+    one_each = decoding.DecodingCall._cheapest
+    monkeypatch.setattr(
+        decoding.DecodingCall, "_cheapest", lambda self, found, group: one_each(self, found, 1)
+    )
+    alone = sample()
+    assert all(rows == slots for rows, slots in shapes)
+    for request in requests:
+        first, second = (found[request.sample_id] for found in (shared, alone))
+        np.testing.assert_array_equal(first.response_ids, second.response_ids)
+        # Sums over columns in another order, as against the full pass above.
+        np.testing.assert_allclose(first.rollout_logprobs, second.rollout_logprobs, atol=5e-5)
 
 
 @pytest.mark.slow
@@ -462,7 +501,6 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
         call = make_call(policy, params, make_requests(2, 4, shortest=9), SamplingParams(*settings))
         call._response_columns = 64
         call._columns_for = lambda num_tokens: 64
-        call._slots = decoding.empty_slots(policy=policy, batch=8, columns=16 + 64)
         call.step()
     assert decoding.decode_chunk._cache_size() == before + 1
 
@@ -470,10 +508,10 @@ def test_sampling_settings_compile_no_new_programs(policy, params):
 def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
     """Each token limit below 64 gives a cache of another width, and so another program."""
 
-    def allocate(*, policy, batch, columns):
-        return jnp.zeros((batch, columns))
+    def allocate(*, policy, rows, group, num_prompt_columns, columns):
+        return jnp.zeros((rows * group, columns))
 
-    names = "policy", "batch", "columns"
+    names = "policy", "rows", "group", "num_prompt_columns", "columns"
     monkeypatch.setattr(decoding, "MAX_PROGRAMS", 3)
     monkeypatch.setattr(decoding, "empty_slots", jax.jit(allocate, static_argnames=names))
     monkeypatch.setattr(decoding, "_JITTED", (decoding.empty_slots,))
@@ -489,7 +527,7 @@ def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
 
 @pytest.mark.slow
 def test_long_responses_widen_the_cache(policy, params):
-    """Past 64 response columns the cache grows; the numbers stay those of the full pass."""
+    """Past 128 response columns the cache grows; the numbers stay those of the full pass."""
     with synced_client(policy, params, chunk=16) as (client, version):
         rollouts = list(client.generate(make_requests(2, 2), SamplingParams(150), version=version))
     assert {len(r.response_ids) for r in rollouts} == {150}
@@ -569,8 +607,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     real = decoding.decode_chunk
 
     def spy(params, slots, *arguments, **options):
-        rows, columns = slots.cache.positions.shape
-        shapes.append((rows, columns - options["num_prompt_columns"]))
+        shapes.append(slots.cache.positions.shape)
         return real(params, slots, *arguments, **options)
 
     monkeypatch.setattr(decoding, "decode_chunk", spy)

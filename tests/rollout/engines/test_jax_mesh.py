@@ -197,6 +197,9 @@ def test_no_program_twice_in_a_bucket(params, monkeypatch):
     assert num_programs() == (before[0] + 1, before[1] + 1)
 
 
+EMPTY = functools.partial(decoding.empty_slots, rows=8, group=2, num_prompt_columns=16, columns=64)
+
+
 def collectives(compiled):
     """Kinds of collectives in a program, and the number of elements that each moves."""
     moved = re.findall(
@@ -213,9 +216,9 @@ def compiled_decode(params, mesh, sampling):
     kind, values = split_sampling(sampling)
     return decoding.decode_chunk.lower(
         jax.device_put(params, models.parameter_shardings(params, mesh)),
-        decoding.empty_slots(policy=policy, batch=16, columns=80), np.int32(0), np.int32(9), values,
+        EMPTY(policy=policy), np.int32(0), np.int32(9), values,
         np.full(8, -1, np.int32), policy=policy, kind=kind, hidden_states=STATES,
-        num_prompt_columns=16, num_tokens=4,
+        num_tokens=4,
     ).compile()  # fmt: skip
 
 
@@ -245,20 +248,20 @@ def test_slots_are_written_in_place_and_stay_where_they_are():
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         params, models.parameter_shardings(params, mesh),
     )  # fmt: skip
-    slots = decoding.empty_slots(policy=policy, batch=16, columns=80)
+    slots = EMPTY(policy=policy)
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(slots))
     prefill = decoding.prefill_and_insert.lower(
         params, slots, np.ones((8, 16), np.int32), np.ones((8, 16), np.int32),
-        np.zeros((16, 2), np.uint32), np.arange(16, dtype=np.int32) % 8, policy=policy,
-        prompt_states=HiddenStateParams(),
+        np.zeros((16, 2), np.uint32), np.arange(8, dtype=np.int32), np.ones(16, bool),
+        policy=policy, prompt_states=HiddenStateParams(),
     ).compile()  # fmt: skip
     assert prefill.memory_analysis().alias_size_in_bytes == own
     resize = decoding.resize_slots.lower(
         slots,
         np.zeros(8, np.int32),
+        np.zeros(8, np.int32),
         np.int32(0),
-        num_prompt_columns=16,
-        response_columns=80,
+        columns=64,
         mesh=mesh,
     ).compile()
     assert not list(collectives(resize))
