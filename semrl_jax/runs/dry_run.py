@@ -20,7 +20,7 @@ from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import vllm_python
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
-from semrl_jax.runs.config import validate
+from semrl_jax.runs.config import remarks, validate
 from semrl_jax.runs.fine_tuning import Inputs as Conversations
 from semrl_jax.runs.fine_tuning import batches_of
 from semrl_jax.runs.inference import check_inference
@@ -72,6 +72,8 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     """
     validate(config)
     check_trackers(config.logging)
+    for line in remarks(config):
+        Reporter().notice(line)
     summary = Summary(Reporter())
     given, config, source = config, *_starting_model(config, workdir)
     mesh = _mesh(config, summary)

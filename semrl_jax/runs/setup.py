@@ -43,6 +43,7 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
+from semrl_jax.runs.config import remarks
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import check_room, least_parts
 from semrl_jax.runs.optimizers import optimizer_of
@@ -219,6 +220,8 @@ def open_run(
             return run_phase(peers, phase, interruptibly)
 
         def check() -> Inputs:
+            for line in remarks(config):
+                reporter.notice(line)
             found = check_inputs(config, mesh, verifier, reporter.line)
             check_room(config, least_parts(config, found, mesh), reporter)
             return found
