@@ -23,7 +23,7 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import peft
-from semrl_jax.runs.dry_run import num_parameters
+from semrl_jax.runs.memory import num_parameters
 from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.packing import TokenRows
 from semrl_jax.training.state import make_optimizer

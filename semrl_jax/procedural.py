@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from semrl_jax.errors import UserError
@@ -22,6 +24,7 @@ FIXED = ("seed", "size")  # options of every data set; they follow the run
 HELD_OUT_SEED = 2**31
 SPARE = 1000  # problems of a data set in addition to those wanted: held-out ones are skipped
 MADE_PER_KEPT = 8  # at most, if only questions that contain a text are kept
+COMMAND = "python -m launch.problems"  # lists the data sets, and shows one
 
 
 class Source(NamedTuple):
@@ -133,6 +136,64 @@ def held_out_problems(entries: Sequence[Source], count: int) -> list[Problem]:
     return found
 
 
+class DataSet(NamedTuple):
+    """A data set of the package.
+
+    Attributes:
+      name: of an entry.
+      group: such as "arithmetic".
+      description: the package's own, one line; "" if there is none.
+    """
+
+    name: str
+    group: str
+    description: str
+
+
+def data_sets() -> list[DataSet]:
+    """All of them, by group and name.
+
+    Raises:
+      UserError: if the package is missing.
+    """
+    found = []
+    for name, (dataset, config) in _package().DATASETS.items():
+        texts = (inspect.cleandoc(each.__doc__ or "") for each in (dataset, config))
+        # A dataclass without a description has its signature there.
+        lines = (text.partition("\n")[0].removeprefix("Configuration for ") for text in texts)
+        description = next((x for x in lines if x and not x.startswith(config.__name__)), "")
+        found.append(DataSet(name, dataset.__module__.split(".")[1], description))
+    return sorted(found, key=lambda each: (each.group, each.name))
+
+
+def options(source: Source) -> dict[str, tuple[str, str]]:
+    """Value and default of each option of an entry, as an entry gives them.
+
+    Raises:
+      UserError: if the package is missing, or there is no such data set or option.
+    """
+    defaults = {f.name: _default(f) for f in _option_fields(source.dataset, source.options)}
+    return {
+        name: (_text(source.options[name]) if name in source.options else default, default)
+        for name, default in defaults.items()
+    }
+
+
+def examples(source: Source, count: int) -> list[Problem]:
+    """The first held-out problems of an entry.
+
+    Raises:
+      UserError: if the data set cannot be made or has fewer problems.
+    """
+    found = list(itertools.islice(_problems(source, HELD_OUT_SEED, count), count))
+    if len(found) < count:
+        raise UserError(
+            f"{FIELD}: {source.name!r} has only {len(found)} problems{containing(source)}; ask for "
+            "fewer, or change its options."
+        )
+    return found
+
+
 def containing(source: Source) -> str:
     """What the problems of an entry are limited to, for a message."""
     return f" that contain {source.contains!r:.100}" if source.contains else ""
@@ -177,27 +238,46 @@ def _problems(source: Source, seed: int, count: int) -> Iterator[Problem]:
 
 @functools.lru_cache(maxsize=64)
 def _dataset(name: str, options: str, seed: int, size: int) -> Any:
+    settings = json.loads(options)
+    _option_fields(name, settings)
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        return _package().create_dataset(name, seed=seed, size=size, **settings)
+    except Exception as error:  # its own checks are assertions, and its code may fail in any way
+        raise _refusal(name, "cannot be made with these options", error) from None
+
+
+def _package() -> Any:
+    try:
+        from reasoning_gym import factory
     except ImportError as error:
         raise UserError(
             f"{FIELD} needs the package reasoning-gym ({error}); install it with "
             "pip install 'semrl_jax[reasoning_gym]'."
         ) from None
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(DATASETS)}."
-        raise UserError(f"{FIELD}: there is no data set {name!r:.100}; {hint}")
-    settings = json.loads(options)
-    known = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.name not in FIXED]
-    if unknown := settings.keys() - known:
+    return factory
+
+
+def _option_fields(name: str, settings: Mapping[str, Any]) -> list[dataclasses.Field]:
+    """The options of a data set; raises UserError if it, or one of the settings, does not exist."""
+    known = _package().DATASETS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"{FIELD}: there is no data set {name!r:.100}; {hint}{COMMAND} lists all.")
+    fields = [f for f in dataclasses.fields(known[name][1]) if f.name not in FIXED]
+    names = [field.name for field in fields]
+    if unknown := settings.keys() - names:
         raise UserError(
-            f"{FIELD}: {name} has no option {min(unknown)!r:.100}; it has {', '.join(known)}."
+            f"{FIELD}: {name} has no option {min(unknown)!r:.100}; it has {', '.join(names)}. "
+            f"{COMMAND} {name} shows them."
         )
-    try:
-        return create_dataset(name, seed=seed, size=size, **settings)
-    except Exception as error:  # its own checks are assertions, and its code may fail in any way
-        raise _refusal(name, "cannot be made with these options", error) from None
+    return fields
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return _text(field.default_factory())
+    return "" if field.default is dataclasses.MISSING else _text(field.default)
 
 
 def _refusal(name: str, problem: str, error: Exception) -> UserError:
@@ -211,3 +291,15 @@ def _value(text: str) -> Any:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
         return text
+
+
+def _text(value: Any) -> str:
+    """A value as `_value` reads it, if it can be written so."""
+    if isinstance(value, list | tuple):
+        try:
+            return json.dumps(value)
+        except TypeError:
+            return repr(value)
+    return (
+        str(value) if value is None or isinstance(value, bool | int | float | str) else repr(value)
+    )

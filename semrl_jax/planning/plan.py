@@ -25,7 +25,7 @@ from semrl_jax.planning.programs import (
     trainer_mesh,
 )
 from semrl_jax.runs.config import validate
-from semrl_jax.runs.dry_run import num_parameters
+from semrl_jax.runs.memory import num_parameters
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.training.memory import update_bytes

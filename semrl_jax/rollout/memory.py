@@ -1,4 +1,4 @@
-"""The memory that this process can still allocate, on the machine and in its container."""
+"""The memory of this process, on the machine and in its container: all, and what is still free."""
 
 from __future__ import annotations
 
@@ -17,13 +17,37 @@ def available_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
     The smaller of the kernel's estimate for the machine and what each control group (a container)
     leaves. Tests set `root`, the directory with proc and sys.
     """
+    return min([_of_machine(root, "MemAvailable"), *_left_in_groups(root)])
+
+
+def total_bytes(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Bytes that this process could allocate with nothing else running; swap counts as memory.
+
+    The smaller of the machine's and of what each control group (a container) may use.
+    """
+    swap = _of_machine(root, "SwapTotal")
+    found = [_of_machine(root, "MemTotal")]
+    for folder, (limit, _, _) in _groups(root):
+        for text in _lines(folder / limit):
+            if text != "max":
+                found.append(int(text))
+    return min(found) + swap
+
+
+def _of_machine(root: pathlib.Path, name: str) -> int:
+    """A line of /proc/meminfo, in bytes; 0 without such a line."""
     fields = dict(line.split(":") for line in _lines(root / "proc/meminfo"))
-    of_machine = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([of_machine, *_left_in_groups(root)])
+    return int(fields.get(name, "0").split()[0]) * 1024
 
 
 def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
     """Bytes left in each control group of this process, and in each group around it."""
+    for folder, names in _groups(root):
+        yield from _left_in_group(folder, *names)
+
+
+def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, str]]]:
+    """The control groups of this process and the groups around them; the names of their files."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -36,7 +60,7 @@ def _left_in_groups(root: pathlib.Path) -> Iterator[int]:
         own = top / group.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(top):
-                yield from _left_in_group(folder, *names)
+                yield folder, names
 
 
 def _left_in_group(folder: pathlib.Path, limit: str, used: str, reclaimable: str) -> Iterator[int]:

@@ -27,11 +27,13 @@ from semrl_jax.metrics.names import (
     metric_name,
 )
 from semrl_jax.metrics.records import MetricKey
+from semrl_jax.modules import module_names
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.data import check_training as check_prompts
 from semrl_jax.settings.profile import profiled_steps
+from semrl_jax.settings.rewards import VERIFIERS, reward_functions, split_functions
 from semrl_jax.settings.rollout import check_quantization, num_parts
 from semrl_jax.settings.rollout import check_training as check_responses
 from semrl_jax.settings.rules import at_most, divides
@@ -145,6 +147,23 @@ def _check_algorithm(config: ml_collections.ConfigDict) -> None:
             "while responses are sampled, but the scores of rewards.model come later; set "
             "batch_rules.keep_groups_by='correctness'."
         )
+
+
+def remarks(config: ml_collections.ConfigDict) -> list[str]:
+    """Lines about settings that are possible and rarely meant, after `validate`."""
+    rewards, own = config.rewards, "reasoning_gym"
+    verifiers, _ = split_functions(reward_functions(rewards.functions))
+    used = [verifier.function for verifier in verifiers]
+    if rewards.function or not used:
+        used.insert(0, rewards.function or "math")
+    compares = [name for name in used if name in module_names(VERIFIERS)]
+    if config.data.task != own or own in used or not compares:
+        return []
+    return [
+        f"warning: rewards: {compares[0]!r} compares a response with the one answer that a problem "
+        "has, but data sets of reasoning-gym may take others too; rewards.function="
+        f"{own!r} scores by the data set's own scorer."
+    ]
 
 
 def _check_data(config: ml_collections.ConfigDict) -> None:

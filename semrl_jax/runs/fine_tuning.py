@@ -28,8 +28,10 @@ from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
+from semrl_jax.runs.memory import check_room, least_parts_sft
+from semrl_jax.runs.optimizers import optimizer_settings
 from semrl_jax.runs.run import Run
-from semrl_jax.runs.setup import check_micro_batches, optimizer_settings, record_inputs
+from semrl_jax.runs.setup import check_micro_batches, record_inputs
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import FineTuner, batch_order, learning_rate_of, make_optimizer
@@ -252,7 +254,10 @@ def open_fine_tuning(
 
     def check_inputs() -> Inputs:
         with stop.interruptible():
-            return Inputs(config, mesh, reporter)
+            found = Inputs(config, mesh, reporter)
+            parts = least_parts_sft(config, found.policy, found.lora, mesh)
+            check_room(config, parts, reporter)
+            return found
 
     inputs = run_phase(peers, "check_inputs", check_inputs)
     model = models.find_directory(config.model.path)

@@ -7,16 +7,15 @@ import dataclasses
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import ml_collections
 from jax.sharding import Mesh
 
 from semrl_jax import data, models
-from semrl_jax.algorithms.algorithm import Algorithm, check_functions, load_algorithm
+from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
@@ -30,7 +29,6 @@ from semrl_jax.evaluation.problems import load_problems
 from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.model_setup import (
-    ModelFiles,
     build_policy,
     end_token_ids,
     find_lora,
@@ -45,60 +43,27 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
+from semrl_jax.runs.config import remarks
+from semrl_jax.runs.inputs import Inputs
+from semrl_jax.runs.memory import check_room, least_parts
+from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.sampling.ahead import AheadSampler, check_memory
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
-from semrl_jax.sampling.replicas import check_fit, is_embedded, open_client, take_addresses
+from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.offload import check_offload, to_host
-from semrl_jax.training.optimizer import Optimizer, load_direction
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
-from semrl_jax.training.state import TrainState, make_optimizer
+from semrl_jax.training.state import TrainState
 
 T = TypeVar("T")
 METRIC_OPTIONS = ("stride", "window", "method", "window_growth")
-
-
-class Inputs(NamedTuple):
-    """Inputs of a run, after all checks."""
-
-    algorithm: Algorithm
-    policy: models.Policy
-    critic: models.ValueModel | None
-    critic_directory: pathlib.Path | None  # None: the policy's weights
-    tokenizer: Any
-    end_token_ids: tuple[int, ...]
-    prompts: data.PromptDataset
-    problems: Sequence[data.PromptExample]
-    scores: Sequence[ModuleType]
-    reward_model: ModelFiles | None
-    lora: models.Lora | None
-    adapter: models.Params | None  # that training starts from; None: a new one
-    prefix: list[int]  # special tokens before a training prompt
-
-    def hashes(self) -> dict[str, str]:
-        """Hash by name of the input."""
-        columns, files = data.columns_hash(self.prompts), self.reward_model
-        critic = self.critic_directory
-        return {
-            # Only if a verifier takes the rows: columns that nothing reads may change.
-            **({"columns of the data": columns} if columns else {}),
-            # A sample is enough to tell two models apart, and reading all would take long.
-            **({"reward model": models.weights_sample(files.directory)} if files else {}),
-            **({"critic": models.weights_sample(critic)} if critic else {}),
-            **({"adapter": models.peft.adapter_hash(self.adapter)} if self.adapter else {}),
-            "special tokens before a prompt": " ".join(map(str, self.prefix)),
-            "data": data.dataset_hash(self.prompts),
-            "tokenizer": data.tokenizer_hash(self.tokenizer),
-            "architecture": self.policy.config.hash,
-            "end tokens": " ".join(map(str, self.end_token_ids)),
-        }
 
 
 @dataclasses.dataclass
@@ -189,7 +154,7 @@ def check_inputs(
         )
     check_memory(config, policy.config)
     if is_embedded(config):
-        check_fit(policy.config, configured_mesh(config, policy.config), mesh)
+        configured_mesh(config, policy.config)
     keep = {"keep_columns": verifier.takes_row}
     prompts = training_prompts(config, tokenizer, report, **keep)
     problems = load_problems(config, tokenizer, report, **keep)
@@ -254,8 +219,15 @@ def open_run(
 
             return run_phase(peers, phase, interruptibly)
 
+        def check() -> Inputs:
+            for line in remarks(config):
+                reporter.notice(line)
+            found = check_inputs(config, mesh, verifier, reporter.line)
+            check_room(config, least_parts(config, found, mesh), reporter)
+            return found
+
         # All user input is checked first, because weights and warm start take long.
-        inputs = agreed("check_inputs", lambda: check_inputs(config, mesh, verifier, reporter.line))
+        inputs = agreed("check_inputs", check)
         settings = benchmark_settings(config)
         policy, tokenizer = inputs.policy, inputs.tokenizer
         record_inputs(peers, workdir, inputs.hashes(), config.model.path)
@@ -445,24 +417,6 @@ def check_micro_batches(name: str, section: ml_collections.ConfigDict, mesh: Mes
             f"{name}.micro_batch_tokens={section.micro_batch_tokens} must be a multiple "
             f"of mesh.sequence={mesh.shape['sequence']}, over which the tokens of a row are split."
         )
-
-
-def optimizer_of(config: ml_collections.ConfigDict, name: str) -> Optimizer:
-    """The optimiser of the section `name`, "training" or "critic"."""
-    rate = {field: config[name][field] for field in ("learning_rate", "learning_rate_warmup_steps")}
-    return make_optimizer(**rate, **optimizer_settings(config, name))
-
-
-def optimizer_settings(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
-    """What `clipped` gets beside the rate, for the section "training", "critic" or "sft"."""
-    section = config[name]
-    return {
-        "weight_decay": section.weight_decay,
-        "max_grad_norm": section.max_grad_norm,
-        "direction": load_direction(config, name),
-        "param_dtype": config.model.param_dtype,
-        "is_offloaded": "optimizer" in config.training.offload,
-    }
 
 
 def record_inputs(peers: Peers, workdir: Workdir, hashes: dict[str, str], model_path: str) -> None:

@@ -8,20 +8,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import ml_collections
-from jax.sharding import Mesh
 
 from semrl_jax import data
 from semrl_jax.cluster.agreement import on_first
 from semrl_jax.cluster.peers import Peers, Processes
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
-from semrl_jax.models import DecoderConfig, Policy, num_parameters
+from semrl_jax.models import Policy
 from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vllm_child
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.sampling.addresses import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
@@ -214,34 +211,3 @@ def _check_measured(
                 f"{section}.names has {name!r}; start the replica with this release, or set "
                 f"{section}.placement='trainer'."
             )
-
-
-def check_fit(architecture: DecoderConfig, engine: Mesh, training: Mesh) -> None:
-    """Checks that the weights of an embedded replica fit into memory beside the update.
-
-    This is a lower bound in float32: the replica's weights and the first term of docs/memory.md.
-    Activations and the cache need more.
-
-    Args:
-      engine: the replica's mesh, see `configured_mesh`.
-      training: the trainer's mesh.
-
-    Raises:
-      UserError: if the memory of a device, or of the machine if its cores are the devices, is
-        too small.
-    """
-    count = num_parameters(architecture)
-    copy = 4 * count / engine.shape["tensor"]
-    update = 20 * num_parameters(architecture, training.shape)
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    where = "a device"
-    if limit is None:
-        copy, update = copy * engine.size, update * len(training.local_devices)
-        limit, where = available_bytes(), "this process"
-    if copy + update > limit:
-        raise UserError(
-            f"the model's {count:.3g} parameters take {copy / 2**30:.1f} GiB for the "
-            f"embedded replica and {update / 2**30:.1f} GiB for the update, and {where} has "
-            f"{limit / 2**30:.1f} GiB; name replicas by rollout.addresses, or raise "
-            "rollout.jax_tensor_parallelism or mesh.fsdp."
-        )

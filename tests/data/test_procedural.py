@@ -33,8 +33,9 @@ def test_entries_are_data_sets_with_options():
         (["gcd:weight=many"], "weight='many' must be a number above 0"),
         (["gcd", "gcd:weight=2"], "another entry is called 'gcd'; tell them apart by :name=LABEL"),
         (["chain_sun"], "there is no data set 'chain_sun'; did you mean chain_sum"),
-        (["zzz"], "there is no data set 'zzz'; there are "),
+        (["zzz"], "there is no data set 'zzz'; python -m launch.problems lists all"),
         (["chain_sum:min_term=2"], "chain_sum has no option 'min_term'; it has min_terms,"),
+        (["gcd:a=2"], r"has no option 'a'; .*max_value\. python -m launch.problems gcd shows them"),
         (["chain_sum:min_terms=9"], "cannot be made with these options .*max_terms must be >="),
     ],
 )
@@ -133,3 +134,38 @@ def test_prompts_carry_the_row_to_the_worker(tokenizer):
             found = pool.submit(example.answer, example.answer, example.columns).result(timeout=60)
             assert (found.score, found.error) == (1.0, "")
         assert not pool.submit("-1", "", problems[0].columns).result(timeout=60).correct
+
+
+def test_every_data_set_is_listed_with_options_that_can_be_given_again():
+    found = procedural.data_sets()
+    assert len(found) > 100 and found == sorted(found, key=lambda each: (each.group, each.name))
+    by_name = {each.name: each for each in found}
+    assert by_name["gcd"].group == "arithmetic" and "GCD" in by_name["gcd"].description
+    assert by_name["puzzle24"].description == ""  # the package has none, only a signature
+    for name in by_name:
+        (source,) = procedural.sources([name])
+        options = procedural.options(source)
+        assert options.keys() & {"seed", "size"} == set()
+        assert all(value == default for value, default in options.values())
+    (source,) = procedural.sources(["gcd:max_value=50"])
+    assert procedural.options(source)["max_value"] == ("50", "1000")
+    assert procedural.options(source)["min_value"] == ("1", "1")
+    # What is shown as an option's value is that value as an entry.
+    for name in ("countdown", "chain_sum", "gcd", "rotate_matrix", "calendar_arithmetic"):
+        (plain,) = procedural.sources([name])
+        shown = (f":{key}={value}" for key, (value, _) in procedural.options(plain).items())
+        (whole,) = procedural.sources([name + "".join(shown)])
+        assert procedural.options(whole) == procedural.options(plain)
+        (one,), (again,) = procedural.examples(plain, 1), procedural.examples(whole, 1)
+        assert (one.question, one.answer) == (again.question, again.answer)
+
+
+def test_shown_problems_are_held_out_ones():
+    (source,) = procedural.sources([SUMS])
+    assert procedural.examples(source, 0) == []
+    first = procedural.examples(source, 2)
+    held_out = {problem.question for problem in procedural.held_out_problems([source], 5)}
+    assert len(first) == 2 and {problem.question for problem in first} <= held_out
+    (source,) = procedural.sources([f"{SUMS}:contains=nothing"])
+    with pytest.raises(UserError, match="has only 0 problems that contain 'nothing'; ask for few"):
+        procedural.examples(source, 1)

@@ -27,6 +27,10 @@ MISTAKES = {
         ["--config.model.attention=splash"],
         "needs a TPU, and the program runs on a CPU",
     ),
+    "memory": (
+        ["--config.model.hidden_size=16384", "--config.model.num_layers=200"],  # TiBs
+        "this machine or container has",
+    ),
     "engine": (["--config.rollout.jax_tensor_parallelism=16"], "product must be at most"),
     "replica unreachable": (
         ["--config.rollout.addresses=127.0.0.1:1", "--config.rollout.connect_timeout_s=1"],

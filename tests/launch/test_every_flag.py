@@ -72,6 +72,7 @@ QUICK = [
         "prepare_data --dataset=gsm8k --split=test --input={home}/gsm8k.jsonl "
         "--output={home}/data/gsm8k.jsonl"
     ),
+    Case("problems chain_sum:max_terms=2 gcd --count=2"),
     # Refused before anything is fetched; tests/launch/test_real_model.py makes one.
     Case("prepare_model --name=smollm2-135m --output={home}", code=2),
 ]

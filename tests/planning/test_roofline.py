@@ -9,7 +9,7 @@ from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import PUBLISHED, find_architecture
 from semrl_jax.planning.chips import find_slice
 from semrl_jax.planning.plan import on_chips
-from semrl_jax.runs.dry_run import num_parameters
+from semrl_jax.runs.memory import num_parameters
 
 CUBE = find_slice("v5p:4x4x4")
 PLACES = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.rollout.memory import available_bytes, total_bytes
 
 GIB = 2**30
 
@@ -66,3 +66,23 @@ def test_a_limit_of_the_first_version_counts_and_one_above_the_machine_does_not(
 
 def test_this_machine_has_some():
     assert 0 < available_bytes() < 2**50
+
+
+def test_all_memory_is_the_limit_of_the_innermost_group_and_swap(machine):
+    assert total_bytes(machine) == 64 * GIB
+    group = "sys/fs/cgroup/job"
+    write(
+        machine,
+        {
+            "proc/self/cgroup": "0::/job/task",
+            f"{group}/memory.max": 8 * GIB,
+            f"{group}/memory.current": 7 * GIB,
+            f"{group}/task/memory.max": "max",
+            f"{group}/task/memory.current": 4 * GIB,
+        },
+    )
+    assert total_bytes(machine) == 8 * GIB  # whatever is in use
+    meminfo = machine / "proc/meminfo"
+    meminfo.write_text(meminfo.read_text() + f"SwapTotal:  {2 * 2**20} kB\n")
+    assert total_bytes(machine) == 10 * GIB
+    assert total_bytes() >= available_bytes()

@@ -16,8 +16,8 @@ from configs import (
     smollm2,
 )
 from semrl_jax.errors import UserError
-from semrl_jax.runs import validate
-from semrl_jax.runs.config import check_sections
+from semrl_jax.runs import train, validate
+from semrl_jax.runs.config import check_sections, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
 
@@ -433,3 +433,34 @@ def test_child_processes_are_of_the_jax_engine(field, value, message):
     config.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=message):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "named"),
+    [
+        ({"function": "math"}, "math"),
+        ({"functions": ("math_text", "model")}, "math_text"),
+        ({"functions": ("model",)}, "math"),  # which tells what is correct
+        ({"function": "reasoning_gym"}, None),
+        ({"function": "math", "functions": ("reasoning_gym:weight=0.5",)}, None),
+        ({"function": "my_module:grade"}, None),
+    ],
+)
+def test_a_verifier_that_compares_is_named_with_procedural_problems(rewards, named):
+    config = smollm2.get_config()
+    config.rewards.update({"function": "", "model": {"path": "a/model"}} | rewards)
+    found = remarks(config)
+    assert len(found) == (named is not None)
+    for line in found:
+        assert f"{named!r} compares" in line and "rewards.function='reasoning_gym'" in line
+    config.data.update(task="files", reasoning_gym=())
+    assert not remarks(config)
+
+
+def test_remarks_are_printed_once_also_if_quiet(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("semrl_jax.runs.setup.remarks", lambda config: ["warning: a remark"])
+    config.data.update(task="files", files=("nowhere.jsonl",))  # ends the run soon after
+    config.model.path = str(tmp_path / "none")
+    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+        train(config, str(tmp_path / "run"), quiet=True)
+    assert capsys.readouterr().out.count("warning: a remark") == 1

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from semrl_jax import data, models
+from semrl_jax import data
 from semrl_jax.errors import Preempted, UserError
 from semrl_jax.model_setup import build_policy
 from semrl_jax.rollout import building
@@ -192,51 +192,3 @@ def test_a_signal_while_jax_replicas_start_ends_them(config, tmp_path, monkeypat
     with pytest.raises(Preempted):
         building.jax_children(config, tmp_path / "replica0", print, "token" * 8)
     assert len(started) == 2 and all(child._process.poll() is not None for child in started)
-
-
-ARCHITECTURE = models.DecoderConfig(
-    vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
-    num_kv_heads=4, head_dim=16, tie_embeddings=True,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tensor", "fsdp", "needed"),
-    [
-        # Eight devices share the memory: 8 copies or 1 of the weights, 8 states of the update or 1.
-        (1, 1, 8 * 4 + 8 * 20),
-        (8, 1, 4 + 8 * 20),
-        (8, 8, 4 + 20),
-    ],
-)
-def test_a_model_that_does_not_fit_beside_its_updates_is_refused(tensor, fsdp, needed, monkeypatch):
-    parameters = sum(spec.num_bytes for spec in models.tensor_specs(ARCHITECTURE, "float32")) // 4
-    engine = models.make_mesh({"replica": 8 // tensor, "fsdp": 1, "sequence": 1, "tensor": tensor})
-    training = models.make_mesh({"replica": 8 // fsdp, "fsdp": fsdp, "sequence": 1, "tensor": 1})
-    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters)
-    replicas.check_fit(ARCHITECTURE, engine, training)
-    monkeypatch.setattr(replicas, "available_bytes", lambda: needed * parameters - 1)
-    with pytest.raises(UserError, match=r"parameters take .*; name replicas by rollout\.addresses"):
-        replicas.check_fit(ARCHITECTURE, engine, training)
-
-
-def test_the_memory_limit_of_a_device_is_used_if_it_reports_one(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 24 * 10**6}
-
-    mesh = models.make_mesh({"replica": 8, "fsdp": 1, "sequence": 1, "tensor": 1})
-    monkeypatch.setattr(replicas.jax, "local_devices", lambda: [Device()])
-    replicas.check_fit(ARCHITECTURE, mesh, mesh)
-    monkeypatch.setattr(Device, "memory_stats", lambda self: {"bytes_limit": 10**6})
-    with pytest.raises(UserError, match=r"and a device has 0\.0 GiB"):
-        replicas.check_fit(ARCHITECTURE, mesh, mesh)
-
-
-def test_a_model_that_does_not_fit_is_refused_before_files_are_written(
-    config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(replicas, "available_bytes", lambda: 1000)
-    with pytest.raises(UserError, match="this process has"):
-        train(config, str(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
