@@ -14,7 +14,7 @@ With `--model`, all train a real model of Hugging Face's format on 8 problems, s
 `--problems`, in its chat template. Responses end where the model ends them, so their lengths differ
 between systems and rounds. Ratios are those of seconds per response token, and of seconds.
 transformers' `generate` is measured alone too. The floor is the arithmetic of the products at the
-rate of large products.
+rate of large products. The memory of all systems adds up; `--systems` chooses some.
 
 Each system is a process that stays alive, and one works at a time. A round takes one step of each.
 Rounds alternate in order. The first steps, which compile, are not counted. Ratios are taken within
@@ -378,7 +378,7 @@ def main() -> None:
         "--response-tokens", type=int, default=RESPONSE_TOKENS, help="of --model: the limit"
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=8, help="of --model: responses of a backward pass"
+        "--micro-batch", type=int, default=8, choices=(8, 16, 32, 64), help="responses of a pass"
     )
     parser.add_argument("--pairs", type=int, help="rounds; 15, or 7 with --model")
     parser.add_argument("--warmup", type=int, default=2, help="steps before these, not counted")
