@@ -292,7 +292,17 @@ def products(sizes: Sizes) -> Callable[[], float]:
 
 def main() -> None:
     driver = Driver()
-    sizes = Sizes.of(driver.work)
+    work, sizes = driver.work, Sizes.of(driver.work)
+    if work["end_token_ids"]:  # ragged: only the rate of products, at the sizes of a micro-batch
+        from benchmarks import real_model
+
+        rate = products(sizes._replace(responses=sizes.micro))
+        lengths = work["prompt_lengths"]
+        flops = real_model.floor_flops(work["model"], lengths, sizes.responses)
+        driver.report(versions={}, prompt_tokens=lengths, **flops)
+        while True:
+            driver.wait()
+            driver.report(gflops=rate())
     rng = np.random.default_rng(0)
     ids = rng.integers(0, sizes.vocab, (sizes.responses, sizes.prompt + sizes.response), np.int32)
     ids, advantages = jnp.asarray(ids), jnp.asarray(rng.normal(size=sizes.responses), jnp.float32)
@@ -303,7 +313,7 @@ def main() -> None:
     driver.report(
         versions={},
         num_params=sum(leaf.size for leaf in jax.tree.leaves(params)),
-        prompt_tokens=[sizes.prompt] * len(driver.work["prompts"]),
+        prompt_tokens=work["prompt_lengths"],
         update_flops=sizes.update_flops,
     )
     key = jax.random.key(0)

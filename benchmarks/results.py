@@ -34,6 +34,7 @@ FILES = (
     "--trl",
     "--before",
 )  # name files only
+PATHS = ("--model", "--problems")  # the last name of these is told
 FIELDS = ("title", "command", "date", "machine", "versions", "text")
 
 
@@ -99,8 +100,12 @@ def command(argv: Sequence[str]) -> str:
     options, rest = [], list(argv[1:])
     while rest:
         option = rest.pop(0)
-        if option.partition("=")[0] not in FILES:
+        name, equals, value = option.partition("=")
+        if name in PATHS:
+            value = value if equals else rest.pop(0)
+            options.append(f"{name}={pathlib.Path(value).name}")
+        elif name not in FILES:
             options.append(option)
-        elif "=" not in option:
+        elif not equals:
             rest.pop(0)  # its value
     return shlex.join(["python", "-m", module, *options])

@@ -3,11 +3,18 @@
     benchmarks/peers/make_env.sh tunix
     benchmarks/peers/make_env.sh trl
     python -m benchmarks.step
+    python -m benchmarks.step --model=runs/models/smollm2
 
 All train the same random Qwen2 of 4.0 M parameters in float32 on the same prompts, with the same
 reward: GRPO with 8 prompts of 16 tokens, 8 responses to each, no KL, and one update per step. Every
 response has all 128 tokens. Ours is measured with hidden states, metrics and VERL shaping, and
 without them.
+
+With `--model`, all train a real model of Hugging Face's format on 8 problems, sums or those of
+`--problems`, in its chat template. Responses end where the model ends them, so their lengths differ
+between systems and rounds. Ratios are those of seconds per response token, and of seconds.
+transformers' `generate` is measured alone too. The floor is the arithmetic of the products at the
+rate of large products. The memory of all systems adds up; `--systems` chooses some.
 
 Each system is a process that stays alive, and one works at a time. A round takes one step of each.
 Rounds alternate in order. The first steps, which compile, are not counted. Ratios are taken within
@@ -29,14 +36,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import machine, results
+from benchmarks import machine, real_model, results
 from benchmarks.results import median_interval, table
 
 ROOT = pathlib.Path(__file__).parents[1]
-OURS, PLAIN, TUNIX, TRL, FLOORS = NAMES = ("ours", "plain", "tunix", "trl", "floors")
+OURS, PLAIN, TUNIX, TRL, GENERATE, FLOORS = NAMES = (
+    "ours", "plain", "tunix", "trl", "generate", "floors"
+)  # fmt: skip
 TITLES = {
     OURS: "ours", PLAIN: "ours without states and VERL", TUNIX: "google-tunix", TRL: "TRL",
-    FLOORS: "plain JAX",
+    GENERATE: "transformers' generate", FLOORS: "plain JAX",
 }  # fmt: skip
 MODEL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4,
@@ -44,6 +53,7 @@ MODEL = {
 }  # fmt: skip
 PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8, 16, 128
 NUM_TOKENS = PROMPTS * GROUP * RESPONSE_TOKENS
+PASSES = {"rollout_s": 1, "update_s": 3}  # forward and backward, in the cost of a forward pass
 
 Row = Mapping[str, Any]
 
@@ -77,6 +87,32 @@ def make_model(directory: pathlib.Path) -> list[str]:
     return prompts
 
 
+def random_work(directory: pathlib.Path) -> dict[str, Any]:
+    """What the systems do with the random model."""
+    return {
+        "model": str(directory.absolute()),
+        "prompts": make_model(directory),
+        "prompt_lengths": [PROMPT_TOKENS] * PROMPTS,
+        "end_token_ids": [],  # none: every response has all tokens
+        "response_tokens": RESPONSE_TOKENS,
+        "micro_batch_size": 4,
+        "peer_micro_batch_size": PROMPTS * GROUP,
+        "ours": {},
+    }
+
+
+def real_work(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the systems do with the model of `--model`."""
+    micro = arguments.micro_batch
+    stride = min(16, arguments.response_tokens // 3)  # ERA needs 3 measured prefixes
+    return real_model.work(arguments.model, arguments.problems, PROMPTS) | {
+        "response_tokens": arguments.response_tokens,
+        "micro_batch_size": micro,
+        "peer_micro_batch_size": micro,
+        "ours": {"metrics.stride": stride, "training.micro_batch_size": micro},
+    }
+
+
 class System:
     """A process that takes training steps when told to."""
 
@@ -87,14 +123,14 @@ class System:
         limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         environment = {name: value for name, value in os.environ.items() if name not in limits}
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"}
-        self._log = log
+        self._log, self._ragged = log, bool(work["end_token_ids"])
         self._process = subprocess.Popen(
             [*command, str(file)],
             cwd=ROOT, env=environment, text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
         self.about = self._read()
-        if set(self.about["prompt_tokens"]) != {PROMPT_TOKENS}:
+        if sorted(self.about["prompt_tokens"]) != sorted(work["prompt_lengths"]):
             raise SystemExit(f"{command}: prompts of {self.about['prompt_tokens']} tokens")
 
     def step(self) -> dict[str, Any]:
@@ -111,7 +147,7 @@ class System:
         others = machine_after - machine_before - row["cpu_s"]
         row["others"] = max(others, 0.0) / row["step_s"]
         row["peak_mib"] = machine.peak_mib(self._process.pid)
-        if row["num_tokens"] != NUM_TOKENS:
+        if not self._ragged and row["num_tokens"] != NUM_TOKENS:
             raise SystemExit(f"{row['num_tokens']} tokens were sampled instead of {NUM_TOKENS}")
         return row
 
@@ -135,10 +171,14 @@ def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
         for name in (OURS, PLAIN)
         if name in arguments.systems
     }
-    for name, directory in ((TUNIX, arguments.tunix), (TRL, arguments.trl)):
+    peers = (
+        (TUNIX, arguments.tunix, "tunix_grpo"), (TRL, arguments.trl, "trl_grpo"),
+        (GENERATE, arguments.trl, "transformers_generate"),
+    )  # fmt: skip
+    for name, directory, script in peers:
         if directory.exists() and name in arguments.systems:
-            script = ROOT / "benchmarks" / "peers" / f"{name}_grpo.py"
-            found[name] = [str(directory.absolute() / "bin" / "python"), str(script)]
+            python = directory.absolute() / "bin" / "python"
+            found[name] = [str(python), str(ROOT / "benchmarks" / "peers" / f"{script}.py")]
     if FLOORS in arguments.systems:
         found[FLOORS] = [sys.executable, "-m", "benchmarks.floors"]
     return found
@@ -148,16 +188,13 @@ def measure(
     arguments: argparse.Namespace, directory: pathlib.Path
 ) -> tuple[dict[str, list[Row]], dict[str, Row]]:
     """The rows of the rounds, and what each system says about itself."""
-    work = {
-        "model": str((directory / "model").absolute()),
-        "prompts": make_model(directory / "model"),
+    work = real_work(arguments) if arguments.model else random_work(directory / "model")
+    work |= {
         "group_size": GROUP,
-        "prompt_tokens": PROMPT_TOKENS,
-        "response_tokens": RESPONSE_TOKENS,
+        "prompt_tokens": max(work["prompt_lengths"]),
         "learning_rate": 1e-6,
-        "micro_batch_size": 4,
-        "ours": dict(overridden(text) for text in arguments.set),
     }
+    work["ours"] |= dict(overridden(text) for text in arguments.set)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         systems = {}
@@ -194,32 +231,45 @@ def median(rows: Sequence[Row], key: str) -> float:
     return statistics.median(row[key] for row in rows)
 
 
-def ratios(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Times of the others divided by ours, within rounds."""
-    pairs = [(name, OURS) for name in (TUNIX, TRL)] + [(OURS, PLAIN)]
+def share(a: Row, b: Row) -> float:
+    """Response tokens of b per one of a."""
+    return b["num_tokens"] / a["num_tokens"]
+
+
+def ratios(rows: Mapping[str, Sequence[Row]], per_token: bool = False) -> str:
+    """Times of the others, or those per response token, divided by ours, within rounds."""
+    pairs = [(name, OURS) for name in (TUNIX, TRL, GENERATE)] + [(OURS, PLAIN)]
     lines = []
     for over, under in pairs:
         if over in rows and under in rows:
             cells = []
             for key in ("step_s", "rollout_s", "update_s", "cpu_s"):
-                found = [a[key] / b[key] for a, b in zip(rows[over], rows[under])]
+                if over == GENERATE and key != "rollout_s":
+                    cells.append("")
+                    continue
+                both = zip(rows[over], rows[under])
+                found = [a[key] / b[key] * (share(a, b) if per_token else 1.0) for a, b in both]
                 low, high, level = median_interval(found)
                 cells.append(f"{statistics.median(found):.3f} [{low:.3f}, {high:.3f}]")
             lines.append([f"{TITLES[over]} / {TITLES[under]}", *cells])
     if not lines:
         return ""
+    title = "Ratio of seconds per response token" if per_token else "Time ratio"
     return (
-        table(("Time ratio", "whole step", "rollout", "update", "CPU seconds"), lines)
+        table((title, "whole step", "rollout", "update", "CPU seconds"), lines)
         + f"\n\nBrackets: {100 * level:.0f} % intervals of the medians of {len(found)} rounds.\n"
     )
 
 
-def absolutes(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Medians of each system."""
+def absolutes(rows: Mapping[str, Sequence[Row]], ragged: bool = False) -> str:
+    """Medians of each system; if responses are ragged, with the number of their tokens."""
     lines = []
     for name, own in rows.items():
-        step_s, rollout_s, update_s, cpu_s = (
-            median(own, key) for key in ("step_s", "rollout_s", "update_s", "cpu_s")
+        if "rollout_s" not in own[0]:  # products alone
+            continue
+        own = [{"update_s": 0.0} | row for row in own]  # transformers' generate has none
+        step_s, rollout_s, update_s, cpu_s, num_tokens = (
+            median(own, key) for key in ("step_s", "rollout_s", "update_s", "cpu_s", "num_tokens")
         )
         whole = name != FLOORS  # a step of the floors has products in addition
         lines.append([
@@ -229,19 +279,29 @@ def absolutes(rows: Mapping[str, Sequence[Row]]) -> str:
             f"{update_s:.2f}",
             f"{step_s - rollout_s - update_s:.2f}" if whole else "",
             f"{cpu_s:.2f}" if whole else "",
-            f"{NUM_TOKENS / rollout_s:.0f}",
-            f"{NUM_TOKENS / (step_s if whole else rollout_s + update_s):.0f}",
+            f"{num_tokens / rollout_s:.0f}",
+            f"{num_tokens / (step_s if whole else rollout_s + update_s):.0f}",
             f"{max(row['peak_mib'] for row in own):.0f}",
             f"{median(own, 'others'):.2f}",
+            *([f"{num_tokens:.0f}"] if ragged else []),
         ])  # fmt: skip
     header = (
         "Medians", "step s", "rollout s", "update s", "rest s", "CPU s", "sampled tokens/s",
         "tokens/s of the step", "peak MiB", "cores of other programs",
+        *(["response tokens"] if ragged else []),
     )  # fmt: skip
     return table(header, lines) + "\n"
 
 
-def stages(rows: Mapping[str, Sequence[Row]]) -> str:
+def floor_s(key: str, row: Row, floor: Row, about: Row) -> float:
+    """Seconds of the floor in the round of a row: measured, or products for the row's tokens."""
+    if key in floor:
+        return floor[key]
+    flops = about["fixed_flops"] + row["num_tokens"] * about["token_flops"]
+    return PASSES[key] * flops / floor["gflops"] / 1e9
+
+
+def stages(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> str:
     """Seconds, CPU seconds and floors of the phases of our log."""
     own = [name for name in (OURS, PLAIN) if name in rows]
     if not own:
@@ -249,8 +309,9 @@ def stages(rows: Mapping[str, Sequence[Row]]) -> str:
     keys = dict.fromkeys(key for name in own for row in rows[name] for key in row["stages"])
     floors = {}
     if FLOORS in rows:
-        floors = {"sample": median(rows[FLOORS], "rollout_s")}
-        floors["update"] = median(rows[FLOORS], "update_s")
+        for stage, key in (("sample", "rollout_s"), ("update", "update_s")):
+            both = zip(rows[own[0]], rows[FLOORS])
+            floors[stage] = statistics.median(floor_s(key, *pair, about[FLOORS]) for pair in both)
         floors["step"] = sum(floors.values())
     lines = []
     for stage in [key[5:-2] for key in keys if key.startswith("time/")]:
@@ -277,18 +338,27 @@ def distances(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> st
     """Generation and update of every system beside the floors, and the rates of products."""
     if FLOORS not in rows:
         return ""
-    flops = about[FLOORS]["update_flops"]
-    gflops = median(rows[FLOORS], "gflops")
-    lines = []
+    gflops, lines = median(rows[FLOORS], "gflops"), []
+    flops = about[FLOORS].get("update_flops")
     for name, own in rows.items():
         cells = []
         for key in ("rollout_s", "update_s"):
-            found = [row[key] / floor[key] for row, floor in zip(own, rows[FLOORS])]
-            cells.append(f"{statistics.median(found):.2f}")
+            pairs = [pair for pair in zip(own, rows[FLOORS]) if key in pair[0]]
+            found = [pair[0][key] / floor_s(key, *pair, about[FLOORS]) for pair in pairs]
+            cells.append(f"{statistics.median(found):.2f}" if found else "")
+        if flops is None:
+            lines += [[TITLES[name], *cells]] if any(cells) else []
+            continue
         rates = [flops / row["update_s"] / 1e9 for row in own]
         shares = [rate / floor["gflops"] for rate, floor in zip(rates, rows[FLOORS])]
         cells += [f"{statistics.median(rates):.0f}", f"{100 * statistics.median(shares):.0f} %"]
         lines.append([TITLES[name], *cells])
+    if flops is None:
+        return (
+            table(("Times the floor", "rollout", "update"), lines) + "\n\nThe floor is the "
+            "arithmetic of the products for the tokens of the system, each prompt once, without "
+            f"attention, at the rate of large products: {gflops:.0f} GFLOP/s.\n"
+        )
     header = (
         "Times the floor", "rollout", "update", "update, GFLOP/s", "share of the rate of products",
     )  # fmt: skip
@@ -300,7 +370,17 @@ def distances(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=15, help="rounds")
+    parser.add_argument("--model", type=pathlib.Path, help="Hugging Face directory, real prompts")
+    parser.add_argument(
+        "--problems", type=pathlib.Path, help="of --model: JSONL with question or problem; or sums"
+    )
+    parser.add_argument(
+        "--response-tokens", type=int, default=RESPONSE_TOKENS, help="of --model: the limit"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=8, choices=(8, 16, 32, 64), help="responses of a pass"
+    )
+    parser.add_argument("--pairs", type=int, help="rounds; 15, or 7 with --model")
     parser.add_argument("--warmup", type=int, default=2, help="steps before these, not counted")
     for name in (TUNIX, TRL):
         parser.add_argument(
@@ -309,7 +389,7 @@ def main() -> None:
             default=ROOT / f".venv-{name}",
             help=f"environment of make_env.sh; without it, {TITLES[name]} is left out",
         )
-    parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--systems", nargs="+", choices=NAMES)
     parser.add_argument(
         "--set", nargs="+", default=[], help="of ours, such as training.micro_batch_size=8"
     )
@@ -317,6 +397,9 @@ def main() -> None:
     parser.add_argument("--max_s", type=float, default=0, help="begin no round after this time")
     results.add_option(parser)
     arguments = parser.parse_args()
+    ragged = bool(arguments.model)
+    arguments.pairs = arguments.pairs or (7 if ragged else 15)
+    arguments.systems = arguments.systems or [n for n in NAMES if ragged or n != GENERATE]
     with contextlib.ExitStack() as stack:
         directory = arguments.directory or pathlib.Path(
             stack.enter_context(tempfile.TemporaryDirectory())
@@ -324,10 +407,20 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         rows, about = measure(arguments, directory)
     versions = {name: v for own in about.values() for name, v in own["versions"].items()}
-    num_params = {own["num_params"] for own in about.values()}
-    parts = [ratios(rows), absolutes(rows), distances(rows, about), stages(rows)]
+    num_params = {own["num_params"] for own in about.values() if "num_params" in own}
+    parts = [ratios(rows, per_token=True)] if ragged else []
+    parts += [ratios(rows), absolutes(rows, ragged), distances(rows, about), stages(rows, about)]
     parts.append(f"{' and '.join(f'{n / 1e6:.2f}' for n in num_params)} M parameters.")
-    results.show("A training step beside other libraries", "\n".join(filter(None, parts)),
+    title = "A training step beside other libraries"
+    if ragged:
+        title += f": {arguments.model.name}"
+        lengths = next(iter(about.values()))["prompt_tokens"]
+        parts.append(
+            f"{PROMPTS} prompts of {min(lengths)} to {max(lengths)} tokens, {GROUP} responses of "
+            f"at most {arguments.response_tokens} to each, {arguments.micro_batch} responses per "
+            "backward pass."
+        )
+    results.show(title, "\n".join(filter(None, parts)),
                  arguments.json, versions)  # fmt: skip
 
 

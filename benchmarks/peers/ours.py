@@ -36,6 +36,7 @@ def settings(work: dict, prompts: pathlib.Path) -> ml_collections.ConfigDict:
     config.model.path = work["model"]
     config.data.task = "files"
     config.data.files = (str(prompts),)
+    config.data.template = "plain"  # prompts of a real model have their template
     config.data.prompts_per_step = len(work["prompts"])
     config.rollout.group_size = work["group_size"]
     config.rollout.max_prompt_tokens = work["prompt_tokens"]
@@ -74,8 +75,9 @@ def main() -> None:
         workdir = stack.enter_context(contextlib.closing(open_workdir(scratch / "run", config)))
         stop = StopRequest(config.training.grace_s, EXIT_PREEMPTED)
         opened = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
-        # No end token, so that every response has its full length.
-        sampler = dataclasses.replace(opened.sampler, end_token_ids=())
+        # Without end tokens, every response has its full length.
+        ends = tuple(work["end_token_ids"])
+        sampler = dataclasses.replace(opened.sampler, end_token_ids=ends)
         state = opened.first_state()
         driver.report(
             versions={},

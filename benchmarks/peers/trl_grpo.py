@@ -16,8 +16,13 @@ from reward import vowels
 driver = Driver()
 work = driver.work
 num_responses = len(work["prompts"]) * work["group_size"]
+micro_batches = num_responses // work["peer_micro_batch_size"]
 tokenizer = transformers.AutoTokenizer.from_pretrained(work["model"])
 model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
+# Without end tokens, every response has its full length.
+ends = {"eos_token_id": work["end_token_ids"]}
+if not work["end_token_ids"]:
+    ends = {"min_new_tokens": work["response_tokens"]}
 row = {}
 
 
@@ -65,13 +70,14 @@ with tempfile.TemporaryDirectory() as scratch:
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=num_responses,
-            gradient_accumulation_steps=1,
-            steps_per_generation=1,
+            per_device_train_batch_size=work["peer_micro_batch_size"],
+            gradient_accumulation_steps=micro_batches,
+            steps_per_generation=micro_batches,  # all responses of a step in one call
             num_iterations=1,
             num_generations=work["group_size"],
             max_completion_length=work["response_tokens"],
-            generation_kwargs={"min_new_tokens": work["response_tokens"]},  # full length
+            generation_kwargs=ends,
+            shuffle_dataset=False,  # every step has each prompt once
             temperature=1.0,
             top_p=1.0,
             top_k=0,

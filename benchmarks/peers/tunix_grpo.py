@@ -1,5 +1,11 @@
-"""GRPO steps of google-tunix, with its own sampler. See benchmarks/step.py."""
+"""GRPO steps of google-tunix, with its own sampler. See benchmarks/step.py.
 
+Qwen2 and Llama. Three things differ from the other systems with responses of ragged lengths: every
+call samples with the same random numbers, the end token of a response is not trained on, and rows
+are padded to the longest prompt and to the limit of a response.
+"""
+
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -13,6 +19,8 @@ from flax import nnx
 from protocol import Driver
 from reward import vowels
 from transformers import AutoTokenizer
+from tunix.models.llama3 import model as llama3
+from tunix.models.llama3 import params as llama3_params
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen2 import params as qwen2_params
 from tunix.rl import rl_cluster as rl
@@ -23,24 +31,31 @@ driver = Driver()
 work = driver.work
 directory = pathlib.Path(work["model"])
 architecture = json.loads((directory / "config.json").read_text())
-config = qwen2.ModelConfig(
-    num_layers=architecture["num_hidden_layers"],
-    vocab_size=architecture["vocab_size"],
-    embed_dim=architecture["hidden_size"],
-    hidden_dim=architecture["intermediate_size"],
-    num_heads=architecture["num_attention_heads"],
-    head_dim=architecture["hidden_size"] // architecture["num_attention_heads"],
-    num_kv_heads=architecture["num_key_value_heads"],
-    rope_theta=int((architecture.get("rope_parameters") or architecture)["rope_theta"]),
-    norm_eps=architecture["rms_norm_eps"],
-    use_tied_embedding=architecture["tie_word_embeddings"],
-    dtype=jnp.float32,
-    param_dtype=jnp.float32,
-    remat_config=qwen2.RematConfig.NONE,
-)
+sizes = {
+    "num_layers": architecture["num_hidden_layers"],
+    "vocab_size": architecture["vocab_size"],
+    "embed_dim": architecture["hidden_size"],
+    "hidden_dim": architecture["intermediate_size"],
+    "num_heads": architecture["num_attention_heads"],
+    "head_dim": architecture["hidden_size"] // architecture["num_attention_heads"],
+    "num_kv_heads": architecture["num_key_value_heads"],
+    "rope_theta": int((architecture.get("rope_parameters") or architecture)["rope_theta"]),
+    "norm_eps": architecture["rms_norm_eps"],
+}
+tied = architecture["tie_word_embeddings"]
+if architecture["model_type"] == "llama":
+    # Its Llama does not use the model's rope_theta.
+    llama3.apply_rope = functools.partial(llama3.apply_rope, rope_theta=sizes["rope_theta"])
+    config, params = llama3.ModelConfig(**sizes, weight_tying=tied), llama3_params
+else:
+    config, params = qwen2.ModelConfig(**sizes, use_tied_embedding=tied), qwen2_params
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, -1), ("fsdp", "tp"))
 tokenizer = AutoTokenizer.from_pretrained(directory)
-actor = qwen2_params.create_model_from_safe_tensors(str(directory), config, mesh, dtype=jnp.float32)
+ends = work["end_token_ids"]
+if tokenizer.pad_token_id in ends:
+    # It takes every padding token for padding, also the end tokens within a chat.
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(max(tokenizer.added_tokens_decoder))
+actor = params.create_model_from_safe_tensors(str(directory), config, mesh, dtype=jnp.float32)
 
 
 class Prompts:
@@ -55,6 +70,13 @@ def reward(prompts, completions, **_):
     return [vowels(completion) for completion in completions]
 
 
+micro_batches = {}  # in prompts
+if work["peer_micro_batch_size"] < len(work["prompts"]) * work["group_size"]:
+    micro_batches = {
+        "mini_batch_size": len(work["prompts"]),
+        "train_micro_batch_size": max(work["peer_micro_batch_size"] // work["group_size"], 1),
+        "rollout_micro_batch_size": len(work["prompts"]),
+    }
 cluster = rl.RLCluster(
     actor=actor,
     tokenizer=tokenizer,
@@ -66,6 +88,7 @@ cluster = rl.RLCluster(
             actor_optimizer=optax.adam(work["learning_rate"]),
             eval_every_n_steps=10**9,
             max_steps=10**6,
+            **micro_batches,
         ),
         rollout_config=RolloutConfig(
             max_tokens_to_generate=work["response_tokens"],
@@ -74,8 +97,8 @@ cluster = rl.RLCluster(
             temperature=1.0,
             top_p=1.0,
             top_k=None,
-            # No such token exists, so that every response has its full length.
-            eos_tokens=[architecture["vocab_size"] + 7],
+            # Without end tokens: no such token exists, so every response has its full length.
+            eos_tokens=ends or [architecture["vocab_size"] + 7],
         ),
     ),
 )
@@ -93,11 +116,14 @@ def timed_generate(*arguments, **options):
     """Begins a step: whatever follows the previous update belongs to the previous step."""
     if row:
         driver.report(**row)
+        row.clear()
     driver.wait()
     began = time.perf_counter()
     found = generate(*arguments, **options)
     row["rollout_s"] = time.perf_counter() - began
-    row["num_tokens"] = sum(map(len, found.tokens))
+    # It leaves out the end token of a response.
+    limit = work["response_tokens"]
+    row["num_tokens"] = sum(min(len(tokens) + 1, limit) for tokens in found.tokens)
     return found
 
 
@@ -105,7 +131,8 @@ def timed_update(*arguments, **options):
     began = time.perf_counter()
     found = update_actor(*arguments, **options)
     jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param)))
-    row["update_s"] = time.perf_counter() - began
+    took = time.perf_counter() - began
+    row["update_s"] = row.get("update_s", 0.0) + took  # called for every micro-batch
     return found
 
 

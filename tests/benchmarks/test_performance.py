@@ -33,6 +33,11 @@ def test_a_result_becomes_a_section(tmp_path, monkeypatch, capsys):
     assert "jax " in section and "trl 1.16.0" in section and "cores" in section
 
 
+def test_a_command_tells_the_names_of_models_and_problems_without_their_place():
+    argv = ["step", "--model=/some/where/smol", "--problems", "else/sums.jsonl", "--pairs=1"]
+    assert results.command(argv).endswith(" --model=smol --problems=sums.jsonl --pairs=1")
+
+
 def test_a_missing_result_names_its_command_and_an_incomplete_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(performance, "RESULTS", tmp_path)
     assert "python -m benchmarks.performance --run step" in performance.section("step")
