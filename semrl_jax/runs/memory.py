@@ -216,9 +216,12 @@ def memory_parts(
         size = width(weight_dtype(config)) * num_parameters(architecture)
         keys = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
         responses = min(rollout.jax_max_batch, training.responses_per_step)
+        # A group shares the cache of its prompt if no response waits for a slot.
+        waits = responses < training.responses_per_step
+        prompts = responses if waits else responses / rollout.group_size
+        columns = prompts * rollout.max_prompt_tokens + responses * rollout.max_response_tokens
         parts["replica"] = size / engine.shape["tensor"]
-        parts["its cache"] = width(config.model.compute_dtype) * keys * length * responses
-        parts["its cache"] /= engine.size
+        parts["its cache"] = width(config.model.compute_dtype) * keys * columns / engine.size
     return parts
 
 
