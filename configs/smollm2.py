@@ -33,7 +33,7 @@ def get_config():
         config.data.get_ref("prompts_per_step"), 8
     )
     config.training.micro_batch_size = 8
-    config.training.learning_rate = 2e-5
+    config.training.learning_rate = 1e-5
     config.training.weight_decay = 0.0
     config.algorithms.loss.kl_coefficient = 0.0
     config.evaluation.num_problems = 64
