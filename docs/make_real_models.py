@@ -67,7 +67,7 @@ A:"""  # noqa: E501
 STRIDES = (1, 4, 16, 40)
 STRIDE, ROUTE_STRIDE = 4, 16  # of the results, and of the errors by route
 ROUTES = ("float64", "float32", "sums")
-EVERY = 8  # the oracle is slow: one of so many responses, and those of the slower routes
+EVERY = 8  # the slow oracle checks every 8th response, and all responses of the slower routes
 EQUAL = 32  # tokens of the spectra: the first ones of each response that has as many
 NEAR = 1.1  # ratio of two lengths that count as equal
 LABELS = tuple(MetricKey("effective_rank", order).label for order in ORDERS)

@@ -113,7 +113,7 @@ def self_attention(
 
 
 class Columns(NamedTuple):
-    """A part of the cache: R rows, each of which B / R tokens attend to, beside each other."""
+    """A part of the cache with R rows. B / R neighbouring tokens attend to the same row."""
 
     keys: Float[Array, "R K H S"]
     values: Float[Array, "R K S H"]

@@ -396,8 +396,8 @@ class Decoder(nnx.Module):
         Columns may be in any order: the positions in the cache decide what a token attends to.
 
         Args:
-          prompts: further columns that tokens attend to, with R rows: B / R tokens beside each
-            other share one.
+          prompts: further columns that tokens attend to, in R rows. B / R neighbouring tokens
+            attend to the same row.
         """
 
         def put(array, new, axis):

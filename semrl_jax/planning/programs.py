@@ -37,7 +37,7 @@ from semrl_jax.rollout.engines.decoding import (
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.algorithms import importance_options
-from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
 from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.state import (
@@ -266,9 +266,7 @@ class Programs:
         rollout, config = self.config.rollout, self.config
         mesh = engine_mesh(self)
         policy = dataclasses.replace(self.policy, mesh=mesh)
-        num_slots = min(rollout.jax_max_batch, config.training.responses_per_step)
-        # Responses that wait for a slot may be to any prompt; else a group shares its prompt.
-        group = rollout.group_size if num_slots == config.training.responses_per_step else 1
+        rows, group = rows_of_slots(rollout, config.training.responses_per_step)
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
@@ -280,7 +278,7 @@ class Programs:
         shapes = jax.eval_shape(
             lambda: empty_slots(
                 policy=dataclasses.replace(policy, mesh=None),
-                rows=num_slots // group,
+                rows=rows,
                 group=group,
                 num_prompt_columns=prompt_columns(rollout.max_prompt_tokens),
                 columns=rollout.max_response_tokens,

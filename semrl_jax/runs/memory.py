@@ -20,7 +20,7 @@ from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.replicas import is_embedded
-from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.memory import PerParameter, update_bytes
 
@@ -215,11 +215,8 @@ def memory_parts(
         engine = configured_mesh(config, architecture)
         size = width(weight_dtype(config)) * num_parameters(architecture)
         keys = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
-        responses = min(rollout.jax_max_batch, training.responses_per_step)
-        # A group shares the cache of its prompt if no response waits for a slot.
-        waits = responses < training.responses_per_step
-        prompts = responses if waits else responses / rollout.group_size
-        columns = prompts * rollout.max_prompt_tokens + responses * rollout.max_response_tokens
+        prompts, group = rows_of_slots(rollout, training.responses_per_step)
+        columns = prompts * (rollout.max_prompt_tokens + group * rollout.max_response_tokens)
         parts["replica"] = size / engine.shape["tensor"]
         parts["its cache"] = width(config.model.compute_dtype) * keys * columns / engine.size
     return parts

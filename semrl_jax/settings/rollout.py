@@ -121,6 +121,16 @@ def longest_prompt(rollout: Section) -> int:
     return rollout["max_prompt_tokens"] + (num_parts(rollout) - 1) * part_tokens(rollout)
 
 
+def rows_of_slots(rollout: Section, responses_per_step: int) -> tuple[int, int]:
+    """Rows of slots of the JAX engine, and the slots of a row, which share the cache of a prompt.
+
+    A response that waits for a slot may be to any prompt, so then each slot is a row.
+    """
+    slots = min(rollout["jax_max_batch"], responses_per_step)
+    group = rollout["group_size"] if slots == responses_per_step else 1
+    return slots // group, group
+
+
 def replica_in_flight(rollout: Section) -> str:
     """What replicas do with running responses; parts end before new weights are sent."""
     return "wait" if num_parts(rollout) > 1 else rollout["in_flight"]

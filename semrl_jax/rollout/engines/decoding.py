@@ -63,7 +63,7 @@ MAX_PROGRAMS = 512  # compiled programs that this process keeps; some MB each
 
 
 class Slots(NamedTuple):
-    """The device state of B slots, G of them beside each other for each of R prompts."""
+    """The device state of B = R G slots: the G slots of a row are neighbours and share a prompt."""
 
     prompts: KVCache  # R rows of P columns
     cache: KVCache  # B rows: the responses
@@ -594,9 +594,9 @@ class DecodingCall:
         columns = self._columns_for(longest + self._chunk)
         if columns < self._response_columns < 2 * columns:
             columns = self._response_columns
-        shards = self._running_by_prompt()
         now = cheapest = self._arrangement
         if not self._waiting:
+            shards = self._running_by_prompt()
             responses = [list(map(len, slots)) for slots in shards]
             cheapest = self._cheapest(responses, now.group)
             # By half, or nearly: a program for each size takes seconds to compile.
