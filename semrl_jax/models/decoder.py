@@ -292,10 +292,12 @@ class Decoder(nnx.Module):
         mesh: Mesh | None,
         rngs: nnx.Rngs,
         kernel: str = "xla",
+        platform: str | None = None,
     ):
         self.config = config
         self.remat = remat
         self.kernel = kernel
+        self.platform = platform
         self.mesh = mesh
         self.dtype = dtype
         self.embed = nnx.Embed(
@@ -431,7 +433,7 @@ class Decoder(nnx.Module):
             if prompts is not None:
                 own = prompts.keys[index], prompts.values[index]
                 parts.insert(0, Columns(*own, seen(prompt_positions, window)))
-            attended = attend_to_cache(query[:, 0], parts, self.mesh)
+            attended = attend_to_cache(query[:, 0], parts, self.mesh, self.platform)
             x = layer.residual(x, attended[:, None])
         new_cache = KVCache(tuple(keys), tuple(values), key_positions)
         return self.final_norm(x)[:, 0], jnp.stack(inputs, axis=1), new_cache
@@ -474,6 +476,7 @@ class Decoder(nnx.Module):
             mesh=self.mesh,
             kernel=self.kernel,
             windows=(None, window) if mixed else (window,),
+            platform=self.platform,
         )
 
     def _embedded(self, token_ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:

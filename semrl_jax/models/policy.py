@@ -19,7 +19,13 @@ from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.decoder import Decoded, Decoder
 from semrl_jax.models.lora import Params, add_adapters, modules_with_adapters
-from semrl_jax.models.sharding import ACTIVATION_SPECS, DATA_AXES, constrain, parameter_shardings
+from semrl_jax.models.sharding import (
+    ACTIVATION_SPECS,
+    DATA_AXES,
+    constrain,
+    parameter_shardings,
+    platform_of,
+)
 from semrl_jax.models.token_logprobs import Tiles
 from semrl_jax.models.token_logprobs import token_logprobs as tiled_logprobs
 
@@ -184,7 +190,7 @@ class Policy:
         dtype = jnp.dtype(self.compute_dtype)
         return Decoder(
             self.config, dtype=dtype, remat=self.remat, mesh=self._split, rngs=rngs,
-            kernel=self.kernel,
+            kernel=self.kernel, platform=self._platform,
         )  # fmt: skip
 
     @property
@@ -218,7 +224,7 @@ class Policy:
     @property
     def _platform(self) -> str:
         """Of the devices that run the program, which may not be those that compile it."""
-        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        return platform_of(self.mesh)
 
     def _bind(self, params: Params) -> Decoder:
         if isinstance(params["layers"], tuple):  # the compiler removes stacks that are sliced again

@@ -182,6 +182,11 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
                 )
 
 
+def platform_of(mesh: Mesh | None) -> str:
+    """Of the devices of a mesh, or of JAX's default without one."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def activation_spec(kind: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """The spec of `ACTIVATION_SPECS` without the axes that do not divide their dimension.
 

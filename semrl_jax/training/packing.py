@@ -35,13 +35,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from semrl_jax.models import DATA_AXES
-from semrl_jax.models.attention import BRANCHES
+from semrl_jax.models.attention import BRANCHES, block_columns
 from semrl_jax.models.hosts import from_host
-from semrl_jax.rounding import next_power_of_two, next_size
+from semrl_jax.models.sharding import platform_of
+from semrl_jax.rounding import next_power_of_two
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
-
-SHORT_ROW = 256  # columns of a row with a bundle; longer rows have fewer sizes
 
 
 class TokenRows(NamedTuple):
@@ -284,6 +283,7 @@ class Arrangement(NamedTuple):
       bundle_of: the bundle of each sequence, ascending.
       lengths: columns of each bundle.
       row_of: the row of each bundle.
+      pairs: of columns for which attention computes scores, on a shard.
     """
 
     bundle_of: Int[np.ndarray, " B"]
@@ -294,11 +294,12 @@ class Arrangement(NamedTuple):
     rows_per_shard: int
     num_columns: int
     num_slots: int
+    pairs: float
 
     def cost(self, attention_columns: float) -> float:
         """Time of a pass, in columns of the products: those of each row, and their attention."""
-        attention = self.num_columns / (attention_columns or math.inf)
-        return self.num_micro * self.rows_per_shard * self.num_columns * (1.0 + attention)
+        columns = self.num_micro * self.rows_per_shard * self.num_columns
+        return columns + self.pairs / (attention_columns or math.inf)
 
 
 def _cheapest(
@@ -322,21 +323,27 @@ def _cheapest(
         else:
             num_columns = longest
             if is_shared:
-                size = plan.split_evenly(_bundle_size(int(lengths.max())))
+                size = plan.split_evenly(few_sizes(int(lengths.max())))
                 num_columns = min(size, most_columns)
             most_rows = most_columns // num_columns
             if not plan.micro_batch_tokens:
                 most_rows = min(most_rows, plan.micro_batch_size // plan.num_shards)
             row_of, num_micro, rows_per_shard = single_rows(lengths, most_rows, plan)
             num_places = few_sizes(num_micro) if is_shared else num_micro
+        pairs = float(num_micro * rows_per_shard * num_columns**2)
+        platform = platform_of(plan.mesh)
+        if block := block_columns(num_columns // plan.mesh.shape["sequence"], platform):
+            pairs = (pairs + num_micro * rows_per_shard * num_columns * block) / 2
+            if is_shared or plan.pack_sequences:
+                pairs = min(pairs, _seen_in_blocks(sequences, bundle_of, block) / plan.num_shards)
         slots_used = max(int(np.bincount(row_of[bundle_of], sequences.slots).max()), 1)
         if is_shared:
-            num_slots = min(_bundle_size(slots_used), num_columns)
+            num_slots = min(few_sizes(slots_used), num_columns)
         else:
             num_slots = bucket(slots_used, num_columns if plan.pack_sequences else response_columns)
         return Arrangement(
             bundle_of, lengths, row_of, num_micro, num_places, rows_per_shard, num_columns,
-            plan.split_evenly(num_slots),
+            plan.split_evenly(num_slots), pairs,
         )  # fmt: skip
 
     found, size = [arranged(np.arange(len(batch.token_ids)))], 2
@@ -349,9 +356,16 @@ def _cheapest(
     return min(found, key=lambda each: each.cost(attention_columns))  # the first of equals
 
 
-def _bundle_size(count: int) -> int:
-    """Columns or slots of rows with bundles: few for long rows, which take longest to compile."""
-    return few_sizes(count) if count <= SHORT_ROW else next_size(count, SHORT_ROW)
+def _seen_in_blocks(sequences: Sequences, bundle_of: Int[np.ndarray, " B"], block: int) -> float:
+    """Pairs of columns in the blocks of which a query attends to a key, about.
+
+    A part of n columns that begins anywhere touches blocks of n + block columns on average.
+    """
+    responses = sequences.responses + block
+    prompts = sequences.prompts + block
+    first_of_bundle = np.diff(bundle_of, prepend=-1) > 0
+    of_prompts = prompts[first_of_bundle] ** 2 / 2
+    return float(of_prompts.sum() + (responses * (prompts + responses / 2)).sum())
 
 
 def _same_prompts(

@@ -86,7 +86,7 @@ def test_blocks_and_ring_give_the_plain_attention_and_its_gradient(
 ):
     mesh = mesh and mesh_of(*mesh)
     expected = outcome(places, arrays, window)
-    actual = outcome(places, arrays, window, mesh=mesh, longest_at_once=1, block=block)
+    actual = outcome(places, arrays, window, mesh=mesh, block=block)
     for got, want in zip(actual, expected):
         ASSERT_CLOSE(got, want)
 
@@ -95,7 +95,7 @@ def test_blocks_that_no_query_sees_are_not_computed(arrays):
     """NaN in the values of later columns would reach earlier ones as 0 * NaN."""
     query, key, value, _ = arrays
     columns = jnp.broadcast_to(jnp.arange(COLUMNS), (ROWS, COLUMNS))
-    attend = self_attention(columns, jnp.ones_like(columns), longest_at_once=1, block=16)
+    attend = self_attention(columns, jnp.ones_like(columns), block=16)
     attended = attend(query, key, value.at[:, 32:].set(jnp.nan), None)
     assert np.isfinite(attended[:, :32]).all()
     assert np.isnan(attended[:, 32:]).all()
@@ -117,16 +117,16 @@ def gradient_bytes(length, **options):
 @pytest.mark.slow
 def test_memory_of_blocks_is_linear_in_the_length():
     """And below one [N, S, S] array of scores, which the plain product holds."""
-    short, long = (gradient_bytes(n, longest_at_once=1, block=64) for n in (512, 2048))
+    short, long = (gradient_bytes(n, block=64) for n in (512, 2048))
     assert long < 4.5 * short
     assert long < 4 * 2048 * 2048 * 4 / 8
-    assert gradient_bytes(2048, longest_at_once=2048) > 4 * 2048 * 2048 * 4
+    assert gradient_bytes(2048, block=0) > 4 * 2048 * 2048 * 4
 
 
 @pytest.mark.slow
 def test_ring_holds_a_share_of_the_sequence():
     """Per device: linear in its own columns, whatever the number of devices."""
-    whole = gradient_bytes(4096, longest_at_once=1, block=64)
+    whole = gradient_bytes(4096, block=64)
     split = gradient_bytes(4096, mesh=mesh_of(1, 1, 8, 1), block=64)
     # Keys, values and their gradients travel in a second copy.
     assert split < 2 * whole / 8 + 2**18
@@ -135,7 +135,7 @@ def test_ring_holds_a_share_of_the_sequence():
 def test_bfloat16_blocks_keep_float32_sums(places, arrays):
     exact = outcome(places, arrays, None)
     rounded = [x.astype(jnp.bfloat16) for x in arrays]
-    attended, *gradients = outcome(places, rounded, None, longest_at_once=1, block=16)
+    attended, *gradients = outcome(places, rounded, None, block=16)
     assert attended.dtype == jnp.bfloat16
     # Inputs, weights and results are rounded at 2^-8 each.
     for got, want in zip((attended, *gradients), exact):
