@@ -100,6 +100,7 @@ def predicted_bytes(policy: models.Policy, num_params: int, layout: Layout) -> f
         num_rows=num_rows,
         num_columns=num_columns,
         num_slots=num_rows * layout.rows.sources.shape[2],
+        platform="cpu",
     )
 
 

@@ -79,6 +79,7 @@ def measure(name: str, param_dtype: str) -> list[float]:
         estimate = update_bytes(
             MODEL, "dots", num_params, num_rows=rows, num_columns=columns,
             num_slots=rows * layout.rows.sources.shape[2], per_parameter=per.in_update,
+            platform="cpu",
         )  # fmt: skip
         found += [peak / num_params, estimate / num_params]
     return found

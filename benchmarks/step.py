@@ -397,6 +397,9 @@ def main() -> None:
     parser.add_argument("--max_s", type=float, default=0, help="begin no round after this time")
     results.add_option(parser)
     arguments = parser.parse_args()
+    for option, path in (("model", arguments.model), ("problems", arguments.problems)):
+        if path and not path.exists():
+            parser.error(f"--{option}: {path} does not exist.")
     ragged = bool(arguments.model)
     arguments.pairs = arguments.pairs or (7 if ragged else 15)
     arguments.systems = arguments.systems or [n for n in NAMES if ragged or n != GENERATE]

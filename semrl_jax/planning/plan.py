@@ -395,7 +395,7 @@ def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
     # Activations and logits of the estimate for float32, without its parameters.
     slots = rows * rollout.max_response_tokens
     activations = update_bytes(
-        architecture, remat, 0, num_rows=rows, num_columns=length, num_slots=0
+        architecture, remat, 0, num_rows=rows, num_columns=length, num_slots=0, platform="tpu"
     )
     activations *= width / 4 / tensor
     # A layer, and the output matrix with its gradient, as they are gathered.

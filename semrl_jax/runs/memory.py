@@ -14,6 +14,7 @@ from semrl_jax import models
 from semrl_jax.console import Reporter
 from semrl_jax.errors import UserError
 from semrl_jax.models.hosts import processes_of
+from semrl_jax.models.sharding import platform_of
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.memory import available_bytes, total_bytes
 from semrl_jax.runs.inputs import Inputs
@@ -192,6 +193,7 @@ def memory_parts(
         num_rows=rows,
         num_columns=length / mesh.shape["sequence"],
         num_slots=rows * rollout.max_response_tokens,
+        platform=platform_of(mesh),
         per_parameter=per.in_update,
     )
     needs = all_needs(inputs.algorithm, config)
@@ -250,7 +252,7 @@ def num_trained(
 
 def is_machine(mesh: Mesh) -> bool:
     """Whether the devices are cores, which share the memory of the machine."""
-    return mesh.devices.flat[0].platform == "cpu"
+    return platform_of(mesh) == "cpu"
 
 
 def device_bytes() -> int | None:

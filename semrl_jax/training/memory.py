@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from semrl_jax.models import DecoderConfig, Params
+from semrl_jax.models.attention import block_columns
 from semrl_jax.training.optimizer import Optimizer
 
 BYTES_PER_PARAMETER = 20  # parameter, two Adam moments, sum of gradients, gradient; all float32
@@ -52,6 +53,7 @@ def update_bytes(
     num_rows: float | int,
     num_columns: float | int,
     num_slots: float | int,
+    platform: str,
     per_parameter: float | int = BYTES_PER_PARAMETER,
 ) -> float | int:
     """b P + n k L + w n k + 16 l V bytes of one device, in float32 without a reference.
@@ -65,12 +67,15 @@ def update_bytes(
         frozen base comes on top.
       num_rows, num_columns: of a micro-batch on the device; n is their product.
       num_slots: l, response tokens of the micro-batch.
+      platform: of the device.
       per_parameter: b, `PerParameter.in_update`.
     """
     width, inner = architecture.hidden_size, architecture.intermediate_size
     queries = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
-    attention = 2 * architecture.num_heads * num_columns
+    # The backward pass of attention in blocks computes the scores again.
+    in_blocks = block_columns(int(num_columns), platform)
+    attention = 0 if in_blocks else 2 * architecture.num_heads * num_columns
     products = 2 * inner  # of a feed-forward layer, which "dots" keeps
     whole = 7 * width + 4 * queries + 5 * keys + 4 * inner + attention
     if experts := architecture.experts:
