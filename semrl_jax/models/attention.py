@@ -299,7 +299,9 @@ def _ring_backward(axis, num_shards, kept, gradient):
         keys, key_gradients = _to_next((keys, key_gradients), axis, num_shards)
         return (query_gradient + added, keys, key_gradients), None
 
-    keys, key_gradients = (key, value, places), (_zeros(key.shape, key), _zeros(value.shape, value))
+    keys = key, value, places
+    # [n, B, K, H, s], as the products give them.
+    key_gradients = tuple(_zeros((*x.shape[:3], *x.shape[:2:-1]), x) for x in (key, value))
     (query_gradient, keys, key_gradients), _ = jax.lax.scan(
         step, (_zeros(query.shape, query), keys, key_gradients), length=num_shards - 1
     )
@@ -307,8 +309,8 @@ def _ring_backward(axis, num_shards, kept, gradient):
     key_gradient, value_gradient = _to_next(key_gradients, axis, num_shards)
     return (
         (query_gradient + added).astype(query.dtype),
-        key_gradient.astype(key.dtype),
-        value_gradient.astype(value.dtype),
+        key_gradient.swapaxes(-2, -1).astype(key.dtype),
+        value_gradient.swapaxes(-2, -1).astype(value.dtype),
         None,
         None,
     )
@@ -350,6 +352,8 @@ def _block_gradients(given, keys, key_gradients, window):
 
     def of_queries(key_gradients, block):
         query, query_places, gradient, log_z, delta = block
+        # Transposed here, once: else a CPU writes a transposed copy of the weights in each product.
+        queries, changes = (jnp.moveaxis(x, -1, 2) for x in (query, gradient))
 
         def with_keys(index, gradients):
             query_gradient, key_gradient, value_gradient = gradients
@@ -361,8 +365,8 @@ def _block_gradients(given, keys, key_gradients, window):
             weights = weights.astype(query.dtype)
             return (
                 query_gradient + _product("bkgts,bksh->bkgth", change, key[index]),
-                key_gradient.at[index].add(_product("bkgts,bkgth->bksh", change, query)),
-                value_gradient.at[index].add(_product("bkgts,bkgth->bksh", weights, gradient)),
+                key_gradient.at[index].add(_product("bkhgt,bkgts->bkhs", queries, change)),
+                value_gradient.at[index].add(_product("bkhgt,bkgts->bkhs", changes, weights)),
             )
 
         start = (_zeros(query.shape, query), *key_gradients)
