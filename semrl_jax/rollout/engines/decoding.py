@@ -416,7 +416,9 @@ class DecodingCall:
 
     Args:
       policy, params: the model; the slots are split over the policy's mesh.
-      max_batch: limit on the slots of all devices; rounded up by `next_size` per data shard.
+      max_batch: limit on the responses that all devices decode at once. There may be more slots:
+        rows are rounded up by `next_size` per data shard, and have more slots than responses where
+        that costs less.
       chunk: tokens generated per step and slot.
       new_matcher: makes the matcher of a response; None if the call has no stop strings.
     """
