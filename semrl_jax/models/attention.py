@@ -98,7 +98,8 @@ def self_attention(
     num_columns = segment_ids.shape[1]
     split = mesh is not None and activation_spec("tokens", segment_ids.shape, mesh)[1] is not None
     if block is None:
-        block = block_columns(num_columns, platform or platform_of(mesh))
+        num_parts = mesh.shape["sequence"] if split else 1
+        block = block_columns(num_columns, platform or platform_of(mesh), num_parts)
     if split or block:
         return _blockwise(positions, segment_ids, mesh, block or LONGEST_BLOCK)
     columns = jnp.broadcast_to(jnp.arange(num_columns), segment_ids.shape)
@@ -113,13 +114,18 @@ def self_attention(
     return attend
 
 
-def block_columns(num_columns: int, platform: str) -> int:
+def block_columns(num_columns: int, platform: str, num_parts: int = 1) -> int:
     """Columns of a block for rows of `num_columns`; 0: the plain product.
+
+    Devices that each have one of several parts of the columns always work in blocks.
 
     On a CPU, blocks of 64 took 0.26 of the plain product's time, forward and backward, for 8
     responses of 128 tokens after their prompt of 140, and 0.55 for a sequence of 512; no less at
     256. Each block that is skipped costs time too, so long rows have larger blocks.
     """
+    if num_parts > 1:
+        block = block_columns(num_columns, platform) or LONGEST_BLOCK
+        return min(block, -(-num_columns // num_parts))
     if platform != "cpu":
         return LONGEST_BLOCK if num_columns > 1024 else 0
     if num_columns > 256:

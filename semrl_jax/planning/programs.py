@@ -266,7 +266,9 @@ class Programs:
         rollout, config = self.config.rollout, self.config
         mesh = engine_mesh(self)
         policy = dataclasses.replace(self.policy, mesh=mesh)
-        rows, group = rows_of_slots(rollout, config.training.responses_per_step)
+        rows, group = rows_of_slots(
+            rollout, config.training.responses_per_step, mesh.shape["replica"]
+        )
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,

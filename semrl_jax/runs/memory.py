@@ -217,7 +217,8 @@ def memory_parts(
         engine = configured_mesh(config, architecture)
         size = width(weight_dtype(config)) * num_parameters(architecture)
         keys = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
-        prompts, group = rows_of_slots(rollout, training.responses_per_step)
+        shards = engine.size // engine.shape["tensor"]
+        prompts, group = rows_of_slots(rollout, training.responses_per_step, shards)
         columns = prompts * (rollout.max_prompt_tokens + group * rollout.max_response_tokens)
         parts["replica"] = size / engine.shape["tensor"]
         parts["its cache"] = width(config.model.compute_dtype) * keys * columns / engine.size

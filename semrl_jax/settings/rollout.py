@@ -121,14 +121,20 @@ def longest_prompt(rollout: Section) -> int:
     return rollout["max_prompt_tokens"] + (num_parts(rollout) - 1) * part_tokens(rollout)
 
 
-def rows_of_slots(rollout: Section, responses_per_step: int) -> tuple[int, int]:
+def rows_of_slots(
+    rollout: Section, responses_per_step: int, num_shards: int = 1
+) -> tuple[int, int]:
     """Rows of slots of the JAX engine, and the slots of a row, which share the cache of a prompt.
 
-    A response that waits for a slot may be to any prompt, so then each slot is a row.
+    A response that waits for a slot may be to any prompt, so then each slot is a row. `num_shards`
+    devices have as many rows each; a row has a part of a group where there are fewer groups.
     """
     slots = min(rollout["jax_max_batch"], responses_per_step)
-    group = rollout["group_size"] if slots == responses_per_step else 1
-    return slots // group, group
+    size = group = rollout["group_size"] if slots == responses_per_step else 1
+    while group > 1 and slots // size * -(-size // group) < num_shards:
+        group //= 2
+    rows = slots // size * -(-size // group)
+    return rows + -rows % num_shards, group
 
 
 def replica_in_flight(rollout: Section) -> str:

@@ -332,7 +332,7 @@ def _cheapest(
             num_places = few_sizes(num_micro) if is_shared else num_micro
         pairs = float(num_micro * rows_per_shard * num_columns**2)
         platform = platform_of(plan.mesh)
-        if block := block_columns(num_columns // plan.mesh.shape["sequence"], platform):
+        if block := block_columns(num_columns, platform, plan.mesh.shape["sequence"]):
             pairs = (pairs + num_micro * rows_per_shard * num_columns * block) / 2
             if is_shared or plan.pack_sequences:
                 pairs = min(pairs, _seen_in_blocks(sequences, bundle_of, block) / plan.num_shards)

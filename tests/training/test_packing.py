@@ -143,6 +143,16 @@ def test_bundles_are_as_large_as_attention_permits(attention_columns, size, colu
     assert layout.rows.token_ids.shape == (1, 4 // size, columns)
 
 
+def test_the_cost_of_attention_is_that_of_its_blocks():
+    """8 responses of 64 tokens to a prompt of 64: the same rows however they are split."""
+    batch = with_equal_prompts(batch_of([(64, 64)] * 8), slice(0, 8))
+    shapes = {
+        lay_out(batch, RowPlan(mesh_of(1, sequence), micro_batch_size=8), 400.0).rows[0].shape
+        for sequence in (1, 2, 4)
+    }
+    assert shapes == {(1, 2, 320)}
+
+
 def test_a_bundle_takes_no_more_memory_than_rows():
     """A micro-batch of 2 rows of 32 columns has room for the prompt and 3 of 4 responses."""
     batch = with_equal_prompts(batch_of([(16, 16)] * 4), slice(0, 4))

@@ -416,7 +416,9 @@ class DecodingCall:
 
     Args:
       policy, params: the model; the slots are split over the policy's mesh.
-      max_batch: limit on the slots of all devices; rounded up by `next_size` per data shard.
+      max_batch: limit on the responses that all devices decode at once. There may be more slots:
+        rows are rounded up by `next_size` per data shard, and have more slots than responses where
+        that costs less.
       chunk: tokens generated per step and slot.
       new_matcher: makes the matcher of a response; None if the call has no stop strings.
     """
@@ -458,10 +460,7 @@ class DecodingCall:
         if num_slots < len(call.requests):  # a slot that is free takes any prompt
             responses = [1] * num_slots
         # Of the rows, in which `group` slots share the cache of a prompt.
-        self._arrangement = self._cheapest(
-            [responses[shard :: self._num_shards] for shard in range(self._num_shards)],
-            max(responses),
-        )
+        self._arrangement = self._cheapest([responses], max(responses))
         self._running: list[_Response | None] = [None] * self._arrangement.batch  # by slot
         self._slots: Slots | None = None  # until the first step: other calls may run before
         self._kind, self._values = split_sampling(call.sampling)
@@ -654,11 +653,13 @@ class DecodingCall:
     def _cheapest(self, responses: Sequence[Sequence[int]], group: int) -> _Arrangement:
         """The arrangement that costs least: rows of `group` slots, or of a half, a quarter, ...
 
-        `responses` has the running responses to each prompt, by data shard.
+        `responses` has the running responses to each prompt, by data shard; or in one list, whose
+        rows are divided among the shards.
         """
         found = []
         while group:
             needed = max(sum(-(-count // group) for count in shard) for shard in responses)
+            needed = -(-needed * len(responses) // self._num_shards)
             smallest = max(MIN_BATCH // (self._num_shards * group), 1)
             rows = next_size(needed, smallest)
             found.append(_Arrangement(self._num_shards * rows, group))

@@ -167,6 +167,8 @@ class JaxEngine(Engine):
         num_requests = len(call.requests)
         num_parts = max(1, min(self._parallel, min(num_requests, self._max_batch) // MIN_PART))
         max_batch = self._max_batch // num_parts
+        if num_requests <= self._max_batch:  # no response waits, also not in the larger parts
+            max_batch = self._max_batch
         ends = [num_requests * part // num_parts for part in range(num_parts + 1)]
         size = self._max_batch // max(num_parts, 2)  # at least two, else only one would run
         if self._in_parts and num_requests > self._max_batch and size >= MIN_PART:

@@ -465,6 +465,18 @@ def test_a_prompt_is_kept_once_for_its_responses(policy, params, monkeypatch):
         np.testing.assert_allclose(first.rollout_logprobs, second.rollout_logprobs, atol=5e-5)
 
 
+def test_no_response_waits_in_the_larger_parts(policy):
+    """128 responses and slots on 3 cores; parts in which responses wait do not share prompts."""
+    engine = JaxEngine(policy, max_batch=128)
+    engine._params, engine._parallel = {}, 3
+    requests = tuple(make_requests(16, 8))
+    call = GenerateCall(requests, SamplingParams(64), HiddenStateParams(), VERSION)
+    calls = engine._start(call)
+    engine.close()
+    assert [call.num_slots for call in calls] == [42, 43, 43]
+    assert [call._arrangement for call in calls] == [(6, 8)] * 3
+
+
 @pytest.mark.slow
 def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
     """Other prompts of 9 to 13 tokens (one bucket) and other keys."""

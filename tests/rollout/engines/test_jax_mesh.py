@@ -172,6 +172,31 @@ def test_a_device_holds_its_share(params, shape, kv_heads, max_tokens):
     assert (len(columns) > 1) == (max_tokens > 64)
 
 
+@pytest.mark.parametrize(
+    ("num_groups", "rows", "group"),
+    [
+        (1, 4, 4),
+        pytest.param(2, 4, 8, marks=pytest.mark.slow),
+        pytest.param(3, 12, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_few_groups_are_divided_among_the_copies(params, num_groups, rows, group):
+    """16 responses to each prompt on 4 copies: each decodes as many, and none has idle slots."""
+    mesh = mesh_of(4, 1)
+    held = engine_with(params, mesh)._params
+    policy = dataclasses.replace(POLICY, mesh=mesh)
+    requests = make_requests(num_groups, 16)
+    asked = GenerateCall(tuple(requests), SAMPLING["sampled"], STATES, VERSION)
+    call = decoding.DecodingCall(policy, held, asked, max_batch=64, chunk=7)
+    assert call._arrangement == (rows, group)
+    rollouts = []
+    while not call.done:
+        rollouts += call.step()
+    assert sorted(r.sample_id for r in rollouts) == sorted(r.sample_id for r in requests)
+    for rollout, states, _ in full_forward(POLICY, params, rollouts):
+        np.testing.assert_allclose(rollout.hidden_states[:, 0], states, rtol=1e-4, atol=5e-5)
+
+
 @pytest.mark.slow
 def test_no_program_twice_in_a_bucket(params, monkeypatch):
     """Slots have the same layout, whichever program returned them."""
