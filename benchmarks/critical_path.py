@@ -42,8 +42,8 @@ from semrl_jax.model_setup import starting_params
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.sampling.rewards import unshuffled_rewards
 from semrl_jax.training import loop
-from semrl_jax.training.advantages import unshuffled_rewards
 from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"

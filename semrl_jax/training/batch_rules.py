@@ -1,16 +1,15 @@
-"""Rules of `config.algorithms.batch_rules` that re-weight advantages before the shaping."""
+"""What an algorithm and the rules of `config.algorithms.batch_rules` need and do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import ml_collections
-from jaxtyping import Array, Bool, Float
 
-from semrl_jax.algorithms import confidence_reweighting, error_penalty
-from semrl_jax.algorithms.algorithm import Algorithm, Needs, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Needs
+from semrl_jax.algorithms.credit import BatchRules, CreditRules
 from semrl_jax.settings.algorithms import TOKEN_LEVELS, importance_options
+from semrl_jax.shaping import ShapingOptions
 
 
 def all_needs(algorithm: Algorithm, config: ml_collections.ConfigDict) -> Needs:
@@ -38,34 +37,13 @@ def has_several_minibatches(config: ml_collections.ConfigDict) -> bool:
     return config.data.prompts_per_step > config.training.prompts_per_minibatch
 
 
-def reweighted(
-    advantages: Float[Array, "B T"],
-    rewards: Float[Array, "P G"],
-    passes: Passes,
-    prompt_confidence: Float[Array, " P"] | None,
-    response_mask: Bool[Array, "B T"],
-    rules: Mapping[str, Any],
-) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """The advantages after `error_penalty` and then `confidence_reweighting`, and scalars of both.
-
-    A rule whose alpha is 0 does nothing and logs nothing. Only `arm_alpha` above 0 reads
-    `prompt_confidence`.
-    """
-    scalars = {}
-    if alpha := rules["ace_alpha"]:
-        advantages, mean = error_penalty(
-            advantages, passes.old_logprobs, passes.ref_logprobs, response_mask, alpha=alpha
-        )
-        scalars["advantage/ace_factor/mean"] = mean
-    if alpha := rules["arm_alpha"]:
-        advantages, mean = confidence_reweighting(
-            advantages,
-            rewards,
-            passes.old_logprobs,
-            prompt_confidence,
-            response_mask,
-            alpha=alpha,
-            low_fraction=rules["arm_low_fraction"],
-        )
-        scalars["advantage/arm_bonus/mean"] = mean
-    return advantages, scalars
+def credit_rules(algorithm: Algorithm, config: ml_collections.ConfigDict) -> CreditRules:
+    """How a run assigns credit."""
+    rules, importance = config.algorithms.batch_rules, importance_options(config)
+    fields = [field.name for field in dataclasses.fields(BatchRules)]
+    return CreditRules(
+        algorithm,
+        ShapingOptions(**config.shaping),
+        BatchRules(**{field: rules[field] for field in fields}),
+        () if importance["level"] == "none" else tuple(importance.items()),
+    )

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from semrl_jax import models
 from semrl_jax.algorithms import low_confidence
 from semrl_jax.algorithms.algorithm import Algorithm, Needs, Passes
+from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.settings.algorithms import importance_options
@@ -72,9 +73,9 @@ class ForwardPasses(NamedTuple):
     prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
 
     def arrays(self) -> Passes:
-        """What an algorithm may take for its advantages, and the update for its loss."""
+        """What credit is assigned by."""
         old_logprobs = None if self.old is None else self.old.logprobs
-        return Passes(old_logprobs, self.ref_logprobs, self.values)
+        return Passes(old_logprobs, *self[1:])
 
 
 class Critic(NamedTuple):
@@ -235,12 +236,11 @@ class Learner:
         state: TrainState,
         batch: RolloutBatch,
         passes: ForwardPasses,
-        advantages: Float[Array, "B T"],
-        returns: Float[Array, "B T"] | None = None,
+        credit: Credit,
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
         """One optimiser step per mini-batch of prompts; scalars are means over them.
 
-        With a critic, it learns `returns` from the same mini-batches, and the policy is left
+        With a critic, it learns the returns from the same mini-batches, and the policy is left
         unchanged in the first `critic.warmup_steps` steps. The parameters and optimiser states of
         `state` are donated.
 
@@ -275,10 +275,13 @@ class Learner:
         importance = importance_options(config)
         corrects = passes.old is None and importance["level"] != "none"
         logprobs = None
-        arrays = (batch, given, advantages, returns)
+        if credit.response_mask is not None:
+            batch = batch._replace(response_mask=np.asarray(credit.response_mask))
+        given = given._replace(prompt_confidence=None)  # it is no value per response
+        arrays = (batch, given, credit.advantages, credit.returns)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
-            rows, (old_logprobs, ref_logprobs, values), own_advantages, own_returns = minibatch
+            rows, (old_logprobs, ref_logprobs, values, _), *targets = minibatch
             scalars: dict[str, Array | float] = {}
             with self.peers.phase("update"), self.device_lock:
                 if trains_policy:
@@ -287,7 +290,7 @@ class Learner:
                         rows,
                         old_logprobs,
                         ref_logprobs,
-                        own_advantages,
+                        targets[0],
                         reference,
                         self.base,
                         policy=self.policy,
@@ -304,7 +307,7 @@ class Learner:
                         critic,
                         rows,
                         values,
-                        own_returns,
+                        targets[1],
                         **self.critic._asdict(),
                         plan=plan,
                         algorithm=self.algorithm,

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
+from jaxtyping import Array
 
+from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.clock import Clock
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
+from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import batch_scalars, metric_arrays, staleness
 from semrl_jax.settings.rollout import num_parts
-from semrl_jax.training.advantages import (
-    corrected_advantages,
-    group_rewards,
-    next_algorithm_state,
-    next_baselines,
-    shaped_advantages,
-    unshuffled_rewards,
-    value_targets,
-)
+from semrl_jax.training.batch_rules import credit_rules
 from semrl_jax.training.group_indicators import group_indicators
+from semrl_jax.training.importance import importance_scalars
 from semrl_jax.training.learner import Learner
-from semrl_jax.training.rollout_batch import without_truncated
+from semrl_jax.training.rollout_batch import credited_tokens
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.training.token_indicators import token_indicators
 
@@ -67,7 +64,7 @@ def run_steps(
     The evaluation of step s comes before its update: row s of the log belongs to the weights that
     step s samples with, and the last row holds the evaluation of the trained weights alone.
     """
-    indicators = tracked_indicators(config)
+    indicators, rules = tracked_indicators(config), credit_rules(learner.algorithm, config)
     for step in range(int(state.step), config.training.num_steps):
         clock = Clock(say)
         with clock("sync_weights"):
@@ -101,47 +98,37 @@ def run_steps(
         scored, of_groups = group_indicators(
             config.metrics.of_groups, scored, config.metrics.layers
         )
-        metrics = metric_arrays(scored)
         over_batch = sampler.measure_batch(scored)
         with clock("advantages"):
-            shaped, report = shaped_advantages(
-                learner.algorithm,
-                rewards,
-                passes.arrays(),
-                metrics,
-                batch.response_mask,
-                state.shaping,
-                config,
-                state.algorithm,
-                passes.prompt_confidence,
+            tokens = credited_tokens(batch, [item.rollout for item in scored])
+            credit = assign_credit(
+                rules, rewards, metric_arrays(scored), passes.arrays(), tokens, state.memory
             )
-            kept = (passes.arrays(), batch.response_mask, state.algorithm)
-            returns, values = value_targets(learner.algorithm, rewards, *kept)
-            algorithm, before = next_algorithm_state(learner.algorithm, rewards, *kept)
-            corrected, weights = corrected_advantages(shaped, passes.arrays(), batch, config)
-            shaping = next_baselines(state.shaping, metrics, rewards, config)
+            scalars |= floats(credit.scalars)
         # The last moment at which the state before this step still exists.
         sampler.check_stop()
-        if config.algorithms.batch_rules.mask_truncated:
-            batch = without_truncated(batch, [item.rollout for item in scored])
         with clock("update"):
-            state, losses, logprobs = learner.update(state, batch, passes, corrected, returns)
-        if passes.old is None and logprobs is not None:
-            kept = batch.response_mask.any(axis=1)  # all but those that a batch rule left out
+            state, losses, logprobs = learner.update(state, batch, passes, credit)
+        mask = batch.response_mask
+        if passes.old is not None:
+            logprobs = passes.old.logprobs
+        elif logprobs is not None:
+            mask = np.asarray(credit.response_mask)
+            kept = mask.any(axis=1)  # all but those that a batch rule left out
             if kept.any():
                 own = list(itertools.compress(scored, kept))
                 scalars |= sampler.mismatch(own, logprobs[kept], None, step)
-                own_passes = passes.arrays()._replace(old_logprobs=logprobs)
-                _, weights = corrected_advantages(corrected, own_passes, batch, config)
+        if rules.importance and logprobs is not None and mask.any():
+            arrays = (logprobs, batch.rollout_logprobs, mask)
+            scalars |= floats(importance_scalars(*arrays, options=rules.importance))
         state = state._replace(
-            shaping=shaping,
-            algorithm=algorithm,
+            **credit.memory._asdict(),
             position=DataPosition(*position),
             step=state.step + 1,
             earlier=offered[1:],
         )
         scalars |= staleness(scored, step, by_token=num_parts(config.rollout) > 1)
-        scalars |= batch_scalars(scored, rewards) | report | weights | before | values | losses
+        scalars |= batch_scalars(scored, rewards) | losses
         of_sets = over_batch.result() | of_groups
         scalars |= {f"metrics/{name}": value for name, value in of_sets.items()}
         scalars |= sampler.counters() | sampler.replica_figures()
@@ -153,6 +140,11 @@ def run_steps(
         sampler.offer(tuple(map(learner.whole, learner.sampling_weights(state))), step)
         evaluation = evaluator.evaluate(step, clock)
         yield StepResult(step, state, evaluation, [], {}, clock)
+
+
+def floats(scalars: Mapping[str, Array]) -> dict[str, float]:
+    """For the log, in one transfer."""
+    return {name: float(value) for name, value in jax.device_get(scalars).items()}
 
 
 def tracked_indicators(config: ml_collections.ConfigDict) -> tuple[str, ...]:

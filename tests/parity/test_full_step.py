@@ -14,6 +14,7 @@ import torch
 from configs import quickstart
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
+from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.training.learner import ForwardPasses, Learner
@@ -372,7 +373,7 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     )
     passes = ForwardPasses(TokenPass(prepared.old_logprobs, None, None), prepared.ref_logprobs)
     state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
-    state, scalars, _ = learner.update(state, prepared.batch, passes, prepared.shaped)
+    state, scalars, _ = learner.update(state, prepared.batch, passes, Credit(prepared.shaped))
     before, after = model.tensors(model.params), model.tensors(state.params)
     changes = {name: after[name] - before[name] for name in before}
     expected = world.expected(case)

@@ -1,4 +1,4 @@
-"""Rules for whole batches: long and truncated responses, and re-weighted advantages."""
+"""Rules for whole batches: truncated responses, and re-weighted advantages."""
 
 import jax
 import jax.numpy as jnp
@@ -8,48 +8,30 @@ import pytest
 from semrl_jax.algorithms import confidence_reweighting, error_penalty
 from semrl_jax.algorithms.algorithm import Needs, Passes, load_algorithm
 from semrl_jax.errors import UserError
-from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.packing import RowPlan, lay_out
-from semrl_jax.training.rollout_batch import prompts_alone, without_truncated
+from semrl_jax.training.rollout_batch import credited_tokens, prompts_alone
+from tests.algorithms.test_credit import baselines_after, credit_of, make_metrics
 from tests.fixtures import make_scored
-from tests.training.test_advantages import make_metrics
 from tests.training.test_packing import batch_of, mesh_of
 
 
-def test_the_penalty_grows_over_the_buffer():
-    lengths = np.array([1, 60, 70, 80, 100, 120])
-    expected = [0, 0, -0.25, -0.5, -1, -1]
-    found = overlong_penalty(lengths, limit=100, buffer=40)
-    np.testing.assert_allclose(found, expected)
-    assert found.dtype == np.float32
-
-
-def test_long_responses_lose_reward(config):
-    scored = [make_scored(i, score=1.0) for i in range(16)]
-    plain = group_rewards(scored, config, 0)
-    (length,) = {len(item.rollout.response_ids) for item in scored}
-    config.rollout.max_response_tokens = 2 * length
-    config.algorithms.batch_rules.overlong_tokens = 2 * length
-    np.testing.assert_allclose(group_rewards(scored, config, 0), plain - 0.5)
-    config.algorithms.batch_rules.overlong_tokens = length
-    np.testing.assert_array_equal(group_rewards(scored, config, 0), plain)
-    config.shaping.target = "none"
-    config.algorithms.batch_rules.overlong_tokens = 2 * length + 1
-    with pytest.raises(ValueError, match=r"overlong_tokens=\d+ must be at most rollout.max_resp"):
-        validate(config)
-
-
-def test_a_response_that_was_cut_off_is_not_trained_on():
+def test_a_response_that_was_cut_off_is_not_trained_on(config):
     batch = batch_of([(3, 4), (2, 5), (3, 3)])
     reasons = ("eos", "length", "stop")
     rollouts = [make_scored(finish_reason=reason).rollout for reason in reasons]
-    found = without_truncated(batch, rollouts)
-    np.testing.assert_array_equal(found.response_mask[[0, 2]], batch.response_mask[[0, 2]])
-    assert batch.response_mask[1].any() and not found.response_mask[1].any()
+    found = credited_tokens(batch, rollouts)
+    assert found.truncated.tolist() == [False, True, False]
+    config.algorithms.batch_rules.mask_truncated = True
+    rewards, mask = np.ones((1, 3), np.float32), batch.response_mask
+    metrics = make_metrics(0, 3)
+    credit = credit_of(
+        config, rewards, metrics, mask, init_shaping_state(), truncated=found.truncated
+    )
+    np.testing.assert_array_equal(credit.response_mask[[0, 2]], mask[[0, 2]])
+    assert mask[1].any() and not credit.response_mask[1].any()
 
 
 def rules_of(config, **changed):
@@ -62,19 +44,17 @@ def test_rules_act_between_estimator_and_shaping(config):
     random = np.random.default_rng(0)
     rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
     mask = jnp.asarray(np.arange(5) < random.integers(1, 6, 12)[:, None])
-    passes = Passes(*(-random.exponential(size=(2, *mask.shape)).astype(np.float32)))
     confidence = jnp.array([0.2, 0.6, 0.7])
+    old_and_ref = -random.exponential(size=(2, *mask.shape)).astype(np.float32)
+    passes = Passes(*old_and_ref, prompt_confidence=confidence)
     algorithm = load_algorithm(config.algorithms.to_dict())
-    state = next_baselines(init_shaping_state(), make_metrics(0, 12), rewards, config)
+    state = baselines_after(config, rewards, make_metrics(0, 12))
 
     def found(target, **rules):
         config.shaping.target = target
         rules_of(config, **rules)
-        metrics = make_metrics(1, 12)
-        shaped, report = shaped_advantages(
-            algorithm, rewards, passes, metrics, mask, state, config, None, confidence
-        )
-        return np.asarray(shaped), report
+        credit = credit_of(config, rewards, make_metrics(1, 12), mask, state, passes)
+        return np.asarray(credit.advantages), credit.scalars
 
     @jax.jit
     def expected(old, ref):

@@ -1,0 +1,26 @@
+"""The importance weights of a batch, for the log."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms import importance_weights
+from semrl_jax.algorithms.credit import Options, extent
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def importance_scalars(
+    old_logprobs: Float[Array, "B T"],
+    rollout_logprobs: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    *,
+    options: Options,
+) -> dict[str, Float[Array, ""]]:
+    """`policy/importance_weight/...`: the weights under the mask, and the share out of bounds."""
+    weights, outside = importance_weights(old_logprobs, rollout_logprobs, mask, **dict(options))
+    what = {"truncate": "capped", "mask": "masked"}[dict(options)["outside"]]
+    report = extent("policy/importance_weight", weights, mask)
+    return report | {f"policy/importance_weight/{what}_fraction": outside}
