@@ -44,6 +44,7 @@ from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.sampling.rewards import unshuffled_rewards
 from semrl_jax.training import loop
+from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
@@ -81,7 +82,9 @@ def sides_of(run: OpenRun) -> dict[str, OpenRun]:
             run,
             sampler=sampler,
             evaluator=dataclasses.replace(run.evaluator, config=config, sampler=sampler),
-            learner=dataclasses.replace(run.learner, config=config),
+            learner=dataclasses.replace(
+                run.learner, config=config, plan=PassPlan.of(run.learner.algorithm, config)
+            ),
         )
 
     return {

@@ -137,7 +137,7 @@ def assign_credit(
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
     scalars |= extent("advantage", plain, mask) | extent("advantage/shaped", shaped, mask)
     scalars |= of_rules | of_shaping
-    if rules.importance and passes.old_logprobs is not None:
+    if rules.importance:
         weights, _ = importance_weights(
             passes.old_logprobs, tokens.rollout_logprobs, mask, **dict(rules.importance)
         )

@@ -422,10 +422,6 @@ class Sampler:
         """Raises Preempted in all processes if one of them was asked to end."""
         run_phase(self.peers, "advantages", self.stop.check)
 
-    def needs_policy_states(self, step: int) -> bool:
-        """Whether `measured` or `mismatch` need the training model's hidden states."""
-        return self.config.hidden_states.source == "policy" or self.compares(step)
-
     def compares(self, step: int) -> bool:
         """Whether this step takes hidden states from both sources and logs their mismatch."""
         every = self.config.hidden_states.compare_every

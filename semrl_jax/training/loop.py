@@ -21,10 +21,10 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import batch_scalars, metric_arrays, staleness
 from semrl_jax.settings.rollout import num_parts
-from semrl_jax.training.batch_rules import credit_rules
 from semrl_jax.training.group_indicators import group_indicators
 from semrl_jax.training.importance import importance_scalars
 from semrl_jax.training.learner import Learner
+from semrl_jax.training.plan import PassNeeds, credit_rules
 from semrl_jax.training.rollout_batch import credited_tokens
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.training.token_indicators import token_indicators
@@ -64,7 +64,8 @@ def run_steps(
     The evaluation of step s comes before its update: row s of the log belongs to the weights that
     step s samples with, and the last row holds the evaluation of the trained weights alone.
     """
-    indicators, rules = tracked_indicators(config), credit_rules(learner.algorithm, config)
+    indicators = tracked_indicators(config)
+    rules = credit_rules(learner.algorithm, config, learner.plan)
     for step in range(int(state.step), config.training.num_steps):
         clock = Clock(say)
         with clock("sync_weights"):
@@ -83,8 +84,10 @@ def run_steps(
             state,
             batch,
             clock,
-            with_states=sampler.needs_policy_states(step) or learner.measures_drift(step),
-            with_entropies=bool(indicators),
+            PassNeeds(
+                entropies=bool(indicators),
+                states=sampler.compares(step) or learner.measures_drift(step),
+            ),
         )
         if passes.old is not None:
             logprobs, _, states = passes.old
@@ -118,9 +121,9 @@ def run_steps(
             if kept.any():
                 own = list(itertools.compress(scored, kept))
                 scalars |= sampler.mismatch(own, logprobs[kept], None, step)
-        if rules.importance and logprobs is not None and mask.any():
+        if learner.plan.importance and logprobs is not None and mask.any():
             arrays = (logprobs, batch.rollout_logprobs, mask)
-            scalars |= floats(importance_scalars(*arrays, options=rules.importance))
+            scalars |= floats(importance_scalars(*arrays, options=learner.plan.importance))
         state = state._replace(
             **credit.memory._asdict(),
             position=DataPosition(*position),

@@ -6,7 +6,7 @@ from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.algorithms.credit import Credit, Memory, Tokens, assign_credit
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.batch_rules import credit_rules
+from semrl_jax.training.plan import PassPlan, credit_rules
 
 INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
 REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
@@ -19,7 +19,7 @@ def credit_of(config, rewards, metrics, mask, baselines, passes=NOTHING, **token
     algorithm = load_algorithm(config.algorithms.to_dict())
     tokens = Tokens(mask, tokens.pop("truncated", np.zeros(len(mask), bool)), **tokens)
     memory = Memory(baselines, algorithm.first_state())
-    rules = credit_rules(algorithm, config)
+    rules = credit_rules(algorithm, config, PassPlan.of(algorithm, config))
     return assign_credit(rules, rewards, metrics, passes, tokens, memory)
 
 

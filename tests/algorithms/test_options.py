@@ -12,7 +12,7 @@ from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.algorithms.credit import reweighted
 from semrl_jax.settings.algorithms import importance_options
-from semrl_jax.training.batch_rules import credit_rules
+from semrl_jax.training.plan import PassPlan, credit_rules
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
@@ -97,7 +97,7 @@ def update_of(settings):
         for factor in (1.0, 2.0) if algorithm.needs.state else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
         advantages = algorithm.advantages(*batch, state)
-        rules = credit_rules(algorithm, config).batch
+        rules = credit_rules(algorithm, config, PassPlan.of(algorithm, config)).batch
         advantages, _ = reweighted(advantages, batch[0], passes, mask, rules)
         if importance["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **importance)[0]

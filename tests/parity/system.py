@@ -25,8 +25,8 @@ from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
-from semrl_jax.training.batch_rules import credit_rules
 from semrl_jax.training.packing import row_plan
+from semrl_jax.training.plan import PassPlan, credit_rules
 from semrl_jax.training.rollout_batch import credited_tokens, pad_batch
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
@@ -171,8 +171,9 @@ def prepare(
     plain = group_relative_advantages(jnp.asarray(rewards), epsilon=epsilon)
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
+    algorithm = load_algorithm(config.algorithms.to_dict())
     credit = assign_credit(
-        credit_rules(load_algorithm(config.algorithms.to_dict()), config),
+        credit_rules(algorithm, config, PassPlan.of(algorithm, config)),
         rewards,
         metrics,
         Passes(old_logprobs, ref_logprobs),

@@ -18,6 +18,7 @@ from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.training.learner import ForwardPasses, Learner
+from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.state import init_state
 from semrl_jax.training.update import TokenPass
 from tests.parity import reference, system
@@ -360,9 +361,11 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
     optimizer = optimizer_of(config, "training")
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    algorithm = load_algorithm(config.algorithms.to_dict())
     learner = Learner(
         config=config,
-        algorithm=load_algorithm(config.algorithms.to_dict()),
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
         policy=model.policy,
         mesh=mesh,
         reference=None,

@@ -19,8 +19,8 @@ from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.rewards import group_rewards
-from semrl_jax.training.batch_rules import credit_rules
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.plan import PassPlan, credit_rules
 from semrl_jax.training.rollout_batch import credited_tokens
 from tests.parity import system
 from tests.parity.models import disturbed, fill, random_model
@@ -174,9 +174,11 @@ def jax_step(directories, scored, config):
     model = system.Model.load(policy, directories[1])
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     value_model = models.ValueModel.of(models.Policy(models.load_config(critic)))
+    algorithm = load_algorithm(config.algorithms.to_dict())
     learner = Learner(
         config=config,
-        algorithm=load_algorithm(config.algorithms.to_dict()),
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
         policy=model.policy,
         mesh=mesh,
         reference=jax.device_put(model.reference),
@@ -196,7 +198,7 @@ def jax_step(directories, scored, config):
     passes = passes._replace(values=passes.values + added)
     rewards = group_rewards(scored, config, 0)
     tokens = credited_tokens(batch, [item.rollout for item in scored])
-    rules = credit_rules(learner.algorithm, config)
+    rules = credit_rules(algorithm, config, learner.plan)
     credit = assign_credit(rules, rewards, {}, passes.arrays(), tokens, state.memory)
     tokens = {
         "values": passes.values, "returns": credit.returns, "advantages": credit.advantages,

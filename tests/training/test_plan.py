@@ -1,4 +1,4 @@
-"""Rules for whole batches: truncated responses, and re-weighted advantages."""
+"""The plan of passes, and the rules for whole batches."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from semrl_jax.algorithms import confidence_reweighting, error_penalty
-from semrl_jax.algorithms.algorithm import Needs, Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.plan import NONE, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.rollout_batch import credited_tokens, prompts_alone
 from tests.algorithms.test_credit import baselines_after, credit_of, make_metrics
 from tests.fixtures import make_scored
 from tests.training.test_packing import batch_of, mesh_of
+
+ONE_UPDATE = {"training.prompts_per_minibatch": 4}  # all prompts of a step
 
 
 def test_a_response_that_was_cut_off_is_not_trained_on(config):
@@ -82,27 +84,63 @@ def test_rules_act_between_estimator_and_shaping(config):
     assert (shaped - plain)[4:8].max() > 0.01 and not shaped[8:].any()
 
 
+PLAIN = {"old": NONE, "reference": NONE, "corrects": NONE}
+
+
 @pytest.mark.parametrize(
-    ("changed", "needed"),
+    ("changed", "planned"),
     [
-        ({}, ()),
-        ({"batch_rules.ace_alpha": 0.1}, ("early_old_logprobs", "early_reference")),
-        ({"batch_rules.arm_alpha": 0.1}, ("early_old_logprobs",)),
-        ({"importance.level": "token"}, ("early_old_logprobs",)),
-        ({"rollout.max_staleness": 1}, ("early_old_logprobs",)),
-        ({"rollout.max_staleness": 1, "importance.level_ahead": "none"}, ()),
-        ({"loss.surrogate": "clip"}, ("old_logprobs",)),
-        ({"loss.kl_coefficient": 0.1}, ("reference",)),
+        ({}, {}),
+        ({"batch_rules.ace_alpha": 0.1}, {"old": PASS, "reference": PASS}),
+        ({"batch_rules.arm_alpha": 0.1}, {"old": PASS}),
+        ({"importance.level": "token"}, {"old": PASS, "corrects": PASS}),
+        ({"rollout.max_staleness": 1}, {"old": PASS, "corrects": PASS}),
+        ({"rollout.max_staleness": 1, "importance.level_ahead": "none"}, {}),
+        ({"loss.surrogate": "clip"}, {"old": PASS}),
+        ({"loss.kl_coefficient": 0.1}, {"reference": UPDATE}),
+        ({"loss.kl_coefficient": 0.1, "training.offload": ("reference",)}, {"reference": PASS}),
+        # A step of one update.
+        ({"loss.surrogate": "clip"} | ONE_UPDATE, {"old": UPDATE}),
+        ({"importance.level": "token"} | ONE_UPDATE, {"corrects": UPDATE}),
+        ({"importance.level": "sequence"} | ONE_UPDATE, {"old": PASS, "corrects": PASS}),
+        (
+            {"importance.level": "token", "batch_rules.arm_alpha": 0.1} | ONE_UPDATE,
+            {"old": PASS, "corrects": PASS},
+        ),
     ],
 )
-def test_needs_of_rules(config, changed, needed):
+def test_who_computes_what(config, changed, planned):
     section = config.algorithms
     section.update_from_flattened_dict({"loss.surrogate": "reinforce", "loss.kl_coefficient": 0.0})
     for field, value in changed.items():
-        of = config if field.startswith("rollout.") else section
+        of = config if field.startswith(("rollout.", "training.")) else section
         of.update_from_flattened_dict({field: value})
-    found = all_needs(load_algorithm(section.to_dict()), config)
-    assert found == Needs(groups=True, **dict.fromkeys(needed, True))
+    found = PassPlan.of(load_algorithm(section.to_dict()), config)
+    assert {name: getattr(found, name) for name in PLAIN} == PLAIN | planned
+    assert found.prompts == ("batch_rules.arm_alpha" in changed) and not found.values
+    assert found.reference_in_loss == ("loss.kl_coefficient" in changed)
+    # The pass of a batch rule is not one of the loss.
+    given = found.given(Passes("old", "ref"))
+    assert given == Passes(
+        "old" if found.old == PASS else None, "ref" if found.reference_in_loss else None
+    )
+
+
+def test_what_a_step_needs_from_its_passes(config):
+    """PPO with one update per step: nobody computes log-probabilities while the critic warms up."""
+    config.update_from_flattened_dict({"algorithms.name": "ppo", "critic.warmup_steps": 1})
+    several = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    config.update_from_flattened_dict(ONE_UPDATE)
+    single = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    asked = PassNeeds(logprobs=True)
+    for step, logprobs in ((0, True), (1, False)):
+        assert several.needs(step, PassNeeds()) == PassNeeds(logprobs=True)
+        for also in (PassNeeds(), asked):
+            assert single.needs(step, also) == PassNeeds(logprobs=logprobs)
+    assert single.needs(1, asked | PassNeeds(states=True)) == PassNeeds(states=True)
+    config.hidden_states.source = "policy"
+    states = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    assert states.has_pass and states.needs(1, PassNeeds()).states and not single.has_pass
 
 
 def test_prompts_alone_are_rows_whose_response_is_all_but_their_first_token():
