@@ -57,8 +57,10 @@ from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_offload, to_host
 from semrl_jax.training.plan import NONE, PassPlan
+from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState
 
@@ -74,10 +76,16 @@ class OpenRun:
     sampler: Sampler
     evaluator: Evaluator
     learner: Learner
+    probes: Probes
     start: pathlib.Path  # model directory that training starts from
     critic_start: pathlib.Path | None = None  # of the critic; None: the policy's parameters
     adapter: models.Params | None = None  # to start from; None: a new one, or no LoRA
     critic_head: models.Params | None = None  # to start from, with LoRA
+
+    @property
+    def parts(self) -> Parts:
+        """What makes the steps."""
+        return Parts(self.run.config, self.sampler, self.evaluator, self.learner, self.probes)
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
@@ -362,6 +370,7 @@ def open_run(
             sampler,
             evaluator,
             learner,
+            load_probes(Tools(config, inputs.plan, peers, measurer, stop)),
             start,
             inputs.critic_directory,
             inputs.adapter,
@@ -398,7 +407,7 @@ def open_measurer(
     """The measurer of a section such as `config.metrics`."""
     options = metrics.to_dict()
     del options["placement"]
-    for field in ("of_groups", "drift_every"):  # of batches for training
+    for field in ("of_groups", "drift_every", "probes"):  # of batches for training
         options.pop(field, None)
     options |= {name: tuple(options[name]) for name in ("names", "layers")}
     return Measurer(max_tokens=config.rollout.max_response_tokens, **options)

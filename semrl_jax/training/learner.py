@@ -20,6 +20,7 @@ from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.critic import batch_values, update_critic
@@ -27,7 +28,6 @@ from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
-from semrl_jax.training.reference_drift import reference_drift
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
@@ -70,11 +70,12 @@ class ForwardPasses(NamedTuple):
     ref_logprobs: Float[Array, "B T"] | None
     values: Float[Array, "B T"] | None = None
     prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
+    reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
 
     def arrays(self) -> Passes:
         """What credit is assigned by."""
         old_logprobs = None if self.old is None else self.old.logprobs
-        return Passes(old_logprobs, *self[1:])
+        return Passes(old_logprobs, self.ref_logprobs, self.values, self.prompt_confidence)
 
 
 class Critic(NamedTuple):
@@ -134,6 +135,15 @@ class Learner:
             max_response_tokens=self.config.rollout.max_response_tokens,
         )
 
+    def judged(
+        self, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
+    ) -> list[ScoredRollout]:
+        """The responses with the scores of a reward model, if there is one."""
+        if self.reward_model is None:
+            return scored
+        with clock("reward_model"):
+            return self.reward_model.judged(scored, batch)
+
     def passes(
         self,
         state: TrainState,
@@ -163,7 +173,11 @@ class Learner:
         if plan.prompts:
             with clock("prompt_logprobs"):
                 confidence = self.prompt_confidence(self.whole(state.params), batch)
-        return ForwardPasses(old, reference, values, confidence)
+        states = None
+        if needs.reference_states:
+            with clock("drift"):
+                states = self.logprobs(fetched(self.reference), batch, with_states=True).states
+        return ForwardPasses(old, reference, values, confidence, states)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -179,19 +193,6 @@ class Learner:
                     **with_also,
                 )
             )
-
-    def measures_drift(self, step: int) -> bool:
-        """Whether this step compares hidden states with the reference."""
-        every = self.config.metrics.drift_every
-        return bool(every) and step % every == 0
-
-    def drift(
-        self, batch: RolloutBatch, states: Mapping[int, Float[np.ndarray, "_ D"]]
-    ) -> dict[str, float]:
-        """`metrics/drift/...` of the policy's `states`; see `reference_drift`."""
-        own = self.logprobs(fetched(self.reference), batch, with_states=True).states
-        found = reference_drift(states, own, self.peers)
-        return {f"metrics/{name}": value for name, value in found.items()}
 
     def prompt_confidence(self, params: models.Params, batch: RolloutBatch) -> Float[Array, " P"]:
         """`low_confidence` of the prompts, for `batch_rules.arm_alpha`."""

@@ -9,6 +9,7 @@ import numpy as np
 from semrl_jax import data
 from semrl_jax.algorithms.credit import Tokens
 from semrl_jax.rounding import next_power_of_two
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout, RolloutBatch
 
 MIN_BUCKET = 16
@@ -71,7 +72,7 @@ def prompts_alone(batch: RolloutBatch, group_size: int) -> RolloutBatch:
     )
 
 
-def credited_tokens(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> Tokens:
+def credited_tokens(batch: RolloutBatch, scored: Sequence[ScoredRollout]) -> Tokens:
     """What `assign_credit` reads of a batch."""
-    truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
     return Tokens(batch.response_mask, truncated, batch.rollout_logprobs)

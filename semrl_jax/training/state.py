@@ -71,6 +71,17 @@ class TrainState(NamedTuple):
         """What `assign_credit` keeps from step to step."""
         return Memory(self.shaping, self.algorithm)
 
+    def after(
+        self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
+    ) -> TrainState:
+        """The state before the next step, from that after the update of this one."""
+        return self._replace(
+            **memory._asdict(),
+            position=DataPosition(*position),
+            step=self.step + 1,
+            earlier=earlier,
+        )
+
 
 def learning_rate_at(count: Any, *, learning_rate: float, learning_rate_warmup_steps: int) -> Any:
     """Rate of the update after `count` others: constant after a linear warm-up."""

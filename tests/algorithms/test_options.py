@@ -141,7 +141,7 @@ def test_every_option_is_tried():
     fields = {key for key, value in section.items() if not isinstance(value, dict)}
     for name in ("advantage", "loss", "importance", "batch_rules"):
         fields |= {f"{name}.{key}" for key in section[name]}
-    # These act on the batch: tests/training/test_batch_rules.py.
+    # These act on the batch: tests/training/test_plan.py.
     of_batch = {"overlong_tokens", "mask_truncated"}
     of_batch |= {"max_sampling_rounds", "keep_groups_by"}  # tests/sampling/test_dynamic.py
     assert fields - {f"batch_rules.{name}" for name in of_batch} == set(CHANGES)

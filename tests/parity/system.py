@@ -177,7 +177,7 @@ def prepare(
         rewards,
         metrics,
         Passes(old_logprobs, ref_logprobs),
-        credited_tokens(batch, [item.rollout for item in scored]),
+        credited_tokens(batch, scored),
         Memory(state, {}),
     )
     shaped = credit.advantages

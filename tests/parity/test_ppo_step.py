@@ -197,7 +197,7 @@ def jax_step(directories, scored, config):
     added[mask] = np.concatenate(shift(scored))
     passes = passes._replace(values=passes.values + added)
     rewards = group_rewards(scored, config, 0)
-    tokens = credited_tokens(batch, [item.rollout for item in scored])
+    tokens = credited_tokens(batch, scored)
     rules = credit_rules(algorithm, config, learner.plan)
     credit = assign_credit(rules, rewards, {}, passes.arrays(), tokens, state.memory)
     tokens = {

@@ -20,20 +20,21 @@ from tests.training.test_packing import batch_of, mesh_of
 ONE_UPDATE = {"training.prompts_per_minibatch": 4}  # all prompts of a step
 
 
+def plan_of(config):
+    return PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+
+
 def test_a_response_that_was_cut_off_is_not_trained_on(config):
     batch = batch_of([(3, 4), (2, 5), (3, 3)])
     reasons = ("eos", "length", "stop")
-    rollouts = [make_scored(finish_reason=reason).rollout for reason in reasons]
-    found = credited_tokens(batch, rollouts)
+    found = credited_tokens(batch, [make_scored(finish_reason=reason) for reason in reasons])
     assert found.truncated.tolist() == [False, True, False]
     config.algorithms.batch_rules.mask_truncated = True
     rewards, mask = np.ones((1, 3), np.float32), batch.response_mask
-    metrics = make_metrics(0, 3)
-    credit = credit_of(
-        config, rewards, metrics, mask, init_shaping_state(), truncated=found.truncated
-    )
-    np.testing.assert_array_equal(credit.response_mask[[0, 2]], mask[[0, 2]])
-    assert mask[1].any() and not credit.response_mask[1].any()
+    arguments = config, rewards, make_metrics(0, 3), mask, init_shaping_state()
+    trained = np.asarray(credit_of(*arguments, truncated=found.truncated).response_mask)
+    np.testing.assert_array_equal(trained[[0, 2]], mask[[0, 2]])
+    assert mask[1].any() and not trained[1].any()
 
 
 def rules_of(config, **changed):
@@ -115,7 +116,7 @@ def test_who_computes_what(config, changed, planned):
     for field, value in changed.items():
         of = config if field.startswith(("rollout.", "training.")) else section
         of.update_from_flattened_dict({field: value})
-    found = PassPlan.of(load_algorithm(section.to_dict()), config)
+    found = plan_of(config)
     assert {name: getattr(found, name) for name in PLAIN} == PLAIN | planned
     assert found.prompts == ("batch_rules.arm_alpha" in changed) and not found.values
     assert found.reference_in_loss == ("loss.kl_coefficient" in changed)
@@ -129,9 +130,9 @@ def test_who_computes_what(config, changed, planned):
 def test_what_a_step_needs_from_its_passes(config):
     """PPO with one update per step: nobody computes log-probabilities while the critic warms up."""
     config.update_from_flattened_dict({"algorithms.name": "ppo", "critic.warmup_steps": 1})
-    several = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    several = plan_of(config)
     config.update_from_flattened_dict(ONE_UPDATE)
-    single = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    single = plan_of(config)
     asked = PassNeeds(logprobs=True)
     for step, logprobs in ((0, True), (1, False)):
         assert several.needs(step, PassNeeds()) == PassNeeds(logprobs=True)
@@ -139,7 +140,7 @@ def test_what_a_step_needs_from_its_passes(config):
             assert single.needs(step, also) == PassNeeds(logprobs=logprobs)
     assert single.needs(1, asked | PassNeeds(states=True)) == PassNeeds(states=True)
     config.hidden_states.source = "policy"
-    states = PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
+    states = plan_of(config)
     assert states.has_pass and states.needs(1, PassNeeds()).states and not single.has_pass
 
 

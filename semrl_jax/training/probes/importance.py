@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,24 @@ from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.credit import Options, extent
+from semrl_jax.training.probes import Probe, Seen, Tools
+
+
+def probe(tools: Tools) -> Probe | None:
+    return Importance(tools.plan.importance) if tools.plan.importance else None
+
+
+@dataclasses.dataclass
+class Importance(Probe):
+    """The weights that `assign_credit` or the update multiplies the advantages by."""
+
+    options: Options
+
+    def after(self, seen: Seen) -> dict[str, float]:
+        if seen.logprobs is None or not seen.counted.any():
+            return {}
+        arrays = seen.logprobs, seen.batch.rollout_logprobs, seen.counted
+        return jax.device_get(importance_scalars(*arrays, options=self.options))
 
 
 @functools.partial(jax.jit, static_argnames="options")
