@@ -82,7 +82,7 @@ def test_advantages_have_importance_weights(config):
     arguments = config, REWARDS, make_metrics(), MASK, init_shaping_state(), passes
     plain = credit_of(*arguments, rollout_logprobs=zeros).advantages
     found = credit_of(*arguments, rollout_logprobs=zeros - shift).advantages
-    np.testing.assert_allclose(found, np.array([1, 1.5, 1], np.float32) * plain, rtol=1e-6)
+    np.testing.assert_allclose(found, np.array([[1, 1.5, 1]], np.float32) * plain, rtol=1e-6)
 
 
 def test_a_truncated_response_counts_in_its_group_and_is_not_trained_on(config):

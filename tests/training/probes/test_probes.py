@@ -22,6 +22,7 @@ from semrl_jax.training.probes import (
     load_probes,
 )
 from tests.fixtures import make_scored
+from tests.tiny import tiny_config
 from tests.training.test_packing import batch_of
 from tests.training.test_plan import plan_of
 
@@ -85,8 +86,7 @@ def test_mistakes_in_a_users_probe_are_named(config):
     probes = loaded(config)
     with pytest.raises(UserError, match=r"metrics.probes: before of .*test_probes failed"):
         probes.before(SEEN._replace(scored=[None]))
-    config = config.copy_and_resolve_references()
-    config.metrics.names = ("effective_rank",)
+    config = tiny_config()
     for name, reason in (("tests.nothing", "cannot be imported"), ("tests.tiny", "has no 'probe'")):
         config.metrics.probes = (name,)
         with pytest.raises(UserError, match=f"metrics.probes='{name}'.*{reason}"):
