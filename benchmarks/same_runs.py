@@ -6,8 +6,8 @@
 
 A recording has one file per run: its rows of metrics without times and speeds, and SHA-256 of every
 array of its last checkpoint. The rewards follow from the text of a response, so that the groups of
-an untrained policy have unequal rewards. The runs together take about 2 minutes on 2 cores, and 4 if
-no program is compiled yet.
+an untrained policy have unequal rewards. The runs together take about 2 minutes on 2 cores, and 4
+if no program is compiled yet.
 """
 
 import argparse

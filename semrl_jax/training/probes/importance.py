@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms import importance_weights
@@ -23,7 +24,7 @@ class Importance(Probe):
 
     options: Options
 
-    def after(self, seen: Seen) -> dict[str, float]:
+    def after(self, seen: Seen) -> dict[str, Float[np.ndarray, ""]]:
         if seen.logprobs is None or not seen.counted.any():
             return {}
         arrays = seen.logprobs, seen.batch.rollout_logprobs, seen.counted
