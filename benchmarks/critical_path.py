@@ -42,8 +42,10 @@ from semrl_jax.model_setup import starting_params
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.sampling.rewards import unshuffled_rewards
 from semrl_jax.training import loop
-from semrl_jax.training.advantages import unshuffled_rewards
+from semrl_jax.training.plan import PassPlan
+from semrl_jax.training.probes import Tools, load_probes
 from semrl_jax.training.state import TrainState
 
 MEASURED, STREAMED, NO_STATES = SIDES = "metrics", "streamed", "no states"
@@ -77,11 +79,13 @@ def sides_of(run: OpenRun) -> dict[str, OpenRun]:
             measurer=run.sampler.measurer if measured else None,
             reporter=Silent(),
         )
+        plan = PassPlan.of(run.learner.algorithm, config)
         return dataclasses.replace(
             run,
             sampler=sampler,
             evaluator=dataclasses.replace(run.evaluator, config=config, sampler=sampler),
-            learner=dataclasses.replace(run.learner, config=config),
+            learner=dataclasses.replace(run.learner, config=config, plan=plan),
+            probes=load_probes(Tools(config, plan, sampler.peers, sampler.measurer, sampler.stop)),
         )
 
     return {
@@ -98,10 +102,7 @@ def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Ro
     started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
     with cpu_clock.installed():
         steps = loop.run_steps(
-            config,
-            run.sampler,
-            run.evaluator,
-            run.learner,
+            run.parts._replace(config=config),
             started._replace(position=state.position),
             bar.status,
         )

@@ -36,11 +36,13 @@ from benchmarks.results import median_interval, table
 from configs import default
 from semrl_jax import compilation, models
 from semrl_jax.algorithms.algorithm import load_algorithm
+from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.packing import lay_out, row_plan
+from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.state import TrainState
 from semrl_jax.types import Rollout
 
@@ -89,9 +91,11 @@ def learners(
     config.training.prompts_per_minibatch = config.data.prompts_per_step  # one update per step
     config.training.micro_batch_tokens = micro_batch_tokens
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    algorithm = load_algorithm(config.algorithms.to_dict())
     learner = Learner(
         config=config,
-        algorithm=load_algorithm(config.algorithms.to_dict()),
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
         policy=models.Policy(architecture, mesh=mesh),
         mesh=mesh,
         reference=None,
@@ -113,7 +117,7 @@ def train(
     passes = learner.passes(state, batch, Clock())
     gains = np.random.default_rng(0).normal(size=(len(batch_of), 1)).astype(np.float32)
     advantages = jnp.asarray(gains * batch.response_mask)
-    return learner.update(state, batch, passes, advantages)[:2]
+    return learner.update(state, batch, passes, Credit(advantages))[:2]
 
 
 def shapes_of(learner: Learner, batch_of: list[Rollout]) -> tuple[tuple[int, ...], ...]:

@@ -199,6 +199,8 @@ def get_config() -> ml_collections.ConfigDict:
     # How often the final states are compared with those of the reference; 0: never. It takes a
     # forward pass of both models.
     config.metrics.drift_every = 0
+    # Your own numbers for the log: modules, repeat the flag; docs/extending.md
+    config.metrics.probes = ()
     # Whose hidden states are measured; -1: the final layer; i: the input of layer i
     config.metrics.layers = (-1,)
     # Where it is measured: trainer, or rollout, on the replica, which then sends no states
@@ -491,7 +493,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.stop_strings = config.rollout.get_ref("stop_strings").identity()
     # As config.metrics, for evaluation.metrics. Each field follows it unless set.
     config.evaluation.metric_options = ml_collections.ConfigDict()
-    for field in set(config.metrics) - {"of_groups", "drift_every"}:
+    for field in set(config.metrics) - {"of_groups", "drift_every", "probes"}:
         config.evaluation.metric_options[field] = config.metrics.get_ref(field).identity()
 
     config.checkpoints = ml_collections.ConfigDict()

@@ -16,7 +16,8 @@ FLOORS = (
     ("models", "rewards", "cluster"),
     ("settings",),
     ("data",),
-    ("shaping", "algorithms"),
+    ("algorithms",),
+    ("shaping",),
     ("metrics",),
 )
 PURE = {"metrics", "shaping", "algorithms"}

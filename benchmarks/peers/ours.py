@@ -88,7 +88,7 @@ def main() -> None:
         bar = stack.enter_context(opened.run.reporter.bar("train", 10**6, "steps"))
         stack.enter_context(cpu_clock.installed())
         driver.wait()
-        for result in run_steps(config, sampler, opened.evaluator, opened.learner, state):
+        for result in run_steps(opened.parts._replace(sampler=sampler), state):
             opened.run.record(result, bar)
             clock = result.clock.scalars()
             driver.report(

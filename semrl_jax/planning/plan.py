@@ -29,6 +29,7 @@ from semrl_jax.runs.memory import num_parameters
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.training.memory import update_bytes
+from semrl_jax.training.plan import UPDATE
 
 STATE_BYTES_PER_PARAMETER = 16  # parameter, two Adam moments, sum of gradients
 KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
@@ -227,7 +228,7 @@ def make_plan(
     check_micro_batches("training", config.training, mesh)
     programs = Programs(config, architecture, where, mesh)
     makers = {"update": programs.update}
-    if programs.needs_old:
+    if programs.passes.has_pass:
         makers["pass"] = programs.logprobs
     if is_embedded(config):
         makers["decode"] = programs.decode
@@ -285,7 +286,7 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
         flops = needed.forward
         if compiled.name == "update":
             flops = needed.training
-            if programs.has_late_reference:
+            if programs.passes.reference == UPDATE:
                 flops += needed.forward - needed.adapters
         flops /= where.num_chips
         runs = programs.num_updates

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from semrl_jax import models
-from semrl_jax.algorithms.algorithm import Algorithm, load_algorithm
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, load_algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.planning.chips import Slice
 from semrl_jax.rollout.engines.decoding import (
@@ -36,10 +36,9 @@ from semrl_jax.rollout.engines.decoding import (
 )
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
-from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
 from semrl_jax.training.packing import Layout, lay_out, row_plan
+from semrl_jax.training.plan import PASS, UPDATE, PassPlan
 from semrl_jax.training.state import (
     Trained,
     abstract_copied,
@@ -139,9 +138,9 @@ class Programs:
 
     def held(self) -> Mapping[str, int]:
         """Bytes of a device that no program takes as an argument, and that stay all the time."""
-        needs, found = all_needs(self.algorithm, self.config), {}
+        found = {}
         is_away = "reference" in self.config.training.offload
-        if needs.early_reference and self.lora is None and not is_away:
+        if self.passes.reference == PASS and self.lora is None and not is_away:
             found["reference"] = device_bytes(self._reference())
         if lag := self.config.rollout.max_staleness:
             shapes, dtype = self.policy.shapes(), weight_dtype(self.config)
@@ -155,20 +154,9 @@ class Programs:
     def algorithm(self) -> Algorithm:
         return load_algorithm(self.config.algorithms.to_dict())
 
-    @property
-    def needs_old(self) -> bool:
-        """Whether a pass gives the log-probabilities before the update."""
-        needs = all_needs(self.algorithm, self.config)
-        several = needs.old_logprobs and has_several_minibatches(self.config)
-        return bool(
-            needs.early_old_logprobs or several or self.config.hidden_states.source == "policy"
-        )
-
-    @property
-    def has_late_reference(self) -> bool:
-        """Whether the update computes the log-probabilities of the reference."""
-        needs = all_needs(self.algorithm, self.config)
-        return bool(needs.reference and not needs.early_reference)
+    @functools.cached_property
+    def passes(self) -> PassPlan:
+        return PassPlan.of(self.algorithm, self.config)
 
     @property
     def num_updates(self) -> int:
@@ -196,22 +184,21 @@ class Programs:
     def update(self) -> Compiled:
         """`update_rows`, one optimiser step."""
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
-        needs = all_needs(self.algorithm, self.config)
-        optimizer = optimizer_of(self.config, "training")
+        passes, optimizer = self.passes, optimizer_of(self.config, "training")
         trained, base = self.trained(), self.base
         rows = _abstract(layout.rows, sharding)
         values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
-        importance = importance_options(self.config)
-        corrects = not self.needs_old and importance["level"] != "none"
+        old, ref, *_ = passes.given(Passes(values, values if passes.reference == PASS else None))
+        importance = passes.importance if passes.corrects == UPDATE else ()
         given = SlotValues(
-            old_logprobs=values if self.needs_old and needs.old_logprobs else None,
-            ref_logprobs=values if needs.early_reference and needs.reference else None,
-            rollout_logprobs=values if corrects else None,
+            old_logprobs=old,
+            ref_logprobs=ref,
+            rollout_logprobs=values if importance else None,
             advantages=values,
             weights=values,
         )
         reference = None
-        if self.has_late_reference and base is None:
+        if passes.reference == UPDATE and base is None:
             reference = self._reference()
         traced = update_rows.trace(
             trained.params,
@@ -225,7 +212,7 @@ class Programs:
             policy=self.policy,
             temperature=self.config.rollout.temperature,
             algorithm=self.algorithm,
-            importance=tuple(importance.items()) if corrects else (),
+            importance=importance,
         )
         arguments = {
             "parameters": trained.params,

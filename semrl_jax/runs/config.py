@@ -83,6 +83,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
             load_metric(name)
     _check_algorithm(config)
     _check_optimizer(config)
+    if config.metrics.probes:
+        from semrl_jax.training.probes import load_probe
+
+        for name in config.metrics.probes:
+            load_probe(name)
 
 
 def _check_optimizer(config: ml_collections.ConfigDict) -> None:

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.model_setup import ModelFiles
+from semrl_jax.training.plan import PassPlan
 
 
 class Inputs(NamedTuple):
     """Inputs of a run, after all checks."""
 
     algorithm: Algorithm
+    plan: PassPlan
     policy: models.Policy
     critic: models.ValueModel | None
     critic_directory: pathlib.Path | None  # None: the policy's weights

@@ -213,9 +213,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
     opened.sampler.replica_figures()
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
-            results = run_steps(
-                config, opened.sampler, opened.evaluator, opened.learner, state, bar.status
-            )
+            results = run_steps(opened.parts, state, bar.status)
             if run.leads:
                 steps = profiled_steps(config.profile)
                 results = profiled(results, first_step, steps, directory.path / "profile")

@@ -22,8 +22,8 @@ from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
-from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.memory import PerParameter, update_bytes
+from semrl_jax.training.plan import NONE
 
 PARAMETERS, ADAPTERS, BASE, GRADIENTS = "parameters", "adapters", "base", "gradients"
 REFERENCE, REPLICA = "reference", "replica"
@@ -99,11 +99,10 @@ def least_parts(
     sizes = _Sizes(config, mesh, inputs.lora)
     # A run without steps, for evaluation alone, has no gradients.
     parts = sizes.of_update("training", inputs.policy, config.training.num_steps > 0)
-    needs = all_needs(inputs.algorithm, config)
     architecture, lag = inputs.policy.config, config.rollout.max_staleness
     if inputs.lora is not None:  # the base is the reference
         parts[BASE] = sizes.frozen(architecture, config.lora.base_dtype)
-    elif (needs.reference or needs.early_reference) and "reference" not in sizes.away:
+    elif inputs.plan.reference != NONE and "reference" not in sizes.away:
         parts[REFERENCE] = sizes.frozen(architecture, config.model.reference_dtype)
     if inputs.critic is not None:
         # Its gradients come after those of the policy.
@@ -196,12 +195,11 @@ def memory_parts(
         platform=platform_of(mesh),
         per_parameter=per.in_update,
     )
-    needs = all_needs(inputs.algorithm, config)
     parts = {"update": update}
     is_away = "reference" in training.offload and not is_host
     if inputs.lora is not None:  # the base is the reference
         parts["base"] = width(config.lora.base_dtype) * params
-    elif (needs.reference or needs.early_reference) and not is_away:
+    elif inputs.plan.reference != NONE and not is_away:
         parts["reference"] = width(config.model.reference_dtype) * params
     if inputs.critic is not None:
         critic = inputs.critic.config

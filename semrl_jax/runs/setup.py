@@ -56,9 +56,11 @@ from semrl_jax.sampling.prompt_sources import check_files, check_prompts, traini
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.settings.rewards import reward_functions, split_functions
-from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_offload, to_host
+from semrl_jax.training.plan import NONE, PassPlan
+from semrl_jax.training.probes import Probes, Tools, load_probes
 from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState
 
@@ -74,10 +76,16 @@ class OpenRun:
     sampler: Sampler
     evaluator: Evaluator
     learner: Learner
+    probes: Probes
     start: pathlib.Path  # model directory that training starts from
     critic_start: pathlib.Path | None = None  # of the critic; None: the policy's parameters
     adapter: models.Params | None = None  # to start from; None: a new one, or no LoRA
     critic_head: models.Params | None = None  # to start from, with LoRA
+
+    @property
+    def parts(self) -> Parts:
+        """What makes the steps."""
+        return Parts(self.run.config, self.sampler, self.evaluator, self.learner, self.probes)
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
@@ -140,14 +148,14 @@ def check_inputs(
     policy.check_attention(mesh)
     lora, adapter = find_lora(config, policy) or (None, None)
     check_offload(tuple(config.training.offload), mesh.local_devices[0])
-    needs = all_needs(algorithm, config)
-    if config.metrics.drift_every and not (needs.reference or needs.early_reference):
+    plan = PassPlan.of(algorithm, config)
+    if config.metrics.drift_every and plan.reference == NONE:
         raise UserError(
             f"metrics.drift_every={config.metrics.drift_every} compares with the reference, but "
             f"algorithms.name={config.algorithms.name!r} with these settings has none; set "
             "algorithms.loss.kl_coefficient above 0, or drift_every=0."
         )
-    if "reference" in config.training.offload and not (needs.reference or needs.early_reference):
+    if "reference" in config.training.offload and plan.reference == NONE:
         raise UserError(
             f"training.offload={tuple(config.training.offload)}: algorithms.name="
             f"{config.algorithms.name!r} with these settings has no reference; remove 'reference'."
@@ -172,6 +180,7 @@ def check_inputs(
         critic, critic_directory, _ = find_value_model("critic.path", path, *of_policy)
     return Inputs(
         algorithm=algorithm,
+        plan=plan,
         policy=policy,
         critic=critic,
         critic_directory=critic_directory,
@@ -256,10 +265,9 @@ def open_run(
 
         def load() -> tuple[pathlib.Path, models.Params | None]:
             start = find_start()
-            needs = all_needs(inputs.algorithm, config)
             if inputs.lora is not None:  # the base, which is the reference too
                 return start, starting_params(start, policy, mesh, config.lora.base_dtype)
-            if not (needs.reference or needs.early_reference):
+            if inputs.plan.reference == NONE:
                 models.check_params(start, policy.config)  # the first state will load them
                 return start, None
             params = starting_params(start, policy, mesh, config.model.reference_dtype)
@@ -309,6 +317,7 @@ def open_run(
         learner = Learner(
             config=config,
             algorithm=inputs.algorithm,
+            plan=inputs.plan,
             policy=dataclasses.replace(policy, mesh=mesh),
             critic=critic,
             mesh=mesh,
@@ -361,6 +370,7 @@ def open_run(
             sampler,
             evaluator,
             learner,
+            load_probes(Tools(config, inputs.plan, peers, measurer, stop)),
             start,
             inputs.critic_directory,
             inputs.adapter,
@@ -397,7 +407,7 @@ def open_measurer(
     """The measurer of a section such as `config.metrics`."""
     options = metrics.to_dict()
     del options["placement"]
-    for field in ("of_groups", "drift_every"):  # of batches for training
+    for field in ("of_groups", "drift_every", "probes"):  # of batches for training
         options.pop(field, None)
     options |= {name: tuple(options[name]) for name in ("names", "layers")}
     return Measurer(max_tokens=config.rollout.max_response_tokens, **options)

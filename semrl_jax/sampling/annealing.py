@@ -1,8 +1,18 @@
-"""The annealed temperature of a training step."""
+"""The distribution that a training step samples from."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_collections
+
 from semrl_jax.types import Annealing
+
+
+def distribution_at(step: int, rollout: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Temperature, top-p, top-k and annealing; `rollout` is the section of the config."""
+    settings = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
+    return settings | {"annealing": annealing_at(step, **rollout.annealing)}
 
 
 def annealing_at(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,6 +17,8 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from semrl_jax.cluster.connecting import gather_bytes
+from semrl_jax.cluster.peers import Processes
 from semrl_jax.metrics.records import decode, encode
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
@@ -45,6 +48,19 @@ def share_of(items: Sequence[T], sampling: Sequence[int], process: int) -> Seque
     place = sampling.index(process)
     start, end = (len(items) * i // len(sampling) for i in (place, place + 1))
     return items[start:end]
+
+
+def of_all(peers: Processes, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    """The responses of all processes in (group, sample) order; each is held by one process."""
+    if peers.count == 1:
+        return list(scored)
+    parts = gather_bytes(peers, "exchange", pack_scored(scored))
+    received = itertools.chain.from_iterable(map(unpack_scored, parts))
+    # Own responses replace their copies, which have no hidden states.
+    by_id = {item.rollout.sample_id: item for item in (*received, *scored)}
+    return sorted(
+        by_id.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
+    )
 
 
 def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:

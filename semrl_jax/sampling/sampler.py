@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -14,26 +13,22 @@ from typing import Any, NamedTuple
 
 import ml_collections
 import numpy as np
-from jaxtyping import Float
 
 from semrl_jax import data, models
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import Retry, run_phase
-from semrl_jax.cluster.connecting import gather_bytes
 from semrl_jax.cluster.peers import Processes
 from semrl_jax.cluster.preemption import StopElsewhere, StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.metrics.records import Metrics
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.replica import Figures
 from semrl_jax.rollout.measurer import Measurer
-from semrl_jax.sampling.annealing import annealing_at
+from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.sampling.dynamic import Rewards, sample_until_kept
-from semrl_jax.sampling.exchange import pack_scored, share_of, unpack_scored
+from semrl_jax.sampling.exchange import of_all, share_of
 from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
-from semrl_jax.sampling.statistics import logprob_mismatch, state_differences, state_mismatch
 from semrl_jax.sampling.weight_sync import send_together
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.settings.rollout import weight_dtype
@@ -268,7 +263,7 @@ class Sampler:
     def _training_options(self, step: int) -> dict[str, Any]:
         """How the responses of a training step are sampled and measured."""
         return {
-            **self._distribution(step),
+            **distribution_at(step, self.config.rollout),
             "stop_strings": self.config.rollout.stop_strings,
             "measuring": self._measuring(),
             "states": HiddenStateParams((FINAL_LAYER,)) if self.compares(step) else None,
@@ -321,63 +316,6 @@ class Sampler:
                 self.reporter.line(f"the weights of step {weights.step} are sent again: {reason}")
                 self._send(weights)
 
-    def mismatch(
-        self,
-        scored: Sequence[ScoredRollout],
-        logprobs: Float[np.ndarray, "B T"],
-        states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
-        step: int,
-    ) -> dict[str, float]:
-        """`rollout/..._mismatch/{mean,max}`: differences of rollout engine and training model.
-
-        Args:
-          scored: as `next` returned them.
-          logprobs: of the training model.
-          states: of the training model, by index of the response. A process compares the responses
-            for which it has the hidden states of both.
-        """
-        rollouts = [item.rollout for item in scored]
-        scalars = logprob_mismatch(rollouts, logprobs, **self._distribution(step))
-        if self.compares(step):
-            own = state_differences(scored, states)
-            scalars |= state_mismatch(self.peers.gather("mismatch", own))
-        return scalars
-
-    def measured(
-        self,
-        scored: list[ScoredRollout],
-        indicators: Sequence[Metrics],
-        states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
-    ) -> list[ScoredRollout]:
-        """The responses with metrics from the forward pass of the training model.
-
-        Args:
-          indicators: metrics of the tokens, one mapping per response.
-          states: hidden states in this process, by index of the response; measured if
-            `hidden_states.source='policy'`.
-        """
-        scored = [item.with_metrics(found) for item, found in zip(scored, indicators)]
-        if self.config.hidden_states.source != "policy":
-            return scored
-
-        def measure_own() -> list[ScoredRollout]:
-            pending = {i: self.measurer.submit(rows) for i, rows in states.items()}
-            self.measurer.flush()
-            with self.stop.interruptible():
-                return [scored[i].with_measured(future.result()) for i, future in pending.items()]
-
-        return self._of_all(run_phase(self.peers, "metrics", measure_own))
-
-    def measure_batch(
-        self, scored: Sequence[ScoredRollout]
-    ) -> concurrent.futures.Future[dict[str, float]]:
-        """Starts measuring the batch as one set, during the update; only for the log."""
-        if self.measurer is None or self.peers.index:
-            nothing = concurrent.futures.Future()
-            nothing.set_result({})
-            return nothing
-        return self.measurer.submit_batch([item.mean_states for item in scored])
-
     def counters(self) -> dict[str, float]:
         """Events and bytes on the wire since the last call, summed over all processes.
 
@@ -422,12 +360,8 @@ class Sampler:
         """Raises Preempted in all processes if one of them was asked to end."""
         run_phase(self.peers, "advantages", self.stop.check)
 
-    def needs_policy_states(self, step: int) -> bool:
-        """Whether `measured` or `mismatch` need the training model's hidden states."""
-        return self.config.hidden_states.source == "policy" or self.compares(step)
-
     def compares(self, step: int) -> bool:
-        """Whether this step takes hidden states from both sources and logs their mismatch."""
+        """Whether the hidden states of this step stay, to be compared with the policy's own."""
         every = self.config.hidden_states.compare_every
         return bool(every) and step % every == 0
 
@@ -443,11 +377,6 @@ class Sampler:
             return None
         return Measuring(self.config.metrics, self.measurer)
 
-    def _distribution(self, step: int) -> dict[str, Any]:
-        rollout = self.config.rollout
-        settings = {name: rollout[name] for name in ("temperature", "top_p", "top_k")}
-        return settings | {"annealing": annealing_at(step, **rollout.annealing)}
-
     def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
         """A function that raises RuntimeError if an attempt failed and the time is over."""
         timeout_s = self.config.rollout.call_timeout_s
@@ -462,16 +391,7 @@ class Sampler:
         return check
 
     def _of_all(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-        """The responses of all processes in (group, sample) order; each is held by one process."""
-        if self.peers.count == 1:
-            return list(scored)
-        parts = gather_bytes(self.peers, "exchange", pack_scored(scored))
-        received = itertools.chain.from_iterable(map(unpack_scored, parts))
-        # Own responses replace their copies, which have no hidden states.
-        by_id = {item.rollout.sample_id: item for item in (*received, *scored)}
-        return sorted(
-            by_id.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
-        )
+        return of_all(self.peers, scored)
 
     def _sample_here(
         self,

@@ -34,8 +34,9 @@ def check(metrics: Section, name: str = "metrics") -> None:
             "1 measures every prefix."
         )
     check_metrics(f"{name}.names", metrics["names"])
-    if "of_groups" in metrics:  # evaluations have neither
+    if "of_groups" in metrics:  # evaluations have none of these
         at_least_zero(name, metrics, "drift_every")
+        items_are(str, name, metrics, "probes")
         for group_metric in metrics["of_groups"]:
             one_of(f"{name}.of_groups", group_metric, GROUP_METRICS)
     _check_layers(metrics, name)

@@ -16,18 +16,18 @@ from jaxtyping import Array, Float
 
 from semrl_jax import models
 from semrl_jax.algorithms import low_confidence
-from semrl_jax.algorithms.algorithm import Algorithm, Needs, Passes
+from semrl_jax.algorithms.algorithm import Algorithm, Passes
+from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
-from semrl_jax.training.batch_rules import all_needs, has_several_minibatches
 from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.reference_drift import reference_drift
+from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
@@ -70,11 +70,12 @@ class ForwardPasses(NamedTuple):
     ref_logprobs: Float[Array, "B T"] | None
     values: Float[Array, "B T"] | None = None
     prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
+    reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
 
     def arrays(self) -> Passes:
-        """What an algorithm may take for its advantages, and the update for its loss."""
+        """What credit is assigned by."""
         old_logprobs = None if self.old is None else self.old.logprobs
-        return Passes(old_logprobs, self.ref_logprobs, self.values)
+        return Passes(old_logprobs, self.ref_logprobs, self.values, self.prompt_confidence)
 
 
 class Critic(NamedTuple):
@@ -91,6 +92,7 @@ class Learner:
 
     config: ml_collections.ConfigDict
     algorithm: Algorithm
+    plan: PassPlan
     policy: models.Policy
     mesh: Mesh
     # The anchor of the KL, perhaps in the memory of the host; None if the algorithm needs none.
@@ -133,56 +135,49 @@ class Learner:
             max_response_tokens=self.config.rollout.max_response_tokens,
         )
 
+    def judged(
+        self, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
+    ) -> list[ScoredRollout]:
+        """The responses with the scores of a reward model, if there is one."""
+        if self.reward_model is None:
+            return scored
+        with clock("reward_model"):
+            return self.reward_model.judged(scored, batch)
+
     def passes(
         self,
         state: TrainState,
         batch: RolloutBatch,
         clock: Clock,
-        *,
-        with_states: bool = False,
-        with_entropies: bool = False,
+        asked: PassNeeds = NOTHING,
     ) -> ForwardPasses:
-        """The forward passes that are needed before the update.
-
-        An update of one mini-batch computes the log-probabilities of its loss itself. It also
-        computes those of the reference, however many mini-batches there are.
+        """The forward passes before the update: those of the plan, and what else is asked for.
 
         Args:
           state: before the update.
           batch: from `batch`.
-          with_states, with_entropies: what the policy's own pass keeps, which makes it needed.
         """
-        needs = all_needs(self.algorithm, self.config)
+        plan, step = self.plan, int(state.step)
+        needs = plan.needs(step, asked)
         old = reference = values = confidence = None
-        needs_old = self._needs_old(needs) or with_states or with_entropies
-        if not self._trains_policy(state):  # for the log alone: no update computes them
-            needs_old |= needs.old_logprobs
-        if needs_old:
+        if needs.logprobs or needs.entropies or needs.states:
             with clock("old_logprobs"):
-                old = self.logprobs(
-                    self.whole(state.params),
-                    batch,
-                    with_states=with_states,
-                    with_entropies=with_entropies,
-                )
-        if needs.early_reference:
+                also = {"with_states": needs.states, "with_entropies": needs.entropies}
+                old = self.logprobs(self.whole(state.params), batch, **also)
+        if plan.reference == PASS:
             with clock("ref_logprobs"):
                 reference = self.logprobs(fetched(self.reference), batch).logprobs
-        if needs.values:
+        if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
-        if self.config.algorithms.batch_rules.arm_alpha:
+        if plan.prompts:
             with clock("prompt_logprobs"):
                 confidence = self.prompt_confidence(self.whole(state.params), batch)
-        return ForwardPasses(old, reference, values, confidence)
-
-    def _needs_old(self, needs: Needs) -> bool:
-        """Whether `old_logprobs` must be known before the first optimiser step on a batch."""
-        several = has_several_minibatches(self.config)
-        return needs.early_old_logprobs or (needs.old_logprobs and several)
-
-    def _trains_policy(self, state: TrainState) -> bool:
-        return self.critic is None or int(state.step) >= self.config.critic.warmup_steps
+        states = None
+        if needs.reference_states:
+            with clock("drift"):
+                states = self.logprobs(fetched(self.reference), batch, with_states=True).states
+        return ForwardPasses(old, reference, values, confidence, states)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -198,19 +193,6 @@ class Learner:
                     **with_also,
                 )
             )
-
-    def measures_drift(self, step: int) -> bool:
-        """Whether this step compares hidden states with the reference."""
-        every = self.config.metrics.drift_every
-        return bool(every) and step % every == 0
-
-    def drift(
-        self, batch: RolloutBatch, states: Mapping[int, Float[np.ndarray, "_ D"]]
-    ) -> dict[str, float]:
-        """`metrics/drift/...` of the policy's `states`; see `reference_drift`."""
-        own = self.logprobs(fetched(self.reference), batch, with_states=True).states
-        found = reference_drift(states, own, self.peers)
-        return {f"metrics/{name}": value for name, value in found.items()}
 
     def prompt_confidence(self, params: models.Params, batch: RolloutBatch) -> Float[Array, " P"]:
         """`low_confidence` of the prompts, for `batch_rules.arm_alpha`."""
@@ -235,12 +217,11 @@ class Learner:
         state: TrainState,
         batch: RolloutBatch,
         passes: ForwardPasses,
-        advantages: Float[Array, "B T"],
-        returns: Float[Array, "B T"] | None = None,
+        credit: Credit,
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
         """One optimiser step per mini-batch of prompts; scalars are means over them.
 
-        With a critic, it learns `returns` from the same mini-batches, and the policy is left
+        With a critic, it learns the returns from the same mini-batches, and the policy is left
         unchanged in the first `critic.warmup_steps` steps. The parameters and optimiser states of
         `state` are donated.
 
@@ -253,8 +234,8 @@ class Learner:
         """
         config, training = self.config, self.config.training
         size = training.prompts_per_minibatch * config.rollout.group_size
-        plan = row_plan(self.mesh, training)
-        trains_policy = self._trains_policy(state)
+        rows_of = row_plan(self.mesh, training)
+        trains_policy = self.plan.trains_policy(int(state.step))
         policy, critic = Trained(state.params, state.optimizer), state.critic
         rates = {}
         if trains_policy:
@@ -263,22 +244,17 @@ class Learner:
             rates["critic/learning_rate"] = _learning_rate(critic, config.critic)
         skipped = int(state.skipped_in_row)
         history = []
-        given = passes.arrays()
-        needs = all_needs(self.algorithm, config)
-        if not self._needs_old(needs):  # computed for states or entropies, in some steps only
-            given = given._replace(old_logprobs=None)
-        if not needs.reference:  # a batch rule may have needed it
-            given = given._replace(ref_logprobs=None)
-        reference = self.reference if needs.reference and given.ref_logprobs is None else None
-        if self.base is not None:  # it is the reference: one argument of the program, not two
-            reference = None
-        importance = importance_options(config)
-        corrects = passes.old is None and importance["level"] != "none"
+        # With adapters, the base is the reference: it is one argument of the program, not two.
+        takes_reference = self.plan.reference == UPDATE and self.base is None
+        reference = self.reference if takes_reference else None
+        importance = self.plan.importance if self.plan.corrects == UPDATE else ()
         logprobs = None
-        arrays = (batch, given, advantages, returns)
+        if credit.response_mask is not None:
+            batch = batch._replace(response_mask=np.asarray(credit.response_mask))
+        arrays = (batch, self.plan.given(passes.arrays()), credit.advantages, credit.returns)
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
-            rows, (old_logprobs, ref_logprobs, values), own_advantages, own_returns = minibatch
+            rows, (old_logprobs, ref_logprobs, values, _), advantages, returns = minibatch
             scalars: dict[str, Array | float] = {}
             with self.peers.phase("update"), self.device_lock:
                 if trains_policy:
@@ -287,15 +263,15 @@ class Learner:
                         rows,
                         old_logprobs,
                         ref_logprobs,
-                        own_advantages,
+                        advantages,
                         reference,
                         self.base,
                         policy=self.policy,
                         optimizer=self.optimizer,
                         temperature=config.rollout.temperature,
-                        plan=plan,
+                        plan=rows_of,
                         algorithm=self.algorithm,
-                        importance=tuple(importance.items()) if corrects else (),
+                        importance=importance,
                     )
                     policy = Trained(params, opt_state)
                     scalars |= found
@@ -304,9 +280,9 @@ class Learner:
                         critic,
                         rows,
                         values,
-                        own_returns,
+                        returns,
                         **self.critic._asdict(),
-                        plan=plan,
+                        plan=rows_of,
                         algorithm=self.algorithm,
                     )
                     scalars |= found

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import jax
 import ml_collections
-import numpy as np
+from jaxtyping import Array
 
-from semrl_jax.choices import TOKEN_INDICATORS
+from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.clock import Clock
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
+from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.sampling.statistics import batch_scalars, metric_arrays, staleness
-from semrl_jax.settings.rollout import num_parts
-from semrl_jax.training.advantages import (
-    corrected_advantages,
-    group_rewards,
-    next_algorithm_state,
-    next_baselines,
-    shaped_advantages,
-    unshuffled_rewards,
-    value_targets,
-)
-from semrl_jax.training.group_indicators import group_indicators
+from semrl_jax.sampling.statistics import batch_scalars, metric_arrays
 from semrl_jax.training.learner import Learner
-from semrl_jax.training.rollout_batch import without_truncated
-from semrl_jax.training.state import DataPosition, TrainState
-from semrl_jax.training.token_indicators import token_indicators
+from semrl_jax.training.plan import credit_rules
+from semrl_jax.training.probes import Probes, Seen
+from semrl_jax.training.rollout_batch import credited_tokens
+from semrl_jax.training.state import TrainState
 
 
 class StepResult(NamedTuple):
@@ -54,109 +45,60 @@ class StepResult(NamedTuple):
     clock: Clock
 
 
-def run_steps(
-    config: ml_collections.ConfigDict,
-    sampler: Sampler,
-    evaluator: Evaluator,
-    learner: Learner,
-    state: TrainState,
-    say: Callable[[str], None] = lambda phase: None,
-) -> Iterator[StepResult]:
-    """Trains from `state` to the last step; yields after every step.
+class Parts(NamedTuple):
+    """What makes the steps of a run, apart from their state."""
 
-    The evaluation of step s comes before its update: row s of the log belongs to the weights that
-    step s samples with, and the last row holds the evaluation of the trained weights alone.
+    config: ml_collections.ConfigDict
+    sampler: Sampler
+    evaluator: Evaluator
+    learner: Learner
+    probes: Probes
+
+
+def run_steps(
+    parts: Parts, state: TrainState, say: Callable[[str], None] = lambda phase: None
+) -> Iterator[StepResult]:
+    """Offer weights, evaluate, sample, judge, pass, probe, give credit, update; yields every step.
+
+    Row s of the log belongs to the weights that step s samples with. The last row holds the
+    evaluation of the trained weights alone.
     """
-    indicators = tracked_indicators(config)
-    for step in range(int(state.step), config.training.num_steps):
+    config, sampler, evaluator, learner, probes = parts
+    rules = credit_rules(learner.algorithm, config, learner.plan)
+    rewards_of = functools.partial(unshuffled_rewards, config=config)
+    num_steps = config.training.num_steps
+    for step in range(int(state.step), num_steps + evaluator.is_due(num_steps)):
         clock = Clock(say)
         with clock("sync_weights"):
             offered = learner.sampling_weights(state)
             sampler.offer(tuple(map(learner.whole, offered)), step)
         evaluation = evaluator.evaluate(step, clock)
-        scored, position, scalars = sampler.next(
-            step, state.position, clock, functools.partial(unshuffled_rewards, config=config)
-        )
+        if step == num_steps:
+            yield StepResult(step, state, evaluation, [], {}, clock)
+            return
+        scored, position, sampled = sampler.next(step, state.position, clock, rewards_of)
         batch = learner.batch([item.rollout for item in scored])
-        if learner.reward_model is not None:
-            with clock("reward_model"):
-                scored = learner.reward_model.judged(scored, batch)
+        scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
-        passes = learner.passes(
-            state,
-            batch,
-            clock,
-            with_states=sampler.needs_policy_states(step) or learner.measures_drift(step),
-            with_entropies=bool(indicators),
-        )
-        if passes.old is not None:
-            logprobs, _, states = passes.old
-            scalars |= sampler.mismatch(scored, np.asarray(logprobs), states, step)
-            if learner.measures_drift(step):
-                with clock("drift"):
-                    scalars |= learner.drift(batch, states)
-            with clock("metrics"):
-                found = token_indicators(indicators, passes.old, batch.response_mask)
-                scored = sampler.measured(scored, found, states)
-        scored, of_groups = group_indicators(
-            config.metrics.of_groups, scored, config.metrics.layers
-        )
-        metrics = metric_arrays(scored)
-        over_batch = sampler.measure_batch(scored)
+        passes = learner.passes(state, batch, clock, probes.needs(step))
+        seen = Seen.of(step, scored, batch, passes.old, passes.reference_states)
+        with clock("metrics"):
+            seen = probes.before(seen)
         with clock("advantages"):
-            shaped, report = shaped_advantages(
-                learner.algorithm,
-                rewards,
-                passes.arrays(),
-                metrics,
-                batch.response_mask,
-                state.shaping,
-                config,
-                state.algorithm,
-                passes.prompt_confidence,
-            )
-            kept = (passes.arrays(), batch.response_mask, state.algorithm)
-            returns, values = value_targets(learner.algorithm, rewards, *kept)
-            algorithm, before = next_algorithm_state(learner.algorithm, rewards, *kept)
-            corrected, weights = corrected_advantages(shaped, passes.arrays(), batch, config)
-            shaping = next_baselines(state.shaping, metrics, rewards, config)
-        # The last moment at which the state before this step still exists.
-        sampler.check_stop()
-        if config.algorithms.batch_rules.mask_truncated:
-            batch = without_truncated(batch, [item.rollout for item in scored])
+            metrics, tokens = metric_arrays(seen.scored), credited_tokens(batch, scored)
+            measured = (rewards, metrics, passes.arrays(), tokens)
+            credit = assign_credit(rules, *measured, state.memory)
+            credited = floats(credit.scalars)
+        sampler.check_stop()  # the last moment at which the state before this step still exists
         with clock("update"):
-            state, losses, logprobs = learner.update(state, batch, passes, corrected, returns)
-        if passes.old is None and logprobs is not None:
-            kept = batch.response_mask.any(axis=1)  # all but those that a batch rule left out
-            if kept.any():
-                own = list(itertools.compress(scored, kept))
-                scalars |= sampler.mismatch(own, logprobs[kept], None, step)
-                own_passes = passes.arrays()._replace(old_logprobs=logprobs)
-                _, weights = corrected_advantages(corrected, own_passes, batch, config)
-        state = state._replace(
-            shaping=shaping,
-            algorithm=algorithm,
-            position=DataPosition(*position),
-            step=state.step + 1,
-            earlier=offered[1:],
-        )
-        scalars |= staleness(scored, step, by_token=num_parts(config.rollout) > 1)
-        scalars |= batch_scalars(scored, rewards) | report | weights | before | values | losses
-        of_sets = over_batch.result() | of_groups
-        scalars |= {f"metrics/{name}": value for name, value in of_sets.items()}
+            state, losses, logprobs = learner.update(state, batch, passes, credit)
+        state = state.after(credit.memory, position, earlier=offered[1:])
+        probed = probes.after(seen.updated(logprobs, credit.response_mask))
+        scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
         scalars |= sampler.counters() | sampler.replica_figures()
-        yield StepResult(step, state, evaluation, scored, scalars, clock)
-    step = config.training.num_steps
-    if evaluator.is_due(step):
-        say("last evaluation")
-        clock = Clock(say)
-        sampler.offer(tuple(map(learner.whole, learner.sampling_weights(state))), step)
-        evaluation = evaluator.evaluate(step, clock)
-        yield StepResult(step, state, evaluation, [], {}, clock)
+        yield StepResult(step, state, evaluation, seen.scored, scalars, clock)
 
 
-def tracked_indicators(config: ml_collections.ConfigDict) -> tuple[str, ...]:
-    """What the shaping takes from the tokens of the policy's own pass."""
-    shaping = config.shaping
-    tracked = {*shaping.indicators, shaping.guidance} if shaping.target != "none" else set()
-    return tuple(name for name in TOKEN_INDICATORS if name in tracked)
+def floats(scalars: Mapping[str, Array]) -> dict[str, float]:
+    """For the log, in one transfer."""
+    return {name: float(value) for name, value in jax.device_get(scalars).items()}

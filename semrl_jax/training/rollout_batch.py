@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from semrl_jax import data
+from semrl_jax.algorithms.credit import Tokens
 from semrl_jax.rounding import next_power_of_two
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.types import Rollout, RolloutBatch
 
 MIN_BUCKET = 16
@@ -70,10 +72,7 @@ def prompts_alone(batch: RolloutBatch, group_size: int) -> RolloutBatch:
     )
 
 
-def without_truncated(batch: RolloutBatch, rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """The batch with no response token where a response was cut off at its limit.
-
-    Such responses still count in the statistics of their group.
-    """
-    ended = np.array([rollout.finish_reason != "length" for rollout in rollouts])
-    return batch._replace(response_mask=batch.response_mask & ended[:, None])
+def credited_tokens(batch: RolloutBatch, scored: Sequence[ScoredRollout]) -> Tokens:
+    """What `assign_credit` reads of a batch."""
+    truncated = np.array([item.rollout.finish_reason == "length" for item in scored])
+    return Tokens(batch.response_mask, truncated, batch.rollout_logprobs)

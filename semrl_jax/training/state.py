@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from semrl_jax.algorithms.algorithm import State
+from semrl_jax.algorithms.credit import Memory
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 from semrl_jax.training.offload import on_host
@@ -64,6 +65,22 @@ class TrainState(NamedTuple):
     critic: Trained | None = None
     algorithm: State = {}  # noqa: RUF012 - never changed
     earlier: tuple[Params, ...] = ()
+
+    @property
+    def memory(self) -> Memory:
+        """What `assign_credit` keeps from step to step."""
+        return Memory(self.shaping, self.algorithm)
+
+    def after(
+        self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
+    ) -> TrainState:
+        """The state before the next step, from that after the update of this one."""
+        return self._replace(
+            **memory._asdict(),
+            position=DataPosition(*position),
+            step=self.step + 1,
+            earlier=earlier,
+        )
 
 
 def learning_rate_at(count: Any, *, learning_rate: float, learning_rate_warmup_steps: int) -> Any:

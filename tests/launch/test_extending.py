@@ -17,12 +17,14 @@ EXAMPLES = {found["name"]: found for found in EXAMPLE.finditer(PAGE)}
 SHOWN = {
     "leave_one_out": "policy/entropy",
     "mean_norm": "metrics/mean_norm/mean",
+    "unlikely": "policy/unlikely_fraction",
     "any_of_four": "eval/arithmetic/any_of_four",
     "doubles": "eval/doubles/greedy_accuracy",
     "short": "reward/mean",
     "normed": "policy/loss",
     "signs": "policy/grad_norm",
 }
+QUICK = ("leave_one_out", "signs", "unlikely")
 
 
 def test_every_example_of_the_page_is_run():
@@ -33,10 +35,7 @@ def test_every_example_of_the_page_is_run():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("leave_one_out", "signs") else pytest.mark.soak)
-        for name in EXAMPLES
-    ],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in EXAMPLES],
 )
 def test_an_example_is_one_file_and_trains(name, tmp_path):
     package = tmp_path / "my_package"

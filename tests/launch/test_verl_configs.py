@@ -231,6 +231,7 @@ OURS_ALONE = {
     "data.reasoning_gym": "the launcher has none",
     "metrics.of_groups": "the launcher has none",
     "metrics.drift_every": "the launcher has no reference",
+    "metrics.probes": "the launcher has none",
     "evaluation.n": "of other scores", "evaluation.temperature": "of other scores",
     "evaluation.top_": "of other scores", "evaluation.k": "of other scores",
     "evaluation.responses_per_call": "of another command",

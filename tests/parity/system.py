@@ -16,16 +16,18 @@ import optax
 from semrl_jax import models
 from semrl_jax.algorithms import broadcast_to_tokens, group_relative_advantages
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.algorithms.credit import Memory, assign_credit
 from semrl_jax.metrics import flatten
 from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.setup import optimizer_of
+from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.sampling.statistics import metric_arrays
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
-from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.rollout_batch import pad_batch
+from semrl_jax.training.plan import PassPlan, credit_rules
+from semrl_jax.training.rollout_batch import credited_tokens, pad_batch
 from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
 from tests.parity.models import EOS, PAD
@@ -169,15 +171,16 @@ def prepare(
     plain = group_relative_advantages(jnp.asarray(rewards), epsilon=epsilon)
     plain = plain.reshape(-1)
     signal = compute_signal(jax.device_put(metrics), state, **config.shaping)
-    shaped, report = shaped_advantages(
-        load_algorithm(config.algorithms.to_dict()),
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    credit = assign_credit(
+        credit_rules(algorithm, config, PassPlan.of(algorithm, config)),
         rewards,
-        Passes(old_logprobs, ref_logprobs),
         metrics,
-        batch.response_mask,
-        state,
-        config,
+        Passes(old_logprobs, ref_logprobs),
+        credited_tokens(batch, scored),
+        Memory(state, {}),
     )
+    shaped = credit.advantages
     found = flatten(metrics) | {
         "old_logprobs": old_logprobs[mask],
         "ref_logprobs": ref_logprobs[mask],
@@ -187,9 +190,9 @@ def prepare(
         "beta": np.asarray(signal.beta),
         "phi": np.asarray(signal.phi),
         "bonus": np.asarray(shaped - broadcast_to_tokens(plain, jnp.asarray(mask)))[mask],
-        "mean_bonus": np.float32(report["shaping/bonus/mean"]),
+        "mean_bonus": np.float32(credit.scalars["shaping/bonus/mean"]),
         "shaped_advantages": np.asarray(shaped)[mask],
-        "baselines": np.asarray(next_baselines(state, metrics, rewards, config).baseline),
+        "baselines": np.asarray(credit.memory.shaping.baseline),
     }
     if old_shift is not None:
         shift = np.zeros(mask.shape, np.float32)

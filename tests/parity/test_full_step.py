@@ -14,9 +14,11 @@ import torch
 from configs import quickstart
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
+from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.training.learner import ForwardPasses, Learner
+from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.state import init_state
 from semrl_jax.training.update import TokenPass
 from tests.parity import reference, system
@@ -359,9 +361,11 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     model, config, prepared = world.models[case.tied], case.config(), world.prepare(case)
     optimizer = optimizer_of(config, "training")
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
+    algorithm = load_algorithm(config.algorithms.to_dict())
     learner = Learner(
         config=config,
-        algorithm=load_algorithm(config.algorithms.to_dict()),
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
         policy=model.policy,
         mesh=mesh,
         reference=None,
@@ -372,7 +376,7 @@ def test_the_run_cuts_mini_batches_the_same_way(world):
     )
     passes = ForwardPasses(TokenPass(prepared.old_logprobs, None, None), prepared.ref_logprobs)
     state = init_state(model.params, optimizer, system.shaping_state(config, None), mesh)
-    state, scalars, _ = learner.update(state, prepared.batch, passes, prepared.shaped)
+    state, scalars, _ = learner.update(state, prepared.batch, passes, Credit(prepared.shaped))
     before, after = model.tensors(model.params), model.tensors(state.params)
     changes = {name: after[name] - before[name] for name in before}
     expected = world.expected(case)

@@ -14,11 +14,14 @@ import transformers
 from configs import quickstart
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
+from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.training.advantages import group_rewards, shaped_advantages, value_targets
+from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.training.learner import Critic, Learner
+from semrl_jax.training.plan import PassPlan, credit_rules
+from semrl_jax.training.rollout_batch import credited_tokens
 from tests.parity import system
 from tests.parity.models import disturbed, fill, random_model
 
@@ -171,9 +174,11 @@ def jax_step(directories, scored, config):
     model = system.Model.load(policy, directories[1])
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])
     value_model = models.ValueModel.of(models.Policy(models.load_config(critic)))
+    algorithm = load_algorithm(config.algorithms.to_dict())
     learner = Learner(
         config=config,
-        algorithm=load_algorithm(config.algorithms.to_dict()),
+        algorithm=algorithm,
+        plan=PassPlan.of(algorithm, config),
         policy=model.policy,
         mesh=mesh,
         reference=jax.device_put(model.reference),
@@ -192,14 +197,14 @@ def jax_step(directories, scored, config):
     added[mask] = np.concatenate(shift(scored))
     passes = passes._replace(values=passes.values + added)
     rewards = group_rewards(scored, config, 0)
-    arrays = (rewards, passes.arrays())
-    advantages, _ = shaped_advantages(
-        learner.algorithm, *arrays, {}, mask, state.shaping, config, state.algorithm
-    )
-    returns, scalars = value_targets(learner.algorithm, *arrays, mask, state.algorithm)
-    tokens = {"values": passes.values, "returns": returns, "advantages": advantages}
+    tokens = credited_tokens(batch, scored)
+    rules = credit_rules(algorithm, config, learner.plan)
+    credit = assign_credit(rules, rewards, {}, passes.arrays(), tokens, state.memory)
+    tokens = {
+        "values": passes.values, "returns": credit.returns, "advantages": credit.advantages,
+    }  # fmt: skip
     found = {name: np.asarray(array)[mask] for name, array in tokens.items()}
-    state, losses, _ = learner.update(state, batch, passes, advantages, returns)
+    state, losses, _ = learner.update(state, batch, passes, credit)
 
     def named(params):
         """Under the names of transformers."""
@@ -216,7 +221,7 @@ def jax_step(directories, scored, config):
         model.tensors(optax.tree.get(state.optimizer, "mu")),
         named(optax.tree.get(state.critic.optimizer, "mu")),
     ]
-    return found | scalars | losses, moved, moments
+    return found | credit.scalars | losses, moved, moments
 
 
 @pytest.mark.slow

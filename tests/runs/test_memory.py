@@ -14,13 +14,15 @@ from semrl_jax.model_setup import build_policy, find_lora
 from semrl_jax.runs import memory, train
 from semrl_jax.runs.dry_run import dry_run
 from semrl_jax.runs.inputs import Inputs
-from semrl_jax.training.batch_rules import all_needs
+from semrl_jax.training.plan import NONE, PassPlan
 
 
 def inputs_of(config, mesh, critic=False):
     policy, _ = build_policy(config)
+    algorithm = load_algorithm(config.algorithms.to_dict())
     fields = dict.fromkeys(Inputs._fields) | {
-        "algorithm": load_algorithm(config.algorithms.to_dict()),
+        "algorithm": algorithm,
+        "plan": PassPlan.of(algorithm, config),
         "policy": policy,
         "lora": (find_lora(config, policy) or (None, None))[0],
     }
@@ -66,8 +68,7 @@ def test_bytes_per_parameter_by_hand(fields, expected, config):
     config.update_from_flattened_dict(fields)
     mesh = mesh_of(fsdp=8)
     inputs = inputs_of(config, mesh)
-    needs = all_needs(inputs.algorithm, config)
-    assert ("reference" in expected) <= (needs.reference or needs.early_reference)
+    assert ("reference" in expected) <= (inputs.plan.reference != NONE)
     found = memory.least_parts(config, inputs, mesh)
     count = memory.num_parameters(inputs.policy.config)
     adapters = {"adapters", "adamw", "gradients"} if config.lora.rank else set()

@@ -17,8 +17,8 @@ from semrl_jax.data.prompts import prompt_order
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train, validate
 from semrl_jax.sampling.dynamic import TooFewGroups, sample_until_kept
+from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.sampler import TRAINING, Weights, stream_seed
-from semrl_jax.training.advantages import group_rewards, unshuffled_rewards
 from tests.fixtures import make_scored, read_rows, stable
 from tests.sampling.parts import sampler_of
 

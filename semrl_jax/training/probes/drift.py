@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,9 +11,34 @@ from jaxtyping import Float
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.metrics import drift, linear_cka
 from semrl_jax.rounding import next_power_of_two
+from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.probes import Probe, Seen, Tools, is_due
 
 NAMES = ("distance", "angle", "cka")
 States = Mapping[int, Float[np.ndarray, "_ D"]]
+
+
+def probe(tools: Tools) -> Probe | None:
+    every = tools.config.metrics.drift_every
+    return Drift(every, tools.peers) if every else None
+
+
+@dataclasses.dataclass
+class Drift(Probe):
+    """`metrics/drift/...` in every so many steps."""
+
+    every: int
+    peers: Peers
+
+    def needs(self, step: int) -> PassNeeds:
+        due = is_due(self.every, step)
+        return PassNeeds(states=due, reference_states=due)
+
+    def before(self, seen: Seen) -> Seen:
+        if not is_due(self.every, seen.step):
+            return seen
+        found = reference_drift(seen.tokens.states, seen.reference_states, self.peers)
+        return seen.with_scalars({f"metrics/{name}": value for name, value in found.items()})
 
 
 def reference_drift(policy: States, reference: States, peers: Peers) -> dict[str, float]:

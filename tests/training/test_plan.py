@@ -1,4 +1,4 @@
-"""Rules for whole batches: long and truncated responses, and re-weighted advantages."""
+"""The plan of passes, and the rules for whole batches."""
 
 import jax
 import jax.numpy as jnp
@@ -6,50 +6,35 @@ import numpy as np
 import pytest
 
 from semrl_jax.algorithms import confidence_reweighting, error_penalty
-from semrl_jax.algorithms.algorithm import Needs, Passes, load_algorithm
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
 from semrl_jax.errors import UserError
-from semrl_jax.rewards.overlong import overlong_penalty
 from semrl_jax.runs import validate
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.advantages import group_rewards, next_baselines, shaped_advantages
-from semrl_jax.training.batch_rules import all_needs
 from semrl_jax.training.packing import RowPlan, lay_out
-from semrl_jax.training.rollout_batch import prompts_alone, without_truncated
+from semrl_jax.training.plan import NONE, PASS, UPDATE, PassNeeds, PassPlan
+from semrl_jax.training.rollout_batch import credited_tokens, prompts_alone
+from tests.algorithms.test_credit import baselines_after, credit_of, make_metrics
 from tests.fixtures import make_scored
-from tests.training.test_advantages import make_metrics
 from tests.training.test_packing import batch_of, mesh_of
 
-
-def test_the_penalty_grows_over_the_buffer():
-    lengths = np.array([1, 60, 70, 80, 100, 120])
-    expected = [0, 0, -0.25, -0.5, -1, -1]
-    found = overlong_penalty(lengths, limit=100, buffer=40)
-    np.testing.assert_allclose(found, expected)
-    assert found.dtype == np.float32
+ONE_UPDATE = {"training.prompts_per_minibatch": 4}  # all prompts of a step
 
 
-def test_long_responses_lose_reward(config):
-    scored = [make_scored(i, score=1.0) for i in range(16)]
-    plain = group_rewards(scored, config, 0)
-    (length,) = {len(item.rollout.response_ids) for item in scored}
-    config.rollout.max_response_tokens = 2 * length
-    config.algorithms.batch_rules.overlong_tokens = 2 * length
-    np.testing.assert_allclose(group_rewards(scored, config, 0), plain - 0.5)
-    config.algorithms.batch_rules.overlong_tokens = length
-    np.testing.assert_array_equal(group_rewards(scored, config, 0), plain)
-    config.shaping.target = "none"
-    config.algorithms.batch_rules.overlong_tokens = 2 * length + 1
-    with pytest.raises(ValueError, match=r"overlong_tokens=\d+ must be at most rollout.max_resp"):
-        validate(config)
+def plan_of(config):
+    return PassPlan.of(load_algorithm(config.algorithms.to_dict()), config)
 
 
-def test_a_response_that_was_cut_off_is_not_trained_on():
+def test_a_response_that_was_cut_off_is_not_trained_on(config):
     batch = batch_of([(3, 4), (2, 5), (3, 3)])
     reasons = ("eos", "length", "stop")
-    rollouts = [make_scored(finish_reason=reason).rollout for reason in reasons]
-    found = without_truncated(batch, rollouts)
-    np.testing.assert_array_equal(found.response_mask[[0, 2]], batch.response_mask[[0, 2]])
-    assert batch.response_mask[1].any() and not found.response_mask[1].any()
+    found = credited_tokens(batch, [make_scored(finish_reason=reason) for reason in reasons])
+    assert found.truncated.tolist() == [False, True, False]
+    config.algorithms.batch_rules.mask_truncated = True
+    rewards, mask = np.ones((1, 3), np.float32), batch.response_mask
+    arguments = config, rewards, make_metrics(0, 3), mask, init_shaping_state()
+    trained = np.asarray(credit_of(*arguments, truncated=found.truncated).response_mask)
+    np.testing.assert_array_equal(trained[[0, 2]], mask[[0, 2]])
+    assert mask[1].any() and not trained[1].any()
 
 
 def rules_of(config, **changed):
@@ -62,19 +47,17 @@ def test_rules_act_between_estimator_and_shaping(config):
     random = np.random.default_rng(0)
     rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]], np.float32)
     mask = jnp.asarray(np.arange(5) < random.integers(1, 6, 12)[:, None])
-    passes = Passes(*(-random.exponential(size=(2, *mask.shape)).astype(np.float32)))
     confidence = jnp.array([0.2, 0.6, 0.7])
+    old_and_ref = -random.exponential(size=(2, *mask.shape)).astype(np.float32)
+    passes = Passes(*old_and_ref, prompt_confidence=confidence)
     algorithm = load_algorithm(config.algorithms.to_dict())
-    state = next_baselines(init_shaping_state(), make_metrics(0, 12), rewards, config)
+    state = baselines_after(config, rewards, make_metrics(0, 12))
 
     def found(target, **rules):
         config.shaping.target = target
         rules_of(config, **rules)
-        metrics = make_metrics(1, 12)
-        shaped, report = shaped_advantages(
-            algorithm, rewards, passes, metrics, mask, state, config, None, confidence
-        )
-        return np.asarray(shaped), report
+        credit = credit_of(config, rewards, make_metrics(1, 12), mask, state, passes)
+        return np.asarray(credit.advantages), credit.scalars
 
     @jax.jit
     def expected(old, ref):
@@ -102,27 +85,63 @@ def test_rules_act_between_estimator_and_shaping(config):
     assert (shaped - plain)[4:8].max() > 0.01 and not shaped[8:].any()
 
 
+PLAIN = {"old": NONE, "reference": NONE, "corrects": NONE}
+
+
 @pytest.mark.parametrize(
-    ("changed", "needed"),
+    ("changed", "planned"),
     [
-        ({}, ()),
-        ({"batch_rules.ace_alpha": 0.1}, ("early_old_logprobs", "early_reference")),
-        ({"batch_rules.arm_alpha": 0.1}, ("early_old_logprobs",)),
-        ({"importance.level": "token"}, ("early_old_logprobs",)),
-        ({"rollout.max_staleness": 1}, ("early_old_logprobs",)),
-        ({"rollout.max_staleness": 1, "importance.level_ahead": "none"}, ()),
-        ({"loss.surrogate": "clip"}, ("old_logprobs",)),
-        ({"loss.kl_coefficient": 0.1}, ("reference",)),
+        ({}, {}),
+        ({"batch_rules.ace_alpha": 0.1}, {"old": PASS, "reference": PASS}),
+        ({"batch_rules.arm_alpha": 0.1}, {"old": PASS}),
+        ({"importance.level": "token"}, {"old": PASS, "corrects": PASS}),
+        ({"rollout.max_staleness": 1}, {"old": PASS, "corrects": PASS}),
+        ({"rollout.max_staleness": 1, "importance.level_ahead": "none"}, {}),
+        ({"loss.surrogate": "clip"}, {"old": PASS}),
+        ({"loss.kl_coefficient": 0.1}, {"reference": UPDATE}),
+        ({"loss.kl_coefficient": 0.1, "training.offload": ("reference",)}, {"reference": PASS}),
+        # A step of one update.
+        ({"loss.surrogate": "clip"} | ONE_UPDATE, {"old": UPDATE}),
+        ({"importance.level": "token"} | ONE_UPDATE, {"corrects": UPDATE}),
+        ({"importance.level": "sequence"} | ONE_UPDATE, {"old": PASS, "corrects": PASS}),
+        (
+            {"importance.level": "token", "batch_rules.arm_alpha": 0.1} | ONE_UPDATE,
+            {"old": PASS, "corrects": PASS},
+        ),
     ],
 )
-def test_needs_of_rules(config, changed, needed):
+def test_who_computes_what(config, changed, planned):
     section = config.algorithms
     section.update_from_flattened_dict({"loss.surrogate": "reinforce", "loss.kl_coefficient": 0.0})
     for field, value in changed.items():
-        of = config if field.startswith("rollout.") else section
+        of = config if field.startswith(("rollout.", "training.")) else section
         of.update_from_flattened_dict({field: value})
-    found = all_needs(load_algorithm(section.to_dict()), config)
-    assert found == Needs(groups=True, **dict.fromkeys(needed, True))
+    found = plan_of(config)
+    assert {name: getattr(found, name) for name in PLAIN} == PLAIN | planned
+    assert found.prompts == ("batch_rules.arm_alpha" in changed) and not found.values
+    assert found.reference_in_loss == ("loss.kl_coefficient" in changed)
+    # The pass of a batch rule is not one of the loss.
+    given = found.given(Passes("old", "ref"))
+    assert given == Passes(
+        "old" if found.old == PASS else None, "ref" if found.reference_in_loss else None
+    )
+
+
+def test_what_a_step_needs_from_its_passes(config):
+    """PPO with one update per step: nobody computes log-probabilities while the critic warms up."""
+    config.update_from_flattened_dict({"algorithms.name": "ppo", "critic.warmup_steps": 1})
+    several = plan_of(config)
+    config.update_from_flattened_dict(ONE_UPDATE)
+    single = plan_of(config)
+    asked = PassNeeds(logprobs=True)
+    for step, logprobs in ((0, True), (1, False)):
+        assert several.needs(step, PassNeeds()) == PassNeeds(logprobs=True)
+        for also in (PassNeeds(), asked):
+            assert single.needs(step, also) == PassNeeds(logprobs=logprobs)
+    assert single.needs(1, asked | PassNeeds(states=True)) == PassNeeds(states=True)
+    config.hidden_states.source = "policy"
+    states = plan_of(config)
+    assert states.has_pass and states.needs(1, PassNeeds()).states and not single.has_pass
 
 
 def test_prompts_alone_are_rows_whose_response_is_all_but_their_first_token():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -19,9 +20,28 @@ from semrl_jax.metrics import (
 )
 from semrl_jax.metrics.names import FINAL_LAYER, GROUP_INDICATOR
 from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.training.probes import Probe, Seen, Tools
 
 _novelty = jax.jit(elliptical_novelty)
 _diversity = jax.jit(log_determinant)
+
+
+def probe(tools: Tools) -> Probe | None:
+    metrics = tools.config.metrics
+    return Groups(tuple(metrics.of_groups), metrics.layers) if metrics.of_groups else None
+
+
+@dataclasses.dataclass
+class Groups(Probe):
+    """The metrics that `metrics.of_groups` names."""
+
+    names: Sequence[str]
+    layers: Sequence[int]
+
+    def before(self, seen: Seen) -> Seen:
+        scored, found = group_indicators(self.names, seen.scored, self.layers)
+        scalars = {f"metrics/{name}": value for name, value in found.items()}
+        return seen._replace(scored=scored).with_scalars(scalars)
 
 
 def group_indicators(

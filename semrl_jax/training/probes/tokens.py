@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,30 @@ from jaxtyping import Bool
 
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.probes import Probe, Seen, Tools
 from semrl_jax.training.update import TokenPass
+
+
+def probe(tools: Tools) -> Probe | None:
+    shaping = tools.config.shaping
+    tracked = {*shaping.indicators, shaping.guidance} if shaping.target != "none" else set()
+    names = tuple(name for name in TOKEN_INDICATORS if name in tracked)
+    return Tokens(names) if names else None
+
+
+@dataclasses.dataclass
+class Tokens(Probe):
+    """Indicators of the tokens that the shaping uses."""
+
+    names: tuple[str, ...]
+
+    def needs(self, step: int) -> PassNeeds:
+        return PassNeeds(entropies=True)
+
+    def before(self, seen: Seen) -> Seen:
+        found = token_indicators(self.names, seen.tokens, seen.batch.response_mask)
+        return seen.with_metrics(found)
 
 
 def token_indicators(

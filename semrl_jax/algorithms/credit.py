@@ -1,0 +1,223 @@
+"""Credit: from rewards and metrics to what an update trains on, in one program.
+
+    rewards [+ bonus] -> estimator -> batch rules [+ bonus] -> importance weights -> advantages
+
+The bonus of the shaping is added to the rewards, to the advantages, to both or to none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
+from semrl_jax.algorithms.confidence import confidence_reweighting
+from semrl_jax.algorithms.error_penalty import error_penalty
+from semrl_jax.algorithms.importance import importance_weights
+from semrl_jax.algorithms.values import explained_variance
+from semrl_jax.metrics.records import Metrics
+from semrl_jax.shaping import (
+    ShapingOptions,
+    ShapingState,
+    reward_bonus,
+    shape_advantages,
+    update_shaping_state,
+)
+from semrl_jax.shaping.indicators import has_indicators
+
+Options = tuple[tuple[str, Any], ...]  # keywords of a function, as a static argument
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRules:
+    """Rules for the advantages and tokens of a batch. An alpha of 0 switches its rule off.
+
+    Attributes:
+      mask_truncated: whether responses that were truncated are not trained on. They still count in
+        the statistics of their group.
+      ace_alpha: of `error_penalty`.
+      arm_alpha, arm_low_fraction: of `confidence_reweighting`.
+    """
+
+    mask_truncated: bool = False
+    ace_alpha: float | int = 0.0
+    arm_alpha: float | int = 0.0
+    arm_low_fraction: float | int = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditRules:
+    """How credit is assigned; hashable, so that it can be static under `jax.jit`.
+
+    Attributes:
+      importance: options of `importance_weights`; empty: the advantages are not multiplied by these
+        weights here.
+    """
+
+    algorithm: Algorithm
+    shaping: ShapingOptions
+    batch: BatchRules = BatchRules()
+    importance: Options = ()
+
+
+class Tokens(NamedTuple):
+    """The responses of a batch.
+
+    Attributes:
+      response_mask: True on tokens that count.
+      truncated: whether a response ended at the limit of its length.
+      rollout_logprobs: nats, as the engine reported; read only for importance weights.
+    """
+
+    response_mask: Bool[Array, "B T"]
+    truncated: Bool[Array, " B"]
+    rollout_logprobs: Float[Array, "B T"] | None = None
+
+
+class Memory(NamedTuple):
+    """What credit keeps from step to step; the fields are those of the train state.
+
+    Attributes:
+      shaping: baselines of the indicators.
+      algorithm: state of the algorithm; {} if it has none.
+    """
+
+    shaping: ShapingState
+    algorithm: State
+
+
+class Credit(NamedTuple):
+    """What the update trains on.
+
+    Attributes:
+      advantages: float32, shaped, with importance weights; 0.0 on masked-out tokens.
+      returns: what the critic learns, without the bonus; None without a critic.
+      response_mask: True on tokens that are trained on; None: on all tokens that count.
+      scalars: float32, by log key.
+      memory: of the next step.
+    """
+
+    advantages: Float[Array, "B T"]
+    returns: Float[Array, "B T"] | None = None
+    response_mask: Bool[Array, "B T"] | None = None
+    scalars: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 - never changed
+    memory: Memory | None = None
+
+
+@functools.partial(jax.jit, static_argnames="rules")
+def assign_credit(
+    rules: CreditRules,
+    rewards: Float[Array, "P G"],
+    metrics: Metrics,
+    passes: Passes,
+    tokens: Tokens,
+    memory: Memory,
+) -> Credit:
+    """Turns the rewards of a batch into advantages, returns and the memory of the next step.
+
+    Args:
+      rewards: float32, one row per group; B = P * G responses in this order.
+      metrics: [B] values and validities; {} if nothing is measured.
+      passes: results of the forward passes before the update.
+      memory: before this step.
+    """
+    algorithm, shaping = rules.algorithm, vars(rules.shaping)
+    mask, baselines, scalars = tokens.response_mask, memory.shaping, {}
+    credited = rewards
+    if metrics and rules.shaping.target in ("reward", "both"):
+        credited = rewards + reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
+        scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
+    plain = algorithm.advantages(credited, passes, mask, memory.algorithm)
+    plain, of_rules = reweighted(plain, rewards, passes, mask, rules.batch)
+    shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
+    scalars |= extent("advantage", plain, mask) | extent("advantage/shaped", shaped, mask)
+    scalars |= of_rules | of_shaping
+    if rules.importance:
+        weights, _ = importance_weights(
+            passes.old_logprobs, tokens.rollout_logprobs, mask, **dict(rules.importance)
+        )
+        shaped = shaped * weights
+    returns = None
+    if algorithm.needs.values:
+        returns = algorithm.returns(rewards, passes, mask, memory.algorithm)
+        explained = explained_variance(passes.values, returns, mask)
+        scalars |= {"critic/explained_variance": explained}
+        scalars |= extent("critic/return", returns, mask)
+        scalars |= extent("critic/value", passes.values, mask)
+    if rules.batch.mask_truncated:
+        mask = mask & ~tokens.truncated[:, None]
+    after, of_state = _remembered(rules, rewards, metrics, passes, tokens, memory)
+    return Credit(shaped, returns, mask, scalars | of_state, after)
+
+
+def reweighted(
+    advantages: Float[Array, "B T"],
+    rewards: Float[Array, "P G"],
+    passes: Passes,
+    response_mask: Bool[Array, "B T"],
+    rules: BatchRules,
+) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """The advantages after `error_penalty` and then `confidence_reweighting`, and scalars of both.
+
+    A rule whose alpha is 0 does nothing and logs nothing.
+    """
+    scalars = {}
+    if rules.ace_alpha:
+        advantages, mean = error_penalty(
+            advantages,
+            passes.old_logprobs,
+            passes.ref_logprobs,
+            response_mask,
+            alpha=rules.ace_alpha,
+        )
+        scalars["advantage/ace_factor/mean"] = mean
+    if rules.arm_alpha:
+        advantages, mean = confidence_reweighting(
+            advantages,
+            rewards,
+            passes.old_logprobs,
+            passes.prompt_confidence,
+            response_mask,
+            alpha=rules.arm_alpha,
+            low_fraction=rules.arm_low_fraction,
+        )
+        scalars["advantage/arm_bonus/mean"] = mean
+    return advantages, scalars
+
+
+def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""]]:
+    """`<prefix>/{mean,max,min}` of the values under the mask."""
+    count = jnp.maximum(jnp.sum(mask), 1)
+    return {
+        f"{prefix}/mean": jnp.sum(jnp.where(mask, values, 0.0)) / count,
+        f"{prefix}/max": jnp.max(jnp.where(mask, values, -jnp.inf)),
+        f"{prefix}/min": jnp.min(jnp.where(mask, values, jnp.inf)),
+    }
+
+
+def _remembered(
+    rules: CreditRules,
+    rewards: Float[Array, "P G"],
+    metrics: Metrics,
+    passes: Passes,
+    tokens: Tokens,
+    memory: Memory,
+) -> tuple[Memory, dict[str, Float[Array, ""]]]:
+    """The memory of the next step, and the numbers in the algorithm's state of this one.
+
+    Baselines stay unchanged if an indicator is not measured.
+    """
+    (baselines, state), scalars = memory, {}
+    if has_indicators(metrics, rules.shaping.tracked):
+        baselines = update_shaping_state(
+            baselines, metrics, mean_reward=rewards.mean(), **vars(rules.shaping)
+        )
+    if rules.algorithm.needs.state:
+        scalars = {f"algorithm/{name}": x for name, x in state.items() if jnp.ndim(x) == 0}
+        state = rules.algorithm.next_state(state, rewards, passes, tokens.response_mask)
+    return Memory(baselines, state), scalars

@@ -1,0 +1,185 @@
+"""Numbers about a step: scalars for the log, metrics for the shaping. One module per probe.
+
+A module defines `probe(tools)`, which returns a `Probe`, or None if the config does not ask for it.
+The config names a user's modules in `metrics.probes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.errors import UserError
+from semrl_jax.metrics.records import Metrics
+from semrl_jax.modules import load_module, running
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.training.plan import NOTHING, PassNeeds, PassPlan
+from semrl_jax.training.update import TokenPass
+from semrl_jax.types import RolloutBatch
+
+FIELD = "metrics.probes"
+# In this order: a later one sees the metrics of those before.
+BUILT_IN = (
+    "tokens", "policy_states", "groups", "batch", "mismatch", "drift", "importance", "staleness",
+)  # fmt: skip
+
+
+class Tools(NamedTuple):
+    """What a probe may be made of.
+
+    Attributes:
+      config: of the run.
+      plan: of its passes.
+      peers: its processes.
+      measurer: of hidden states; None if none are measured.
+      stop: tells that the run is to end.
+    """
+
+    config: ml_collections.ConfigDict
+    plan: PassPlan
+    peers: Peers
+    measurer: Measurer | None
+    stop: StopRequest
+
+
+class Seen(NamedTuple):
+    """What probes see of a step.
+
+    Attributes:
+      step: of the row of the log.
+      scored: B responses with verdicts and metrics, in (group, sample) order.
+      batch: their tokens, in NumPy.
+      tokens: the policy's own pass before the update; None if there is none.
+      reference_states: final states [T, D] of responses under the reference, by index, in this
+        process; None unless asked for.
+      logprobs: nats, of the policy before the update; None if nobody computed them, and before the
+        update if the update computes them.
+      counted: True on the tokens that `logprobs` has. A batch rule may leave responses out of an
+        update.
+      scalars: for the row of the log.
+    """
+
+    step: int
+    scored: list[ScoredRollout]
+    batch: RolloutBatch
+    tokens: TokenPass | None = None
+    reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
+    logprobs: Float[Array | np.ndarray, "B T"] | None = None
+    counted: Bool[np.ndarray, "B T"] | None = None
+    scalars: Mapping[str, float] = {}
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        scored: list[ScoredRollout],
+        batch: RolloutBatch,
+        tokens: TokenPass | None,
+        reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
+    ) -> Seen:
+        """Before the update."""
+        logprobs = None if tokens is None else tokens.logprobs
+        return cls(step, scored, batch, tokens, reference_states, logprobs, batch.response_mask)
+
+    def updated(
+        self, logprobs: Float[np.ndarray, "B T"] | None, trained: Bool[Array | np.ndarray, "B T"]
+    ) -> Seen:
+        """After an update on the `trained` tokens, which may have given `logprobs`."""
+        if self.logprobs is not None:
+            return self
+        return self._replace(logprobs=logprobs, counted=np.asarray(trained))
+
+    def with_metrics(self, metrics: Sequence[Metrics]) -> Seen:
+        """Adds metrics, one mapping per response."""
+        pairs = zip(self.scored, metrics, strict=True)
+        return self._replace(scored=[item.with_metrics(found) for item, found in pairs])
+
+    def with_scalars(self, scalars: Mapping[str, float]) -> Seen:
+        return self._replace(scalars={**self.scalars, **scalars})
+
+
+class Probe:
+    """Does nothing; a probe overrides what it needs. All processes call its functions together."""
+
+    def needs(self, step: int) -> PassNeeds:
+        """What `before` and `after` need of the passes of this step."""
+        return NOTHING
+
+    def before(self, seen: Seen) -> Seen:
+        """Adds metrics or scalars before credit is assigned: the shaping may use the metrics."""
+        return seen
+
+    def after(self, seen: Seen) -> Mapping[str, Any]:
+        """Scalars for the row of the log, by key, after the update."""
+        return {}
+
+
+class Probes(Probe):
+    """Several probes as one; an error of a user's probe names its module."""
+
+    def __init__(self, probes: Sequence[tuple[ModuleType, Probe]]):
+        self._probes = tuple(probes)
+
+    def needs(self, step: int) -> PassNeeds:
+        found = []
+        for module, probe in self._probes:
+            with running(FIELD, module, "needs"):
+                found.append(probe.needs(step))
+        return functools.reduce(operator.or_, found, NOTHING)
+
+    def before(self, seen: Seen) -> Seen:
+        for module, probe in self._probes:
+            with running(FIELD, module, "before"):
+                seen = probe.before(seen)
+        return seen
+
+    def after(self, seen: Seen) -> dict[str, float]:
+        """The scalars of all, those of `before` among them."""
+        found = dict(seen.scalars)
+        for module, probe in self._probes:
+            with running(FIELD, module, "after"):
+                scalars = probe.after(seen)
+                found |= {name: float(value) for name, value in scalars.items()}
+        return found
+
+
+def load_probe(name: str) -> ModuleType:
+    """The module of a name of BUILT_IN, or of a user's probe. Raises UserError if it is none."""
+    return load_module(FIELD, name, __name__, ("probe",))
+
+
+def load_probes(tools: Tools) -> Probes:
+    """The built-in probes that the config asks for, and the user's.
+
+    Raises:
+      UserError: for a user's module that cannot be used.
+    """
+    found = []
+    for name in dict.fromkeys((*BUILT_IN, *tools.config.metrics.probes)):
+        module = load_probe(name)
+        with running(FIELD, module, "probe"):
+            probe = module.probe(tools)
+        if probe is None:
+            continue
+        if not isinstance(probe, Probe):
+            raise UserError(
+                f"{FIELD}={name!r}: probe(tools) must return a semrl_jax.training.probes.Probe or "
+                f"None, not {type(probe).__name__}."
+            )
+        found.append((module, probe))
+    return Probes(found)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether a step is one of every `every`; 0: none is."""
+    return bool(every) and step % every == 0

@@ -1,0 +1,26 @@
+"""Metrics of the mean hidden states of a whole batch, measured during the update."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.training.probes import Probe, Seen, Tools
+
+
+def probe(tools: Tools) -> Probe | None:
+    # The log is that of process 0.
+    return Batch(tools.measurer) if tools.measurer is not None and not tools.peers.index else None
+
+
+class Batch(Probe):
+    def __init__(self, measurer: Measurer):
+        self._measurer = measurer
+        self._started: Future[dict[str, float]] | None = None
+
+    def before(self, seen: Seen) -> Seen:
+        self._started = self._measurer.submit_batch([item.mean_states for item in seen.scored])
+        return seen
+
+    def after(self, seen: Seen) -> dict[str, float]:
+        return {f"metrics/{name}": value for name, value in self._started.result().items()}

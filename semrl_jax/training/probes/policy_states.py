@@ -1,0 +1,38 @@
+"""Metrics of the policy's own hidden states, with `hidden_states.source='policy'`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from semrl_jax.cluster.agreement import run_phase
+from semrl_jax.sampling.exchange import of_all
+from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.probes import Probe, Seen, Tools
+
+
+def probe(tools: Tools) -> Probe | None:
+    return PolicyStates(tools) if tools.plan.states else None
+
+
+@dataclasses.dataclass
+class PolicyStates(Probe):
+    """Each process measures the responses whose states it has; all get all metrics."""
+
+    tools: Tools
+
+    def needs(self, step: int) -> PassNeeds:
+        return PassNeeds(states=True)
+
+    def before(self, seen: Seen) -> Seen:
+        measurer, peers = self.tools.measurer, self.tools.peers
+
+        def measure_own() -> list[ScoredRollout]:
+            pending = {i: measurer.submit(rows) for i, rows in seen.tokens.states.items()}
+            measurer.flush()
+            with self.tools.stop.interruptible():
+                return [
+                    seen.scored[i].with_measured(future.result()) for i, future in pending.items()
+                ]
+
+        return seen._replace(scored=of_all(peers, run_phase(peers, "metrics", measure_own)))

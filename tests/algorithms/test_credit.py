@@ -1,0 +1,96 @@
+"""How the options reach estimator and shaping, and what is kept from step to step."""
+
+import numpy as np
+
+from semrl_jax.algorithms.algorithm import Passes, load_algorithm
+from semrl_jax.algorithms.credit import Credit, Memory, Tokens, assign_credit
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.plan import PassPlan, credit_rules
+
+INDICATORS = ("effective_rank_acceleration", "effective_rank_velocity", "effective_rank")
+REWARDS = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
+MASK = np.ones((8, 3), bool)
+NOTHING = Passes()  # no pass is needed
+
+
+def credit_of(config, rewards, metrics, mask, baselines, passes=NOTHING, **tokens) -> Credit:
+    """The credit of a config, with the first state of its algorithm."""
+    algorithm = load_algorithm(config.algorithms.to_dict())
+    tokens = Tokens(mask, tokens.pop("truncated", np.zeros(len(mask), bool)), **tokens)
+    memory = Memory(baselines, algorithm.first_state())
+    rules = credit_rules(algorithm, config, PassPlan.of(algorithm, config))
+    return assign_credit(rules, rewards, metrics, passes, tokens, memory)
+
+
+def baselines_after(config, rewards, metrics, mask=None):
+    """The baselines after a first step."""
+    mask = np.ones((rewards.size, 3), bool) if mask is None else mask
+    return credit_of(config, rewards, metrics, mask, init_shaping_state()).memory.shaping
+
+
+def make_metrics(seed=0, num=8):
+    random = np.random.default_rng(seed)
+    return {
+        key: Measurement(random.uniform(1, 2, num).astype(np.float32), np.ones(num, bool))
+        for key in map(MetricKey.parse, INDICATORS)
+    }
+
+
+def test_options_reach_estimator_and_shaping(config):
+    """By hand: the first batch sets the baselines, the second is shaped against them."""
+    first = credit_of(config, REWARDS, make_metrics(), MASK, init_shaping_state())
+    std = np.std([1, 0, 0, 1], ddof=1)
+    plain = np.repeat([0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0], 3).reshape(8, 3) / (std + 1e-6)
+    np.testing.assert_allclose(first.advantages, plain, rtol=1e-6)
+    assert first.scalars["shaping/active"] == 0 and first.returns is None
+    baselines = first.memory.shaping
+    np.testing.assert_allclose(
+        baselines.baseline, [found.value.mean() for found in make_metrics().values()], rtol=1e-6
+    )
+    shaped = credit_of(config, REWARDS, make_metrics(1), MASK, baselines)
+    bonus = np.asarray(shaped.advantages) - np.asarray(first.advantages)
+    assert shaped.scalars["shaping/active"] == 1
+    assert (bonus >= 0).all() and (bonus[:4] > 0).any()
+    np.testing.assert_array_equal(bonus[4:], 0)  # equal rewards leave nothing to shape
+    config.shaping.eta = 0.0
+    found = credit_of(config, REWARDS, make_metrics(1), MASK, baselines)
+    np.testing.assert_allclose(found.advantages, plain, rtol=1e-6)
+
+
+def test_the_signal_may_go_into_the_reward(config):
+    baselines = baselines_after(config, REWARDS, make_metrics())
+    config.shaping.target = "reward"
+    found = credit_of(config, REWARDS, make_metrics(1), MASK, baselines)
+    assert (np.asarray(found.advantages)[4:] != 0).any()  # Phi breaks the tie of equal rewards
+
+
+def test_baselines_stay_where_nothing_is_measured(config):
+    config.shaping.target = "none"
+    before = init_shaping_state()
+    after = credit_of(config, REWARDS, {}, MASK, before).memory.shaping
+    for one, other in zip(after, before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_advantages_have_importance_weights(config):
+    """Log-probabilities that differ by log 2 from the engine's: truncated at a cap of 1.5."""
+    config.algorithms.importance.update(level="token", cap=1.5)
+    zeros = np.zeros(MASK.shape, np.float32)
+    shift = np.where(np.arange(3) == 1, np.log(2), 0).astype(np.float32)
+    passes = Passes(old_logprobs=zeros)
+    arguments = config, REWARDS, make_metrics(), MASK, init_shaping_state(), passes
+    plain = credit_of(*arguments, rollout_logprobs=zeros).advantages
+    found = credit_of(*arguments, rollout_logprobs=zeros - shift).advantages
+    np.testing.assert_allclose(found, np.array([[1, 1.5, 1]], np.float32) * plain, rtol=1e-6)
+
+
+def test_a_truncated_response_counts_in_its_group_and_is_not_trained_on(config):
+    truncated = np.arange(8) == 3
+    arguments = config, REWARDS, make_metrics(), MASK, init_shaping_state()
+    plain = credit_of(*arguments, truncated=truncated)
+    np.testing.assert_array_equal(plain.response_mask, MASK)
+    config.algorithms.batch_rules.mask_truncated = True
+    found = credit_of(*arguments, truncated=truncated)
+    np.testing.assert_array_equal(found.response_mask, MASK & ~truncated[:, None])
+    np.testing.assert_array_equal(found.advantages, plain.advantages)

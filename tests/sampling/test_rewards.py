@@ -1,0 +1,44 @@
+"""Rewards of the batch."""
+
+import numpy as np
+import pytest
+
+from semrl_jax.rewards.overlong import overlong_penalty
+from semrl_jax.runs import validate
+from semrl_jax.sampling.rewards import group_rewards
+from tests.fixtures import make_scored
+
+
+def test_shuffled_rewards_are_the_same_rewards_elsewhere(config):
+    scored = [make_scored(i, score=float(i)) for i in range(16)]
+    plain = group_rewards(scored, config, 3)
+    np.testing.assert_array_equal(plain, np.arange(16, dtype=np.float32).reshape(4, 4))
+    config.rewards.shuffle = True
+    shuffled = group_rewards(scored, config, 3)
+    assert (shuffled != plain).any()
+    np.testing.assert_array_equal(np.sort(shuffled.ravel()), plain.ravel())
+    np.testing.assert_array_equal(shuffled, group_rewards(scored, config, 3))
+    assert (shuffled != group_rewards(scored, config, 4)).any()
+
+
+def test_the_penalty_grows_over_the_buffer():
+    lengths = np.array([1, 60, 70, 80, 100, 120])
+    expected = [0, 0, -0.25, -0.5, -1, -1]
+    found = overlong_penalty(lengths, limit=100, buffer=40)
+    np.testing.assert_allclose(found, expected)
+    assert found.dtype == np.float32
+
+
+def test_long_responses_lose_reward(config):
+    scored = [make_scored(i, score=1.0) for i in range(16)]
+    plain = group_rewards(scored, config, 0)
+    (length,) = {len(item.rollout.response_ids) for item in scored}
+    config.rollout.max_response_tokens = 2 * length
+    config.algorithms.batch_rules.overlong_tokens = 2 * length
+    np.testing.assert_allclose(group_rewards(scored, config, 0), plain - 0.5)
+    config.algorithms.batch_rules.overlong_tokens = length
+    np.testing.assert_array_equal(group_rewards(scored, config, 0), plain)
+    config.shaping.target = "none"
+    config.algorithms.batch_rules.overlong_tokens = 2 * length + 1
+    with pytest.raises(ValueError, match=r"overlong_tokens=\d+ must be at most rollout.max_resp"):
+        validate(config)

@@ -1,0 +1,104 @@
+"""How probes are found and combined; those of a run are seen in tests/runs."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.errors import UserError
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.modules import module_names
+from semrl_jax.runs import validate
+from semrl_jax.training.probes import (
+    BUILT_IN,
+    NOTHING,
+    PassNeeds,
+    Probe,
+    Probes,
+    Seen,
+    Tools,
+    load_probes,
+)
+from tests.fixtures import make_scored
+from tests.tiny import tiny_config
+from tests.training.test_packing import batch_of
+from tests.training.test_plan import plan_of
+
+KEY = MetricKey("length")
+
+
+@dataclasses.dataclass
+class Lengths(Probe):
+    """Adds a metric before the update, and a scalar of it after."""
+
+    every: int
+
+    def needs(self, step):
+        return PassNeeds(entropies=step % self.every == 0)
+
+    def before(self, seen):
+        lengths = [len(item.rollout.response_ids) for item in seen.scored]
+        return seen.with_metrics([{KEY: Measurement(float(n), True)} for n in lengths])
+
+    def after(self, seen):
+        lengths = [item.rollout.metrics[KEY].value for item in seen.scored]
+        return {"response/longest": np.max(lengths)}
+
+
+def probe(tools):
+    """This file is a user's module."""
+    return {"lengths": Lengths(2), "none": None, "text": "Lengths"}[tools.config.metrics.names[0]]
+
+
+def loaded(config, name="lengths"):
+    config.metrics.names = (name,)
+    config.metrics.probes = (__name__,)
+    return load_probes(Tools(config, plan_of(config), Peers(), None, None))
+
+
+SEEN = Seen(0, [make_scored(i) for i in range(4)], batch_of([(3, 2)] * 4))
+
+
+def test_every_module_of_the_package_is_a_probe():
+    assert set(BUILT_IN) == set(module_names("semrl_jax.training.probes"))
+
+
+def test_probes_add_needs_metrics_and_scalars():
+    probes = Probes([(sys.modules[__name__], Lengths(every)) for every in (2, 3)])
+    needed = [probes.needs(step) for step in range(4)]
+    assert [needs != NOTHING for needs in needed] == [True, False, True, True]
+    assert needed[0] == PassNeeds(entropies=True)
+    seen = probes.before(SEEN.with_scalars({"metrics/own": 1.0}))
+    assert [item.rollout.metrics[KEY].value for item in seen.scored] == [2.0] * 4
+    scalars = probes.after(seen)
+    assert scalars == {"metrics/own": 1.0, "response/longest": 2.0}
+    assert type(scalars["response/longest"]) is float
+
+
+def test_mistakes_in_a_users_probe_are_named(config):
+    loaded(config, "none")
+    with pytest.raises(UserError, match=r"probe\(tools\) must return a .*Probe or None, not str"):
+        loaded(config, "text")
+    with pytest.raises(UserError, match=r"probes: probe of .*test_probes failed .KeyError"):
+        loaded(config, "other")
+    probes = loaded(config)
+    with pytest.raises(UserError, match=r"metrics.probes: before of .*test_probes failed"):
+        probes.before(SEEN._replace(scored=[None]))
+    config = tiny_config()
+    for name, reason in (("tests.nothing", "cannot be imported"), ("tests.tiny", "has no 'probe'")):
+        config.metrics.probes = (name,)
+        with pytest.raises(UserError, match=f"metrics.probes='{name}'.*{reason}"):
+            validate(config)
+
+
+def test_log_probabilities_are_those_of_the_pass_or_else_of_the_update():
+    ours = np.zeros((4, 2), np.float32)
+    trained = np.arange(4)[:, None] < np.array([2, 2])
+    seen = SEEN
+    assert seen.updated(None, trained).logprobs is None
+    after = seen.updated(ours, trained)
+    assert after.logprobs is ours and after.counted is trained
+    passed = seen._replace(logprobs=ours + 1, counted=~trained)
+    assert passed.updated(ours, trained) is passed
