@@ -57,6 +57,8 @@ class LocalReplica(Replica):
         self._engine = engine
         self._service = RolloutService(engine, replica_id=self.address, in_flight=in_flight)
         self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(
             target=run_loop, args=(self._loop,), name="rollout-replica", daemon=True
         )
@@ -76,7 +78,7 @@ class LocalReplica(Replica):
 
     def generate(self, call: GenerateCall, timeout_s: float) -> LocalResponses:
         """Starts a call, which has no deadline of its own."""
-        return LocalResponses(self._rollouts(call), self._loop)
+        return LocalResponses(self, call)
 
     async def _rollouts(self, call: GenerateCall) -> AsyncIterator[Rollout]:
         with refused_if_invalid():
@@ -114,26 +116,33 @@ class LocalReplica(Replica):
             raise
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._submit(_cancel_all()).result()
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._engine.close()
 
     def _submit(self, work: Coroutine) -> concurrent.futures.Future:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Runs it on the loop; RuntimeError once the replica is closed."""
+        with self._closing:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the embedded rollout replica is closed.")
 
 
 class LocalResponses:
     """The rollouts of one call; see `Responses`."""
 
-    def __init__(self, rollouts: AsyncIterator[Rollout], loop: asyncio.AbstractEventLoop):
+    def __init__(self, replica: LocalReplica, call: GenerateCall):
         self.num_bytes: collections.Counter[str] = collections.Counter()
-        self._loop = loop
+        self._loop = replica._loop
         self._room = asyncio.Semaphore(1)  # the engine waits for the reader, as for a slow client
         self._items: queue.SimpleQueue[Rollout | concurrent.futures.Future] = queue.SimpleQueue()
-        self._call = asyncio.run_coroutine_threadsafe(self._forward(rollouts), loop)
+        self._call = replica._submit(self._forward(replica._rollouts(call)))
         self._call.add_done_callback(self._items.put)
 
     def __iter__(self) -> Iterator[Rollout]:
