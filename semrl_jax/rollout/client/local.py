@@ -108,10 +108,12 @@ class LocalReplica(Replica):
         update = self._submit(self._service.update(receive))
         try:
             concurrent.futures.wait((begun, update), return_when=concurrent.futures.FIRST_COMPLETED)
-            if begun.done():
+            if not update.done():
                 loaded.set_result(self._engine.load_arrays(arrays))
             return _result(update, "UpdateWeights", timeout_s)
         except BaseException:
+            if update.done():  # why the tensors could not be loaded, as after `close`
+                _result(update, "UpdateWeights")
             update.cancel()
             raise
 
