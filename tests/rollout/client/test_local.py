@@ -94,8 +94,8 @@ def assert_equal(some, others):
 def test_the_same_rollouts_and_counts_as_from_a_server(
     local, world, states, metrics, groups_per_call
 ):
-    found = []
-    for client in (local(), world.client(world.replica())):
+    found, waits = [], {"stall_timeout_s": 60.0, "generate_timeout_s": 60.0}  # metrics are compiled
+    for client in (local(**waits), world.client(world.replica(), **waits)):
         rollouts = client.generate(
             make_requests(),
             SAMPLING,
