@@ -46,7 +46,8 @@ class WeightVersion:
       attempt_id: new at every start of the trainer, so that step 12 of a resumed run differs from
         step 12 of an earlier attempt.
       step: the training step that will sample with these weights, from 0.
-      digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors.
+      digest: hex SHA-256 over names, shapes, dtypes and checksums of all tensors; "" in a replica
+        of the trainer's process, where weights stay on the devices.
     """
 
     run_id: str

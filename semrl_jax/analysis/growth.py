@@ -13,7 +13,7 @@ from semrl_jax import models
 from semrl_jax.analysis.correlation import Correlation, correlate
 from semrl_jax.metrics import WINDOWS
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 
@@ -116,24 +116,20 @@ def sampled_states(
         for i, prompt in enumerate(prompts)
     ]
     states = []
-    with EmbeddedReplica(JaxEngine(policy, chunk=64, max_response_tokens=num_tokens)) as replica:
-        with RolloutClient(
-            [replica.address], replica.token, run_id="growth", attempt_id="0"
-        ) as client:
-            client.connect(model_hash=config.hash, tokenizer_hash="", vocab_size=config.vocab_size)
-            version = client.sync_weights(
-                models.tensor_specs(config, "float32"),
-                lambda: (
-                    array for _, array in models.iterate_hf_tensors(params, config, "float32")
-                ),
-                step=0,
+    replica = LocalReplica(JaxEngine(policy, chunk=64, max_response_tokens=num_tokens))
+    with RolloutClient(local=replica, run_id="growth", attempt_id="0") as client:
+        client.connect(model_hash=config.hash, tokenizer_hash="", vocab_size=config.vocab_size)
+        version = client.sync_weights(
+            models.tensor_specs(config, "float32"),
+            lambda: (array for _, array in models.iterate_hf_tensors(params, config, "float32")),
+            step=0,
+        )
+        for i, temperature in enumerate(TEMPERATURES):
+            rollouts = client.generate(
+                requests[i :: len(TEMPERATURES)],
+                SamplingParams(num_tokens, temperature=temperature),
+                HiddenStateParams((-1,), "float32"),
+                version=version,
             )
-            for i, temperature in enumerate(TEMPERATURES):
-                rollouts = client.generate(
-                    requests[i :: len(TEMPERATURES)],
-                    SamplingParams(num_tokens, temperature=temperature),
-                    HiddenStateParams((-1,), "float32"),
-                    version=version,
-                )
-                states += [rollout.hidden_states[:, 0] for rollout in rollouts]
+            states += [rollout.hidden_states[:, 0] for rollout in rollouts]
     return states

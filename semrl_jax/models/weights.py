@@ -161,13 +161,16 @@ def num_parameters(config: DecoderConfig, axes: Mapping[str, int] = EMPTY) -> in
 
 
 def iterate_hf_tensors(
-    params: Params, config: DecoderConfig, dtype: str
-) -> Iterator[tuple[TensorSpec, np.ndarray]]:
-    """Yields (spec, array) in the order of `tensor_specs`; two layers on the host at a time.
+    params: Params, config: DecoderConfig, dtype: str, *, on_host: bool = True
+) -> Iterator[tuple[TensorSpec, np.ndarray | Array]]:
+    """Yields (spec, array) in the order of `tensor_specs`; two layers exist at a time.
 
     The devices merge adapters, cast and transpose, and prepare one layer while the caller
     uses the previous one. If other processes hold parts of the parameters, all processes must read
     it to its end.
+
+    Args:
+      on_host: yields NumPy arrays; False leaves the arrays on their devices, in one process.
     """
 
     def start(group: Sequence[HfTensor]) -> list[Array]:
@@ -177,7 +180,8 @@ def iterate_hf_tensors(
             parts=tuple(("/".join(t.path), t.expert, t.is_kernel) for t in group),
             dtype=dtype,
         )
-        start_copies(arrays)
+        if on_host:
+            start_copies(arrays)
         return arrays
 
     # One transfer per layer: the host never holds the whole stack.
@@ -186,8 +190,10 @@ def iterate_hf_tensors(
     ready = start(groups[0])
     for group, following in itertools.zip_longest(groups, groups[1:]):
         arrays, ready = ready, start(following) if following else []
-        for tensor, array in zip(group, to_host(arrays)):
-            yield TensorSpec(tensor.name, tensor.shape, dtype), np.ascontiguousarray(array)
+        if on_host:
+            arrays = map(np.ascontiguousarray, to_host(arrays))
+        for tensor, array in zip(group, arrays):
+            yield TensorSpec(tensor.name, tensor.shape, dtype), array
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "dtype"))
@@ -358,8 +364,14 @@ class UnstackedParams:
         self._num_layers = config.num_layers
         self._leaves: dict[str, Array] = {}
 
-    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Puts whole tensors of Hugging Face on the devices; returns before they are copied."""
+    def layer_of(self, name: str) -> int | None:
+        return self._tensors[name].layer
+
+    def put(self, arrays: Mapping[str, np.ndarray | Array]) -> list[Array]:
+        """Puts whole tensors of Hugging Face on the devices; returns before they are copied.
+
+        Returns them as they came, on these devices.
+        """
         targets, shardings = [], []  # how the tensors come, and how they are kept
         for name in arrays:
             tensor = self._tensors[name]
@@ -372,6 +384,7 @@ class UnstackedParams:
             shardings.append(_transposed(sharding) if tensor.is_kernel else sharding)
         placed = jax.device_put(list(arrays.values()), shardings)
         self._leaves |= zip(arrays, _engine_layout(placed, targets=tuple(targets)))
+        return placed
 
     def wait(self) -> None:
         """Waits until every array that was put has been copied."""

@@ -18,10 +18,12 @@ from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
 from semrl_jax.model_setup import end_token_ids
 from semrl_jax.rollout.building import configured_mesh
+from semrl_jax.rollout.wire.codec import weights_digest
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_model_limits
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.settings.rollout import weight_dtype
 
 
 @dataclasses.dataclass
@@ -40,8 +42,13 @@ class Inference:
 
     def load(self, source: PolicySource) -> str:
         """Sends the weights to the replicas; returns their digest."""
-        params = source.params(self.policy, self.mesh)
-        return self.sampler.sync_weights(params, source.step).digest
+        params, architecture = source.params(self.policy, self.mesh), self.policy.config
+        version, dtype = self.sampler.sync_weights(params, source.step), weight_dtype(self.config)
+        if version.digest:
+            return version.digest
+        tensors = models.iterate_hf_tensors(params, architecture, dtype)
+        specs = models.tensor_specs(architecture, dtype)
+        return weights_digest(specs, (array for _, array in tensors))
 
 
 def check_inference(

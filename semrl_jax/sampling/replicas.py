@@ -18,7 +18,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.models import Policy
 from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vllm_child
 from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.sampling.addresses import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
@@ -70,32 +70,27 @@ def open_client(
         _check_limits(description, config, num_problems, place[1])
 
     with contextlib.ExitStack() as stack:
+        addresses, token, local = (), "", None
         if rollout.addresses:
             addresses = own_part(rollout.addresses)
             token = read_token(rollout.token_file)
+        elif is_embedded(config):
+            engine = jax_engine(config, policy, tokenizer, device_lock)
+            local = LocalReplica(engine, in_flight=replica_in_flight(rollout))
         else:
             token, own = new_token(), directory / f"replica{place[0]}"
-            if is_embedded(config):
-                engine = jax_engine(config, policy, tokenizer, device_lock)
-                found = [
-                    EmbeddedReplica(
-                        engine,
-                        token=token,
-                        in_flight=replica_in_flight(rollout),
-                        stall_timeout_s=rollout.stall_timeout_s,
-                    )
-                ]
-            elif rollout.engine == "vllm":
-                found = [vllm_child(config, own, reporter.line, token)]
+            if rollout.engine == "vllm":
+                children = [vllm_child(config, own, reporter.line, token)]
             else:
-                found = jax_children(config, own, reporter.line, token)
-            for replica in found:
-                stack.enter_context(replica)
-            addresses = tuple(replica.address for replica in found)
+                children = jax_children(config, own, reporter.line, token)
+            for child in children:
+                stack.enter_context(child)
+            addresses = tuple(child.address for child in children)
         client = stack.enter_context(
             RolloutClient(
                 addresses,
                 token,
+                local=local,
                 run_id=run_id,
                 attempt_id=attempt_id,
                 connect_timeout_s=rollout.connect_timeout_s,

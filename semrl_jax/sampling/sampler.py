@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
 
@@ -28,6 +29,7 @@ from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.sampling.dynamic import Rewards, sample_until_kept
 from semrl_jax.sampling.exchange import of_all, share_of
+from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
 from semrl_jax.sampling.weight_sync import send_together
 from semrl_jax.settings.algorithms import MAX_ROUNDS
@@ -63,13 +65,14 @@ class Weights(NamedTuple):
 
     Attributes:
       step: of the loop.
-      read: starts a pass over the arrays of `models.tensor_specs`.
+      read: starts a pass over the arrays of `models.tensor_specs`. They are on the devices if one
+        process trains and samples.
       read_together: every process must read, to the end, at the same time.
       version: None before the weights are sent, and in a process without replicas.
     """
 
     step: int
-    read: Callable[[], Iterator[np.ndarray]]
+    read: Callable[[], Iterator[np.ndarray | jax.Array]]
     read_together: bool
     version: WeightVersion | None = None
 
@@ -127,20 +130,26 @@ class Sampler:
         self.sync_weights(weights[-1], step)
 
     def sync_weights(self, params: models.Params, step: int) -> WeightVersion | None:
-        """Streams the policy to every replica; later calls sample with exactly this version.
+        """Gives the policy to every replica; later calls sample with exactly this version.
 
-        With several processes, all gather each tensor together. Returns None in a process without
-        replicas.
+        An embedded replica takes it from device to device. With several processes, all gather each
+        tensor together, on the host. Returns None in a process without replicas.
 
         Raises:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
-        read = functools.partial(self._read, params)
-        self._send(Weights(step, read, read_together=self.peers.count > 1))
+        together = self.peers.count > 1
+        read = functools.partial(
+            self._read, params, on_host=together or not is_embedded(self.config)
+        )
+        self._send(Weights(step, read, read_together=together))
         return self.weights.version
 
-    def _read(self, params: models.Params) -> Iterator[np.ndarray]:
-        tensors = models.iterate_hf_tensors(params, self.architecture, weight_dtype(self.config))
+    def _read(
+        self, params: models.Params, *, on_host: bool = True
+    ) -> Iterator[np.ndarray | jax.Array]:
+        dtype = weight_dtype(self.config)
+        tensors = models.iterate_hf_tensors(params, self.architecture, dtype, on_host=on_host)
         return (array for _, array in tensors)
 
     def _send(self, weights: Weights) -> None:

@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
-from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES, GenerateCall
+from semrl_jax.rollout.wire.codec import STATE_DTYPES, WEIGHT_DTYPES, GenerateCall, as_bytes
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,
@@ -157,6 +157,14 @@ class FakeEngine(Engine):
         self._staged_specs = tuple(specs)
         self._staged = {spec.name: np.empty(spec.num_bytes, np.uint8) for spec in specs}
         return self._staged
+
+    def load_arrays(self, arrays: Iterable[tuple[str, np.ndarray]]) -> list[str]:
+        unsound = []
+        for name, array in arrays:
+            self._staged[name][:] = as_bytes(array)
+            if not np.isfinite(array).all():
+                unsound.append(name)
+        return unsound
 
     async def commit_weight_update(self, version: WeightVersion) -> None:
         await asyncio.sleep(self.script.commit_delay_s)

@@ -84,8 +84,8 @@ def test_a_resumed_run_continues_to_the_bit(config, tmp_path, rewarded, name, fi
 def test_what_is_on_the_host_changes_no_number(config, tmp_path, rewarded, monkeypatch):
     sent, read = [], Sampler._read
 
-    def recorded(self, params):
-        arrays = list(read(self, params))
+    def recorded(self, params, **options):
+        arrays = list(read(self, params, **options))
         sent.append({str(array.dtype) for array in arrays})
         return iter(arrays)
 

@@ -11,19 +11,26 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
 from jaxtyping import UInt8
 
 from semrl_jax.cores import usable_cores
+from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.memory import OwnMemory, layout
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.types import TensorSpec, WeightVersion, manifest_digest
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from semrl_jax.rollout.client.local import LocalReplica
 
 _QUEUED_CHUNKS = 8  # per replica; beyond them the others wait for it, at most `Waits.sync_wait_s`
 _POLL_S = 0.2
@@ -40,7 +47,7 @@ def send_weights(
     version: WeightVersion,
     specs: Sequence[TensorSpec],
     arrays: Iterable[np.ndarray],
-    replicas: Sequence[Replica],
+    replicas: Sequence[RemoteReplica],
     *,
     memory: OwnMemory | None,
     deadline: float,
@@ -87,7 +94,7 @@ def send_weights(
         with _Hashing(limit=0 if is_kept else _MAX_HASHED) as hashing:
             # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
             for index, (array, spec) in enumerate(zip(_exactly(specs, arrays), specs)):
-                data = _checked_bytes(spec, array)
+                data = codec.as_bytes(_checked(spec, array))
                 for way in ways:
                     data = way.send(index, data)
                 hashing.add(data)
@@ -108,6 +115,27 @@ def send_weights(
     return version, {r.replica: r.error for r in receivers if r.error}
 
 
+def hand_over(
+    version: WeightVersion,
+    specs: Sequence[TensorSpec],
+    arrays: Iterable[np.ndarray | Array],
+    replica: LocalReplica,
+    *,
+    deadline: float,
+) -> tuple[WeightVersion | None, dict[Replica, str]]:
+    """As `send_weights`, to a replica of this process. The version has no digest."""
+    # As in `send_weights`, `zip` reads the arrays first.
+    tensors = (
+        (spec.name, _checked(spec, array)) for array, spec in zip(_exactly(specs, arrays), specs)
+    )
+    try:
+        return replica.take_weights(version, specs, tensors, deadline - time.monotonic()), {}
+    except grpc.RpcError as error:
+        if fatal := fatal_error(replica, error):
+            raise fatal from error
+        return None, {replica: describe_error(error)}
+
+
 class _Receiver:
     """The update stream of one replica.
 
@@ -120,7 +148,7 @@ class _Receiver:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: RemoteReplica,
         deadline: float,
         waits: Waits,
         all_receivers: Sequence[_Receiver],
@@ -368,13 +396,13 @@ def _checksums(batch: Sequence[UInt8[np.ndarray, " _"]]) -> list[bytes]:
     return [codec.checksum(data).digest() for data in batch]
 
 
-def _checked_bytes(spec: TensorSpec, array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
+def _checked(spec: TensorSpec, array: np.ndarray | Array) -> np.ndarray | Array:
     if array.shape != spec.shape or array.dtype.name != spec.dtype:
         raise ValueError(
             f"weights: {spec.name!r} is {array.dtype.name}{list(array.shape)}; its spec says "
             f"{spec.dtype}{list(spec.shape)}."
         )
-    return codec.as_bytes(array)
+    return array
 
 
 def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -> None:
@@ -383,7 +411,9 @@ def _put_all(receivers: Sequence[_Receiver], message: pb.UpdateWeightsRequest) -
         receiver.put(data)
 
 
-def _exactly(specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray]):
+def _exactly(
+    specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray | Array]
+) -> Iterator[np.ndarray | Array]:
     """Yields the arrays; raises ValueError if there are more or fewer than specs."""
     count = 0
     for array in arrays:

@@ -9,13 +9,15 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.client.broadcast import Ended, send_weights
+from semrl_jax.rollout.client.broadcast import Ended, hand_over, send_weights
 from semrl_jax.rollout.client.dispatch import dispatch
+from semrl_jax.rollout.client.remote import RemoteReplica
 from semrl_jax.rollout.client.replica import (
     Counters,
     Figures,
@@ -40,6 +42,11 @@ from semrl_jax.types import (
     WeightVersion,
 )
 
+if TYPE_CHECKING:
+    from jax import Array
+
+    from semrl_jax.rollout.client.local import LocalReplica
+
 _PROBE_TIMEOUT_S = 5.0  # of one Describe
 _RETRY_S = 10.0  # until a new replica that did not answer is asked again
 _NUM_PROBED = 16  # replicas that are asked at the same time
@@ -48,13 +55,14 @@ _NO_HIDDEN_STATES = HiddenStateParams()
 
 
 class RolloutClient(contextlib.AbstractContextManager):
-    """Samples from one or more rollout replicas over gRPC.
+    """Samples from one or more rollout replicas, over gRPC or in this process.
 
     Calls are synchronous, and several threads may share a client. Every call has a deadline.
 
     Args:
       addresses: host:port of each replica.
       token: of the replicas.
+      local: a replica of this process in place of addresses and token; the client closes it.
       run_id: a replica belongs to the first run that sends it weights.
       attempt_id: a new one for every start of the trainer.
       tls_ca: PEM file of the certificate authority; "" connects without TLS, to loopback only.
@@ -72,22 +80,25 @@ class RolloutClient(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        addresses: Sequence[str],
-        token: str,
+        addresses: Sequence[str] = (),
+        token: str = "",
         *,
         run_id: str,
         attempt_id: str,
+        local: LocalReplica | None = None,
         tls_ca: str = "",
         share_memory: bool = True,
         check: Callable[[ReplicaDescription], None] = lambda description: None,
         find_addresses: Callable[[], Sequence[str]] | None = None,
         **waits,
     ):
-        if not addresses or len(set(addresses)) < len(addresses):
-            raise UserError(
-                f"rollout.addresses={tuple(addresses)} must name at least one replica, each once."
-            )
-        check_token(token)
+        if local is None:
+            if not addresses or len(set(addresses)) < len(addresses):
+                raise UserError(
+                    f"rollout.addresses={tuple(addresses)} must name at least one replica, each "
+                    "once."
+                )
+            check_token(token)
         self._run_id = run_id
         self._attempt_id = attempt_id
         self._waits = Waits(**waits)
@@ -105,8 +116,11 @@ class RolloutClient(contextlib.AbstractContextManager):
         self._one_sync = threading.Lock()
         self._one_resync = threading.Lock()
         self._closed = threading.Event()
-        self._memory = _new_memory() if share_memory else None
-        self._replicas = [self._new_replica(address) for address in addresses]
+        self._local = local
+        self._memory = _new_memory() if share_memory and local is None else None
+        self._replicas: list[Replica] = [self._new_replica(address) for address in addresses]
+        if local is not None:
+            self._replicas = [local]
         self._loads.update((replica.address, replica.load) for replica in self._replicas)
 
     def __exit__(self, *exc_info) -> None:
@@ -173,11 +187,13 @@ class RolloutClient(contextlib.AbstractContextManager):
     def sync_weights(
         self,
         specs: Sequence[TensorSpec],
-        read: Callable[[], Iterable[np.ndarray]],
+        read: Callable[[], Iterable[np.ndarray | Array]],
         *,
         step: int,
     ) -> WeightVersion:
         """Streams the weights to all replicas at the same time and commits them.
+
+        A replica of this process takes arrays that are on devices as they are.
 
         A replica that is slower than another one by `sync_wait_s` is set aside. Before, replicas
         join and leave as `find_addresses` says. One that cannot be used is reported and left out.
@@ -203,7 +219,10 @@ class RolloutClient(contextlib.AbstractContextManager):
             return self._sync(specs, read, step)
 
     def _sync(
-        self, specs: Sequence[TensorSpec], read: Callable[[], Iterable[np.ndarray]], step: int
+        self,
+        specs: Sequence[TensorSpec],
+        read: Callable[[], Iterable[np.ndarray | Array]],
+        step: int,
     ) -> WeightVersion:
         new = WeightVersion(self._run_id, self._attempt_id, step, digest="")
         deadline = time.monotonic() + self._waits.sync_timeout_s
@@ -212,15 +231,12 @@ class RolloutClient(contextlib.AbstractContextManager):
                 raise RuntimeError("the rollout client is closed.")
             version, failures = None, {}
             if replicas := self._answering_replicas():
-                version, failures = send_weights(
-                    new,
-                    specs,
-                    read(),
-                    replicas,
-                    memory=self._memory,
-                    deadline=deadline,
-                    waits=self._waits,
-                )
+                if self._local is None:
+                    more = {"memory": self._memory, "waits": self._waits}
+                    found = send_weights(new, specs, read(), replicas, deadline=deadline, **more)
+                else:
+                    found = hand_over(new, specs, read(), self._local, deadline=deadline)
+                version, failures = found
             for replica in replicas:
                 if replica in failures:
                     self._set_aside(replica, failures[replica])
@@ -371,9 +387,9 @@ class RolloutClient(contextlib.AbstractContextManager):
                     )
             time.sleep(max(0.0, min(0.2, deadline - time.monotonic())))
 
-    def _new_replica(self, address: str) -> Replica:
+    def _new_replica(self, address: str) -> RemoteReplica:
         load = self._loads.get(address)  # of one that was here before
-        return Replica(address, self._token, tls_ca=self._authority, load=load)
+        return RemoteReplica(address, self._token, tls_ca=self._authority, load=load)
 
     def _describe(self, replica: Replica, timeout_s: float) -> ReplicaDescription:
         """Asks a replica for its description, and checks its model."""

@@ -15,8 +15,7 @@ import grpc
 
 from semrl_jax import compilation
 from semrl_jax.rollout.client.replica import Counters, Replica, Waits, describe_error, fatal_error
-from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import Rollout, SampleRequest, WeightVersion
 
 _QUEUED_RESPONSES = 16  # with more unread responses, the replicas wait for the consumer
@@ -199,7 +198,7 @@ class _Dispatcher:
 
     def _join(self, stream: _Stream) -> None:
         stream.thread.join()
-        self._counters.add(**stream.decoder.num_bytes)
+        self._counters.add(**stream.responses.num_bytes)
 
     @property
     def _replicas(self) -> Sequence[Replica]:
@@ -242,7 +241,7 @@ class _Dispatcher:
     def _cancel(self, stream: _Stream) -> None:
         """Ends the call; its thread is joined later, when it does not wait for this one."""
         self._remove(stream)
-        stream.messages.cancel()
+        stream.responses.cancel()
         self._cancelled.append(stream)
 
     def _cancel_surplus(self, last: _Stream) -> None:
@@ -473,7 +472,7 @@ class _Dispatcher:
 
 
 class _Stream:
-    """One Generate call, whose replies are read in a thread."""
+    """One Generate call, whose responses are read in a thread."""
 
     def __init__(self, replica, unit, call, timeout_s, events, closed):
         self.replica: Replica = replica
@@ -484,12 +483,7 @@ class _Stream:
         self._events: queue.Queue = events
         self._closed: threading.Event = closed
         self.started = self._waiting_since = time.monotonic()
-        self.decoder = RolloutDecoder(
-            call,
-            vocab_size=replica.description.vocab_size,
-            replica_id=replica.description.replica_id,
-        )
-        self.messages = replica.generate(codec.encode_request(call), timeout_s)
+        self.responses = replica.generate(call, timeout_s)
         self.thread = threading.Thread(
             target=self._read, name=f"generate {replica.address}", daemon=True
         )
@@ -510,8 +504,7 @@ class _Stream:
 
     def _read(self) -> None:
         try:
-            for message in self.messages:
-                rollout = self.decoder.feed(bounds.parse_generate_reply(message))
+            for rollout in self.responses:
                 if rollout is not None:
                     self.replica.answered.add((self.call.sampling, self.call.hidden_states))
                     # Blocks while the consumer is slow. That does not count as a stall: the
@@ -520,10 +513,9 @@ class _Stream:
                 self._waiting_since = time.monotonic()
                 if self.replica.load.num_calls > self.replica.calls_at_once:
                     self.replica.heard_at = self._waiting_since
-            self.decoder.finish()
             self._put(None)
         except Exception as error:  # any error must reach the waiting consumer
-            self.messages.cancel()
+            self.responses.cancel()
             self._put(error)
 
     def _put(self, event: Rollout | Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""A replica inside this process."""
+"""A replica behind a server, inside this process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _acquire_loop() -> asyncio.AbstractEventLoop:
         if _num_users == 0:
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(
-                target=_run_loop, args=(_loop,), name="rollout-server", daemon=True
+                target=run_loop, args=(_loop,), name="rollout-server", daemon=True
             )
             _thread.start()
         _num_users += 1
@@ -82,7 +82,7 @@ def _release_loop() -> None:
         _loop = _thread = None
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Runs a loop until it is stopped, and ends it.
 
     Its own thread ends it, because the caller's may run a loop: that of a notebook does.

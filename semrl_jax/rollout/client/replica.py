@@ -1,45 +1,33 @@
-"""The connection to one replica: a channel, calls with deadlines, and whether it failed."""
+"""What a client knows of one replica: its description, weights, load, and whether it failed."""
 
 from __future__ import annotations
 
+import abc
 import collections
-import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import grpc
 
-from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.wire import bounds, codec
-from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
+from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
-from semrl_jax.types import HiddenStateParams, ReplicaDescription, SamplingParams, WeightVersion
+from semrl_jax.types import (
+    HiddenStateParams,
+    ReplicaDescription,
+    Rollout,
+    SamplingParams,
+    WeightVersion,
+)
 
 _log = logging.getLogger(__name__)
 
-_OPTIONS = (
-    ("grpc.max_send_message_length", codec.MAX_REQUEST_BYTES),
-    ("grpc.max_receive_message_length", codec.MAX_RESPONSE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # a proxy from the environment would see the token
-    ("grpc.keepalive_time_ms", 20_000),  # detects a machine that is gone
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    # An attempt to connect has at least this time; one that is refused is repeated earlier.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
-)
-
-_SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _MAX_BACKOFF_S = 30.0
-_MAX_CALL_S = 0.95 * codec.MAX_CALL_S  # gRPC rounds deadlines up
-_MAX_PROGRAM = 100  # characters kept of the program that a replica compiles
 _MAX_DETAILS = 2000  # characters kept of a status message
-_CLOSE_S = 5.0  # longest wait for gRPC to end the calls of a channel
 _MAX_CALLS_AT_ONCE = 8  # whatever a replica says: its server admits 64 calls, of all clients
 
 
@@ -151,11 +139,32 @@ class Load:
         self._figures = self._figures._replace(**changed)
 
 
-class Replica:
-    """The connection to one replica, and its state.
+class Responses(abc.ABC):
+    """The responses of one call, read by one thread.
 
     Attributes:
-      address: host:port.
+      num_bytes: received so far: "state_bytes", "token_bytes" and "metric_bytes".
+    """
+
+    num_bytes: Mapping[str, int]
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Rollout | None]:
+        """Yields each response; None at a message that completes none.
+
+        Raises grpc.RpcError if the call fails, and ValueError if a response contradicts it.
+        """
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ends the call, and soon the iteration."""
+
+
+class Replica(abc.ABC):
+    """One replica as the client sees it.
+
+    Attributes:
+      address: host:port, or another unique name.
       description: its last answer to Describe.
       version: the weights it serves. None if unknown; it then gets no Generate call.
       error: why the replica was set aside; "" if it is in use.
@@ -170,9 +179,7 @@ class Replica:
       load: counts its calls; `Load` of its own unless one is given.
     """
 
-    def __init__(self, address: str, token: str, *, tls_ca: bytes | None, load: Load | None = None):
-        # gRPC takes port 65537 for port 1, and sends the token there.
-        host, _ = split_address(address, "rollout.addresses")
+    def __init__(self, address: str, load: Load | None = None):
         self.address = address
         self.description: ReplicaDescription | None = None
         self.version: WeightVersion | None = None
@@ -183,25 +190,6 @@ class Replica:
         self.load = load or Load()
         self.answered: set[tuple[SamplingParams, HiddenStateParams]] = set()
         self._num_failures = 0  # in a row
-        self._metadata = token_metadata(token)
-        if tls_ca is not None:
-            credentials = grpc.ssl_channel_credentials(tls_ca)
-            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
-        elif is_loopback(host):
-            self._channel = grpc.insecure_channel(address, _OPTIONS)
-        else:
-            raise UserError(
-                f"rollout.addresses: {address!r} is not loopback, so the token would travel in the "
-                "clear; set rollout.tls_ca_file to the PEM file of the replica's certificate "
-                "authority."
-            )
-        # Replies stay bytes until their bounds are checked.
-        self._describe = self._channel.unary_unary(f"/{_SERVICE}/Describe")
-        self._generate = self._channel.unary_stream(
-            f"/{_SERVICE}/Generate", request_serializer=pb.GenerateRequest.SerializeToString
-        )
-        # Takes serialised messages: one update goes to several replicas.
-        self._update_weights = self._channel.stream_unary(f"/{_SERVICE}/UpdateWeights")
 
     @property
     def name(self) -> str:
@@ -217,6 +205,7 @@ class Replica:
         told = self.description.calls_at_once if self.description else 0
         return min(max(told, 1), _MAX_CALLS_AT_ONCE)
 
+    @abc.abstractmethod
     def describe(
         self, timeout_s: float, memory: pb.SharedMemory | None = None
     ) -> ReplicaDescription:
@@ -224,39 +213,18 @@ class Replica:
 
         `memory` is the client's; the description says whether the replica can read it.
         """
-        self.description = self._ask(timeout_s, memory)
-        return self.description
 
+    @abc.abstractmethod
     def compiling(self, timeout_s: float) -> str:
         """What it compiles now, and for how long; "" if it compiles nothing or does not answer."""
-        try:
-            text = self._ask(timeout_s, None).compiling
-        except (grpc.RpcError, UserError):
-            return ""
-        return "".join(filter(str.isprintable, text[:_MAX_PROGRAM]))
 
-    def _ask(self, timeout_s: float, memory: pb.SharedMemory | None) -> ReplicaDescription:
-        request = pb.DescribeRequest(memory=memory).SerializeToString()
-        data = self._call(self._describe, request, timeout_s)
-        try:
-            reply = bounds.parse_reply(pb.DescribeResponse, data)
-        except ValueError as error:
-            raise UserError(
-                f"{self.name} sent an unreadable reply to Describe: {error} Correct "
-                "rollout.addresses, or start the replica from this release."
-            ) from error
-        try:
-            return codec.decode_description(reply)
-        except ValueError as error:
-            raise UserError(f"{self.name} describes itself wrongly: {error}") from error
+    @abc.abstractmethod
+    def generate(self, call: GenerateCall, timeout_s: float) -> Responses:
+        """Starts a call."""
 
-    def generate(self, request: pb.GenerateRequest, timeout_s: float):
-        """The stream of serialised replies, for `bounds.parse_generate_reply`."""
-        return self._start(self._generate, request, timeout_s)
-
-    def update_weights(self, messages: Iterable[bytes], timeout_s: float) -> grpc.Future:
-        """Starts sending serialised UpdateWeightsRequest messages; the reply is bytes."""
-        return self._start(self._update_weights.future, messages, timeout_s)
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends all calls."""
 
     def set_aside(self, error: str, *, wait_s: float = 0.0) -> None:
         """Starts a pause without calls; it doubles with each consecutive failure."""
@@ -269,35 +237,6 @@ class Replica:
 
     def succeeded(self) -> None:
         self.error, self.retry_at, self._num_failures = "", 0.0, 0
-
-    def close(self) -> None:
-        """Ends all calls."""
-        # If a signal handler raised inside gRPC, a lock may be held for ever: limit the wait.
-        closing = threading.Thread(target=self._channel.close, name="close", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
-
-    def _start(self, method, request, timeout_s: float):
-        """Starts a call that runs concurrently with its caller.
-
-        Signal handlers raise in the main thread only, so the call is started in another thread:
-        gRPC counts a call before it creates the thread that serves it, and an exception between the
-        two would keep the channel from ever closing.
-        """
-        started: concurrent.futures.Future = concurrent.futures.Future()
-
-        def start() -> None:
-            try:
-                started.set_result(self._call(method, request, timeout_s))
-            except BaseException as error:
-                started.set_exception(error)
-
-        threading.Thread(target=start, name=f"start {self.address}", daemon=True).start()
-        return started.result()
-
-    def _call(self, method, request, timeout_s: float):
-        timeout_s = min(max(timeout_s, 0.001), _MAX_CALL_S)
-        return method(request, timeout=timeout_s, metadata=self._metadata)
 
 
 _FATAL = {

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
+
+if TYPE_CHECKING:
+    from jax import Array
 
 
 class EngineDeadError(RuntimeError):
@@ -64,6 +68,17 @@ class Engine(abc.ABC):
         in use must not change before the commit. The memory of these buffers may be used again, for
         tensors whose buffer was not asked for yet.
         """
+
+    def load_arrays(self, arrays: Iterable[tuple[str, np.ndarray | Array]]) -> list[str]:
+        """Loads all tensors, by name, from arrays of this process; no buffer is asked for.
+
+        The arrays may be on devices, also on others than the engine's. The iterator is read in the
+        caller's thread. Only an engine that is embedded in the trainer needs this.
+
+        Returns:
+          The names of the tensors with values that are not finite.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def commit_weight_update(self, version: WeightVersion) -> None:

@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool
 
 from semrl_jax.data import StopMatcher, TokenBytes
 from semrl_jax.models import (
@@ -142,6 +144,9 @@ class JaxEngine(Engine):
     def load_tensors(self, names: Sequence[str]) -> None:
         self._staged.load(names)
 
+    def load_arrays(self, arrays: Iterable[tuple[str, np.ndarray | jax.Array]]) -> list[str]:
+        return self._staged.load_arrays(arrays)
+
     async def commit_weight_update(self, version: WeightVersion) -> None:
         staged, self._staged = self._staged, None
         # Waits for the program that runs, then for the last tensors on the devices.
@@ -246,6 +251,18 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         # Lent memory is not the engine's to write to.
         self._free += [buffer for buffer in buffers if buffer.flags.writeable]
 
+    def load_arrays(self, arrays: Iterable[tuple[str, np.ndarray | jax.Array]]) -> list[str]:
+        unsound = []
+        for _, layer in itertools.groupby(arrays, lambda item: self._params.layer_of(item[0])):
+            tensors = dict(layer)
+            with self._one_at_a_time, self._device_lock:
+                placed = self._params.put(tensors)
+                is_unsound = np.asarray(_have_not_finite(placed))
+                self._params.wait()
+            unsound += itertools.compress(tensors, is_unsound)
+        self._buffers.clear()  # that nobody fills
+        return unsound
+
     def finish(self) -> Params:
         self.load(tuple(self._buffers))  # what has not been loaded yet
         return self._params.finish()
@@ -259,3 +276,9 @@ class _StagedWeights(Mapping[str, np.ndarray]):
         memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + num_bytes]
+
+
+@jax.jit
+def _have_not_finite(arrays: Sequence[Array]) -> Bool[Array, " N"]:
+    """Whether each array has values that are not finite."""
+    return jnp.stack([~jnp.isfinite(array).all() for array in arrays])

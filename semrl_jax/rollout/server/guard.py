@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import grpc
 from google.protobuf.message import Message
@@ -78,7 +78,7 @@ class Guard(grpc.aio.ServerInterceptor):
         )
 
     async def _read(self, reader: bounds.Reader, data: bytes):
-        try:
+        with refused_if_invalid():
             if not reader.is_long:
                 return reader.read(data)
             async with self._long_reads:
@@ -88,33 +88,45 @@ class Guard(grpc.aio.ServerInterceptor):
                 except asyncio.CancelledError:  # the thread cannot be stopped: wait for its end
                     await asyncio.wait([reading])
                     raise
-        except LimitExceeded as error:
-            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
-        except ValueError as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
     @contextlib.asynccontextmanager
     async def _failures_as_status(
         self, method: str, needs_deadline: bool, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[None]:
-        codes = grpc.StatusCode
         try:
             if needs_deadline:
                 _check_deadline(context.time_remaining())
             yield
-        except Refused as error:
-            await _abort(context, error.code, str(error))
-        except LimitExceeded as error:
-            await _abort(context, codes.RESOURCE_EXHAUSTED, str(error))
-        except EngineDeadError as error:
-            _log.error("the engine is dead: %s", error)
-            self._on_dead()
-            await _abort(context, codes.UNAVAILABLE, f"the engine is dead: {error}")
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            _log.exception("%s failed", method)
-            await _abort(context, codes.INTERNAL, f"{type(error).__name__}: {error}")
+            if isinstance(error, EngineDeadError):
+                self._on_dead()
+            await _abort(context, *status_of(error, method))
+
+
+@contextlib.contextmanager
+def refused_if_invalid() -> Iterator[None]:
+    """Raises Refused for the ValueError of a check."""
+    try:
+        yield
+    except LimitExceeded as error:
+        raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+    except ValueError as error:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+
+def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
+    """The status with which an exception ends a call; logs those that no client caused."""
+    if isinstance(error, Refused):
+        return error.code, str(error)
+    if isinstance(error, LimitExceeded):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+    if isinstance(error, EngineDeadError):
+        _log.error("the engine is dead: %s", error)
+        return grpc.StatusCode.UNAVAILABLE, f"the engine is dead: {error}"
+    _log.error("%s failed", method, exc_info=error)
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
 def _serialize(reply: Message | bytes) -> bytes:

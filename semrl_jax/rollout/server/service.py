@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import importlib.util
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -21,7 +22,7 @@ from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.checking import Complete, TensorChecks
 from semrl_jax.rollout.server.counts import Counts
-from semrl_jax.rollout.server.guard import Refused
+from semrl_jax.rollout.server.guard import Refused, refused_if_invalid
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.memory import layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
@@ -104,39 +105,30 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         readers = bounds.request_readers(self._limits, self._engine.expected_tensors())
         return {f"/{SERVICE_NAME}/{name}": reader for name, reader in readers.items()}
 
-    async def Describe(self, request, context) -> pb.DescribeResponse:
-        description = dataclasses.replace(
-            self._limits,
-            version=self._version,
-            reads_memory=_is_readable(request),
-            compiling=compilation.current(),
+    def describe(self) -> ReplicaDescription:
+        """What the replica is, serves and compiles now."""
+        return dataclasses.replace(
+            self._limits, version=self._version, compiling=compilation.current()
         )
-        return codec.encode_description(description)
 
-    async def Generate(self, call: codec.GenerateCall, context) -> None:
+    async def generate(self, call: codec.GenerateCall) -> AsyncIterator[Rollout]:
+        """Yields each response of a call that was checked; `aclose` ends the others."""
         async with self._admitted(call.version):
             with self._counted(len(call.requests)) as count:
-                await self._send_responses(call, context, count)
+                async with contextlib.aclosing(await self._responses(call)) as rollouts:
+                    async for rollout in rollouts:
+                        self._num_aborted += rollout.finish_reason == "aborted"
+                        yield rollout
+                        count(rollout)
 
-    async def _send_responses(self, call: codec.GenerateCall, context, count) -> None:
-        rollouts = await self._responses(call)
-        async with contextlib.aclosing(rollouts):
-            async for rollout in rollouts:
-                self._num_aborted += rollout.finish_reason == "aborted"
-                for message in codec.encode_rollout(rollout):
-                    # Waits for a slow client, so that at most one response is held for it.
-                    await self._write(context, message)
-                count(rollout)
-
-    async def UpdateWeights(
-        self, request_iterator: AsyncIterator[codec.WeightMessage], context
-    ) -> pb.UpdateWeightsResponse:
+    async def update(self, receive: Callable[[], Awaitable[WeightVersion]]) -> WeightVersion:
+        """Stages weights with `receive`, which returns their version, and commits them."""
         if self._updating:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "another weight update is running.")
         self._updating = True
         started = paused = time.monotonic()
         try:
-            version = await self._receive_weights(request_iterator)
+            version = await receive()
             paused = time.monotonic()
             self._gate.clear()
             if self._in_flight == "abort" and self._running:
@@ -150,6 +142,41 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         # In a separate task: a commit that has begun is completed even if the caller is gone.
         self._commit_task = asyncio.create_task(self._commit(version, started, paused))
         await asyncio.shield(self._commit_task)
+        return version
+
+    def check_update(
+        self, begin: pb.BeginUpdate | WeightVersion, tensors: Sequence[pb.TensorSpec | TensorSpec]
+    ) -> tuple[TensorSpec, ...]:
+        """The tensors of an update; raises Refused if the replica cannot take them."""
+        for field in ("run_id", "attempt_id"):
+            if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
+                raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
+        if begin.step < 0:
+            raise _invalid(f"begin.step={begin.step} must be at least 0.")
+        if self._version is not None and begin.run_id != self._version.run_id:
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
+                f"{begin.run_id!r}. Restart the replica to hand it over.",
+            )
+        with refused_if_invalid():
+            return codec.decode_specs(tensors, self._engine.expected_tensors())
+
+    async def Describe(self, request, context) -> pb.DescribeResponse:
+        description = dataclasses.replace(self.describe(), reads_memory=_is_readable(request))
+        return codec.encode_description(description)
+
+    async def Generate(self, call: codec.GenerateCall, context) -> None:
+        async with contextlib.aclosing(self.generate(call)) as rollouts:
+            async for rollout in rollouts:
+                for message in codec.encode_rollout(rollout):
+                    # Waits for a slow client, so that at most one response is held for it.
+                    await self._write(context, message)
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[codec.WeightMessage], context
+    ) -> pb.UpdateWeightsResponse:
+        version = await self.update(functools.partial(self._receive_weights, request_iterator))
         return pb.UpdateWeightsResponse(version=codec.encode_version(version))
 
     async def Pause(self, request, context) -> pb.PauseResponse:
@@ -266,21 +293,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def _receive_weights(self, messages: AsyncIterator[codec.WeightMessage]) -> WeightVersion:
         """Fills the engine's staging buffers; returns the version of the received weights."""
         begin = await self._next(messages, "begin")
-        for field in ("run_id", "attempt_id"):
-            if not 0 < len(getattr(begin, field)) <= codec.MAX_NAME_LENGTH:
-                raise _invalid(f"begin.{field} needs 1 to {codec.MAX_NAME_LENGTH} characters.")
-        if begin.step < 0:
-            raise _invalid(f"begin.step={begin.step} must be at least 0.")
-        if self._version is not None and begin.run_id != self._version.run_id:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"the replica belongs to run {self._version.run_id!r}; it refuses weights of run "
-                f"{begin.run_id!r}. Restart the replica to hand it over.",
-            )
-        try:
-            specs = codec.decode_specs(begin.tensors, self._engine.expected_tensors())
-        except ValueError as error:
-            raise _invalid(str(error)) from error
+        specs = self.check_update(begin, begin.tensors)
         sources = _sources(begin, specs)
         buffers = self._engine.begin_weight_update(specs)
         checks = TensorChecks(self._engine.load_tensors)
@@ -322,13 +335,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 grpc.StatusCode.DATA_LOSS,
                 f"the manifest's digest is {digest[:12]}, not {commit.digest[:12]!r}.",
             )
-        if unsound:  # only now is it known that the client sent these values
-            more = f" and {len(unsound) - 1} more tensors" if len(unsound) > 1 else ""
-            raise Refused(
-                grpc.StatusCode.OUT_OF_RANGE,
-                f"the weights of step {begin.step} have values that are not finite, in tensor "
-                f"{unsound[0]!r}{more}.",
-            )
+        check_finite(begin.step, unsound)  # only now is it known that the client sent these values
         return WeightVersion(begin.run_id, begin.attempt_id, begin.step, digest)
 
     async def _receive_tensor(
@@ -396,6 +403,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             counts.update_s += now - started
         self._updating = False
         self._gate.set()
+
+
+def check_finite(step: int, unsound: Sequence[str]) -> None:
+    """Refuses the weights of a step if tensors, named in `unsound`, have values not finite."""
+    if unsound:
+        more = f" and {len(unsound) - 1} more tensors" if len(unsound) > 1 else ""
+        raise Refused(
+            grpc.StatusCode.OUT_OF_RANGE,
+            f"the weights of step {step} have values that are not finite, in tensor "
+            f"{unsound[0]!r}{more}.",
+        )
 
 
 async def _all_set(events: Iterable[asyncio.Event]) -> None:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,7 @@ from semrl_jax.types import (
     TokenArray,
     VersionSpan,
     WeightVersion,
+    manifest_digest,
 )
 
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
@@ -138,9 +139,11 @@ def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
 
 
 def decode_specs(
-    messages: Sequence[pb.TensorSpec], expected: Sequence[TensorSpec]
+    messages: Sequence[pb.TensorSpec | TensorSpec], expected: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
     """Decodes the manifest of a weight update and compares it with the engine's tensors.
+
+    The manifest may also be records, of a sender in this process.
 
     Raises:
       ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
@@ -210,34 +213,23 @@ def decode_request(
       ValueError: another part of the request is invalid.
     """
     version = decode_version(message.version)
-    sampling = _decode_sampling(message.sampling, limits)
-    hidden_states = _decode_hidden_state_params(message.hidden_states, limits)
-    metrics = None
+    annealing = metrics = None
+    if message.sampling.HasField("annealing"):
+        annealing = _record(Annealing, message.sampling.annealing)
+    sampling = _record(SamplingParams, message.sampling, annealing=annealing)
+    hidden_states = HiddenStateParams()
+    if message.hidden_states.layers:
+        kinds = tuple(message.hidden_states.kinds) or HiddenStateParams.kinds
+        hidden_states = _record(HiddenStateParams, message.hidden_states, kinds=kinds)
     if message.HasField("metrics"):
-        metrics = _decode_metric_params(message.metrics, hidden_states, limits)
+        metrics = _record(MetricParams, message.metrics)
+    _check_params(sampling, hidden_states, metrics, limits)
     prompts = message.prompts if prompts is None else prompts
     num_samples, num_prompts = len(message.samples), len(prompts)
-    if num_samples == 0:
-        raise ValueError("samples is empty; a call needs at least one.")
-    if num_samples > limits.max_prompts:
-        raise LimitExceeded(
-            f"{num_samples} samples; the replica takes {limits.max_prompts} a call."
-        )
+    _check_num_samples(num_samples, limits)
     if num_prompts > num_samples:
         raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
-    arrays = []
-    for i, prompt in enumerate(prompts):
-        length = len(prompt.token_ids)
-        if length == 0:
-            raise ValueError(f"prompts[{i}] is empty; it needs at least one token.")
-        if length > limits.max_prompt_tokens:
-            raise LimitExceeded(
-                f"prompts[{i}] has {length} tokens; the replica takes {limits.max_prompt_tokens}."
-            )
-        ids = np.array(prompt.token_ids, np.int32)
-        _check_vocabulary(f"prompts[{i}]", ids, limits.vocab_size)
-        ids.setflags(write=False)  # the samples of a group share the array
-        arrays.append(ids)
+    arrays = [_checked_prompt(i, p.token_ids, limits) for i, p in enumerate(prompts)]
     requests, seen = [], set()
     for i, sample in enumerate(message.samples):
         _check_name(f"samples[{i}].sample_id", sample.sample_id)
@@ -254,6 +246,34 @@ def decode_request(
             )
         requests.append(_record(SampleRequest, sample, prompt_ids=arrays[sample.prompt_index]))
     return GenerateCall(tuple(requests), sampling, hidden_states, version, metrics)
+
+
+def check_call(call: GenerateCall, limits: ReplicaDescription) -> None:
+    """Checks a call that no message carried; raises as `decode_request`."""
+    _check_params(call.sampling, call.hidden_states, call.metrics, limits)
+    _check_num_samples(len(call.requests), limits)
+    prompts = {id(request.prompt_ids): request.prompt_ids for request in call.requests}
+    for i, prompt_ids in enumerate(prompts.values()):
+        _checked_prompt(i, prompt_ids, limits)
+
+
+def check_values(rollout: Rollout) -> None:
+    """Raises ValueError if a log-probability or an effective rank is not finite."""
+    for array in BYTES_ARRAYS:
+        if (values := getattr(rollout, array.name)) is not None:
+            _check_finite(f"sample {quoted(rollout.sample_id)}: {array.wire}", values)
+
+
+def num_bytes(rollout: Rollout) -> collections.Counter[str]:
+    """Size of the arrays and metrics of a response: "token_bytes" and "metric_bytes"."""
+    found = collections.Counter(token_bytes=rollout.response_ids.nbytes)
+    for array in BYTES_ARRAYS:
+        if not array.is_left_out(values := getattr(rollout, array.name)):
+            found["token_bytes" if array.is_per_token else "metric_bytes"] += values.nbytes
+    if rollout.mean_state is not None:
+        names = encode(rollout.metrics)
+        found["metric_bytes"] += rollout.mean_state.nbytes + sum(map(len, names)) + 4 * len(names)
+    return found
 
 
 def encode_rollout(rollout: Rollout) -> Iterator[pb.GenerateResponse | bytes]:
@@ -384,18 +404,11 @@ class RolloutDecoder:
             generate_s=message.generate_s,
             mean_state=mean_state,
         )
-        num_bytes = self.num_bytes
-        num_bytes["token_bytes"] += ids.nbytes
-        for array in BYTES_ARRAYS:
-            kind = "token_bytes" if array.is_per_token else "metric_bytes"
-            num_bytes[kind] += len(getattr(message, array.wire))
-        if mean_state is not None:
-            num_bytes["metric_bytes"] += mean_state.nbytes + sum(map(len, message.metrics))
-            num_bytes["metric_bytes"] += 4 * len(message.metrics)
+        self.num_bytes.update(num_bytes(rollout))
         for field, array in states.items():
             if array is not None and array.nbytes > 0:
                 data = getattr(message, field).data
-                num_bytes["state_bytes"] += len(data)
+                self.num_bytes["state_bytes"] += len(data)
                 if not data:
                     self._unfilled.append(as_bytes(array))
         self._open = rollout if self._unfilled else None
@@ -520,6 +533,11 @@ def as_bytes(array: np.ndarray) -> UInt8[np.ndarray, " bytes"]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def weights_digest(specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray]) -> str:
+    """The digest of the version that a replica behind a server would have."""
+    return manifest_digest(specs, [checksum(as_bytes(array)).digest() for array in arrays])
+
+
 def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
     """Whether all values are finite; `dtype` is one of WEIGHT_DTYPES."""
     if dtype == "float32":
@@ -533,34 +551,70 @@ def are_finite(data: UInt8[np.ndarray, " bytes"], dtype: str) -> bool:
     )
 
 
-def _checker(section: str, message: Message) -> Callable[[str, bool, str], None]:
+def _checker(section: str, record: Any) -> Callable[[str, bool, str], None]:
     """Returns a function that raises ValueError if the rule of a field does not hold."""
 
     def check(field: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{section}.{field}={quoted(getattr(message, field))} must be {rule}.")
+            raise ValueError(f"{section}.{field}={quoted(getattr(record, field))} must be {rule}.")
 
     return check
 
 
-def _decode_sampling(message: pb.SamplingParams, limits: ReplicaDescription) -> SamplingParams:
-    check, limit = _checker("sampling", message), limits.max_response_tokens
-    check("max_tokens", 1 <= message.max_tokens <= limit, f"in [1, {limit}]")
-    temperature = message.temperature
+def _check_params(
+    sampling: SamplingParams,
+    hidden_states: HiddenStateParams,
+    metrics: MetricParams | None,
+    limits: ReplicaDescription,
+) -> None:
+    """Checks what all samples of a call share."""
+    _check_sampling(sampling, limits)
+    if hidden_states.layers:
+        _check_hidden_states(hidden_states, limits)
+    if metrics is not None:
+        _check_metrics(metrics, hidden_states, limits)
+
+
+def _check_num_samples(count: int, limits: ReplicaDescription) -> None:
+    if count == 0:
+        raise ValueError("samples is empty; a call needs at least one.")
+    if count > limits.max_prompts:
+        raise LimitExceeded(f"{count} samples; the replica takes {limits.max_prompts} a call.")
+
+
+def _checked_prompt(
+    index: int, token_ids: Sequence[int] | Int[np.ndarray, " P"], limits: ReplicaDescription
+) -> Int[np.ndarray, " P"]:
+    """A copy of the ids, which the samples of a group share."""
+    length = len(token_ids)
+    if length == 0:
+        raise ValueError(f"prompts[{index}] is empty; it needs at least one token.")
+    if length > limits.max_prompt_tokens:
+        raise LimitExceeded(
+            f"prompts[{index}] has {length} tokens; the replica takes {limits.max_prompt_tokens}."
+        )
+    ids = np.array(token_ids, np.int32)
+    _check_vocabulary(f"prompts[{index}]", ids, limits.vocab_size)
+    ids.setflags(write=False)
+    return ids
+
+
+def _check_sampling(sampling: SamplingParams, limits: ReplicaDescription) -> None:
+    check, limit = _checker("sampling", sampling), limits.max_response_tokens
+    check("max_tokens", 1 <= sampling.max_tokens <= limit, f"in [1, {limit}]")
+    temperature = sampling.temperature
     check("temperature", math.isfinite(temperature) and temperature >= 0, "finite and at least 0")
-    check("top_p", 0 < message.top_p <= 1, "in (0, 1]")
-    check("top_k", 0 <= message.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
+    check("top_p", 0 < sampling.top_p <= 1, "in (0, 1]")
+    check("top_k", 0 <= sampling.top_k <= limits.vocab_size, f"in [0, {limits.vocab_size}]")
     for field in ("eos_token_ids", "stop_token_ids"):
-        num_ids = len(getattr(message, field))
+        num_ids = len(getattr(sampling, field))
         if num_ids > MAX_END_TOKENS:
             raise LimitExceeded(f"sampling.{field} has {num_ids} ids; at most {MAX_END_TOKENS}.")
-        ids = np.array(getattr(message, field), np.int32)
+        ids = np.array(getattr(sampling, field), np.int32)
         _check_vocabulary(f"sampling.{field}", ids, limits.vocab_size)
-    _check_stop_strings(message.stop_strings, limits)
-    annealing = None
-    if message.HasField("annealing"):
-        annealing = _decode_annealing(message.annealing, limits)
-    return _record(SamplingParams, message, annealing=annealing)
+    _check_stop_strings(sampling.stop_strings, limits)
+    if sampling.annealing is not None:
+        _check_annealing(sampling.annealing, limits)
 
 
 def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> None:
@@ -582,53 +636,45 @@ def _check_stop_strings(strings: Sequence[str], limits: ReplicaDescription) -> N
         raise ValueError(f"{name}={quoted(strings)} has an entry twice.")
 
 
-def _decode_annealing(message: pb.Annealing, limits: ReplicaDescription) -> Annealing:
+def _check_annealing(annealing: Annealing, limits: ReplicaDescription) -> None:
     _check_choice("sampling.annealing", ["annealed"], limits.sampling_kinds)
-    check = _checker("sampling.annealing", message)
+    check = _checker("sampling.annealing", annealing)
     for field in ("maximum", "minimum", "decay_tokens"):
-        value = getattr(message, field)
+        value = getattr(annealing, field)
         check(field, math.isfinite(value) and value > 0, "finite and above 0")
-    check("warmup_tokens", message.warmup_tokens >= 0, "at least 0")
-    return _record(Annealing, message)
+    check("warmup_tokens", annealing.warmup_tokens >= 0, "at least 0")
 
 
-def _decode_hidden_state_params(
-    message: pb.HiddenStateParams, limits: ReplicaDescription
-) -> HiddenStateParams:
-    if not message.layers:
-        return HiddenStateParams()
+def _check_hidden_states(states: HiddenStateParams, limits: ReplicaDescription) -> None:
     reason = f": {limits.layers_reason}" if limits.layers_reason else ""
-    _check_choice("hidden_states.layers", message.layers, limits.layers, reason)
-    check = _checker("hidden_states", message)
-    check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
-    _check_choice("hidden_states.kinds", message.kinds, limits.state_kinds)
-    kinds = tuple(message.kinds) or HiddenStateParams.kinds
-    return _record(HiddenStateParams, message, kinds=kinds)
+    _check_choice("hidden_states.layers", states.layers, limits.layers, reason)
+    check = _checker("hidden_states", states)
+    check("dtype", states.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    _check_choice("hidden_states.kinds", states.kinds, limits.state_kinds)
 
 
-def _decode_metric_params(
-    message: pb.MetricParams, hidden_states: HiddenStateParams, limits: ReplicaDescription
-) -> MetricParams:
-    if not message.names:
+def _check_metrics(
+    metrics: MetricParams, hidden_states: HiddenStateParams, limits: ReplicaDescription
+) -> None:
+    if not metrics.names:
         raise ValueError("metrics.names is empty; leave metrics out to measure nothing.")
-    _check_choice("metrics.names", message.names, limits.metric_kinds)
-    check = _checker("metrics", message)
-    check("stride", message.stride >= 1, "at least 1")
-    check("window", message.window in WINDOWS, f"one of {WINDOWS}")
-    check("method", message.method in METHODS, f"one of {METHODS}")
-    growth = message.window_growth
+    _check_choice("metrics.names", metrics.names, limits.metric_kinds)
+    check = _checker("metrics", metrics)
+    check("stride", metrics.stride >= 1, "at least 1")
+    check("window", metrics.window in WINDOWS, f"one of {WINDOWS}")
+    check("method", metrics.method in METHODS, f"one of {METHODS}")
+    growth = metrics.window_growth
     check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
-    check("dtype", message.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
-    check("num_threads", message.num_threads >= 1, "at least 1")
+    check("dtype", metrics.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
+    check("num_threads", metrics.num_threads >= 1, "at least 1")
     # The engine computes the states once, for the metrics and for the client: they must agree.
     if hidden_states.layers and (
-        -1 not in hidden_states.layers or hidden_states.dtype != message.dtype
+        -1 not in hidden_states.layers or hidden_states.dtype != metrics.dtype
     ):
         raise ValueError(
-            f"metrics are of {message.dtype} states of layer -1; hidden_states asks for "
+            f"metrics are of {metrics.dtype} states of layer -1; hidden_states asks for "
             f"{hidden_states.dtype} of {list(hidden_states.layers)}: let it ask for them, or none."
         )
-    return _record(MetricParams, message)
 
 
 def _decode_token_array(
@@ -647,9 +693,13 @@ def _decode_token_array(
     if dtype == np.bool_ and max(data, default=0) > 1:
         raise ValueError(f"{name} has a byte {max(data)}; it must be 0 or 1.")
     values = np.frombuffer(data, dtype)
+    _check_finite(name, values)
+    return values
+
+
+def _check_finite(name: str, values: Shaped[np.ndarray, " T"]) -> None:
     if not np.isfinite(values).all():
         raise ValueError(f"{name} has values that are not finite.")
-    return values
 
 
 def _check_mask(

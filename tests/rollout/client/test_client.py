@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.client import RolloutClient
-from semrl_jax.rollout.client import replica as replica_module
+from semrl_jax.rollout.client import RolloutClient, remote
 from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
@@ -40,7 +39,7 @@ def sync(client, value=1.0, step=0):
 
 
 def test_client_loads_neither_jax_nor_torch():
-    code = "import semrl_jax.rollout.client, semrl_jax.rollout.client.embedded"
+    code = "from semrl_jax.rollout.client import RolloutClient, embedded, local"
     assert not modules_of(code) & {"jax", "jaxlib", "torch", "flax"}
 
 
@@ -816,8 +815,8 @@ def test_close_ends_the_calls_of_another_thread(world, call):
 
 
 def test_close_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(replica_module, "_CLOSE_S", 0.05)
-    replica = replica_module.Replica("127.0.0.1:1", TOKEN, tls_ca=None)
+    monkeypatch.setattr(remote, "_CLOSE_S", 0.05)
+    replica = remote.RemoteReplica("127.0.0.1:1", TOKEN, tls_ca=None)
     never = threading.Event()
     monkeypatch.setattr(replica._channel, "close", never.wait)
     replica.close()

@@ -9,7 +9,8 @@ import pytest
 from semrl_jax import compilation
 from semrl_jax.rollout.client.dispatch import _Dispatcher
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
-from semrl_jax.rollout.client.replica import Counters, Replica, Waits
+from semrl_jax.rollout.client.remote import RemoteReplica
+from semrl_jax.rollout.client.replica import Counters, Waits
 from semrl_jax.rollout.wire.codec import GenerateCall
 from tests.rollout.conftest import make_requests
 from tests.rollout.fake_engine import FakeEngine
@@ -22,7 +23,7 @@ def compiles():
 
 def test_a_replica_says_what_it_compiles(monkeypatch):
     with EmbeddedReplica(FakeEngine()) as server:
-        replica = Replica(server.address, server.token, tls_ca=None)
+        replica = RemoteReplica(server.address, server.token, tls_ca=None)
         description = replica.describe(5.0)
         assert replica.compiling(5.0) == ""
         monkeypatch.setattr(compilation, "_running", compiles())
@@ -44,11 +45,11 @@ def test_a_replica_says_what_it_compiles(monkeypatch):
 def test_report_of_a_wait_names_compilation(monkeypatch, compiling, answered, expected):
     monkeypatch.setattr(compilation, "_running", compiles() if compiling == "here" else {})
     if compiling == "there":
-        monkeypatch.setattr(Replica, "compiling", lambda *_: "prefill for 3 s")
+        monkeypatch.setattr(RemoteReplica, "compiling", lambda *_: "prefill for 3 s")
     lines = []
     call = GenerateCall(tuple(make_requests()), "sampling", "states", version=None)
     waits = Waits(generate_timeout_s=100.0, stall_timeout_s=60.0, progress=lines.append)
-    replica = Replica("127.0.0.1:1", "token", tls_ca=None)
+    replica = RemoteReplica("127.0.0.1:1", "token", tls_ca=None)
     replica.succeeded()  # took the weights
     replica.answered = {("sampling", "states" if answered else "none")}
     dispatcher = _Dispatcher(

@@ -1,0 +1,352 @@
+"""A replica of this process does what one behind a server does, without a server."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+
+import grpc
+import jax
+import numpy as np
+import pytest
+
+from semrl_jax import models
+from semrl_jax.errors import UserError
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.rollout.client.local import LocalReplica
+from semrl_jax.rollout.engines.jax import JaxEngine
+from semrl_jax.rollout.wire import codec
+from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
+from tests.rollout.conftest import (
+    FAKE,
+    TOKEN,
+    assert_complete,
+    make_arrays,
+    make_requests,
+    wait_until,
+)
+from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
+
+SAMPLING = SamplingParams(16)
+CONFIG = models.DecoderConfig(
+    vocab_size=31, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=32, tie_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def local():
+    """Makes a client of a fake engine in this process."""
+    with contextlib.ExitStack() as stack:
+
+        def make(script=None, in_flight="wait", **settings):
+            engine = FakeEngine(script=script or FakeScript())
+            replica = LocalReplica(engine, in_flight=in_flight)
+            lines = []
+            settings = {
+                "sync_timeout_s": 10.0,
+                "stall_timeout_s": 5.0,
+                "generate_timeout_s": 20.0,
+            } | settings
+            client = RolloutClient(
+                local=replica, run_id="run", attempt_id="attempt", progress=lines.append, **settings
+            )
+            client.engine, client.lines = engine, lines
+            stack.enter_context(client).connect(**FAKE)
+            return client
+
+        yield make
+
+
+def sync(client, value=1.0, step=0):
+    return client.sync_weights(FAKE_SPECS, lambda: make_arrays(value), step=step)
+
+
+def fields_of(rollout):
+    """All but the time and the names of replica and weights."""
+    found = dataclasses.asdict(rollout)
+    found["versions"] = [(span.start, span.end) for span in rollout.versions]
+    for name in ("generate_s", "replica_id"):
+        del found[name]
+    return {
+        name: (value.dtype, value.shape, value.tobytes()) if hasattr(value, "tobytes") else value
+        for name, value in found.items()
+    }
+
+
+def assert_equal(some, others):
+    some, others = ({r.sample_id: fields_of(r) for r in rollouts} for rollouts in (some, others))
+    assert some == others and some
+
+
+@pytest.mark.parametrize(
+    ("states", "metrics"),
+    [
+        (HiddenStateParams(), None),
+        (HiddenStateParams((-1, 1), "float32", ("decode", "prefill")), None),
+        (HiddenStateParams((-1,)), None),
+        (HiddenStateParams(), MetricParams(("effective_rank", "curvature"), stride=4)),
+    ],
+)
+@pytest.mark.parametrize("groups_per_call", [0, 1])
+def test_the_same_rollouts_and_counts_as_from_a_server(
+    local, world, states, metrics, groups_per_call
+):
+    found, waits = [], {"stall_timeout_s": 60.0, "generate_timeout_s": 60.0}  # metrics are compiled
+    for client in (local(**waits), world.client(world.replica(), **waits)):
+        rollouts = client.generate(
+            make_requests(),
+            SAMPLING,
+            states,
+            version=sync(client),
+            metrics=metrics,
+            groups_per_call=groups_per_call,
+        )
+        found.append((list(rollouts), client.counters))
+    (here, here_counts), (there, there_counts) = found
+    assert_equal(here, there)
+    assert here_counts == there_counts
+
+
+def test_no_server_channel_or_message(local, monkeypatch):
+    for name in ("insecure_channel", "secure_channel"):
+        monkeypatch.delattr(grpc, name)
+    monkeypatch.delattr(grpc.aio, "server")
+    for name in ("encode_request", "encode_rollout", "encode_description", "RolloutDecoder"):
+        monkeypatch.delattr(codec, name)
+    client = local()
+    rollouts = list(client.generate(make_requests(), SAMPLING, version=sync(client)))
+    assert len(rollouts) == 8 and client.lines == []
+
+
+def test_it_serves_the_version_of_its_last_weights(local):
+    client = local()
+    old, new = sync(client), sync(client, 2.0, step=1)
+    np.testing.assert_array_equal(client.engine.weights["norm.weight"], make_arrays(2.0)[1])
+    assert (old.step, new.step, new.digest) == (0, 1, "")
+    rollouts = list(client.generate(make_requests(), SAMPLING, version=new))
+    assert_complete(rollouts, make_requests(), SAMPLING, version=new)
+    with pytest.raises(RuntimeError, match="no replica serves weights run/attempt/0/"):
+        list(client.generate(make_requests(), SAMPLING, version=old))
+
+
+def test_the_errors_of_a_server(local):
+    client = local()
+    version, name = sync(client), "the embedded rollout replica"
+    long = [dataclasses.replace(make_requests()[0], prompt_ids=np.ones(65, np.int32))]
+    wrong = [dataclasses.replace(make_requests()[0], prompt_ids=np.array([101], np.int32))]
+    for requests, expected in (
+        (long, r"prompts\[0\] has 65 tokens; the replica takes 64"),
+        (wrong, r"prompts\[0\] has token id 101"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} refuses the call: {expected}"):
+            list(client.generate(requests, SAMPLING, version=version))
+    with pytest.raises(ValueError, match=r"sampling.top_k=102 must be in"):
+        list(client.generate(make_requests(), SamplingParams(4, top_k=102), version=version))
+    with pytest.raises(UserError, match="in_flight='keep' is not offered by the fake engine"):
+        LocalReplica(FakeEngine(), in_flight="keep")
+    with pytest.raises(UserError, match="has model_hash='fake-model', the trainer 'another'"):
+        client.connect(**FAKE | {"model_hash": "another"})
+
+
+def test_weights_that_cannot_be_used(local):
+    client = local()
+    version = sync(client)
+    arrays = make_arrays()
+    arrays[1][3] = np.nan
+    with pytest.raises(RuntimeError, match=r"refuses the weights: .*in tensor 'norm.weight'"):
+        client.sync_weights(FAKE_SPECS, lambda: arrays, step=1)
+    with pytest.raises(ValueError, match=r"missing: norm.weight"):
+        client.sync_weights(FAKE_SPECS[:1], lambda: make_arrays()[:1], step=1)
+    with pytest.raises(ValueError, match="1 arrays for 2 specs"):
+        client.sync_weights(FAKE_SPECS, lambda: make_arrays()[:1], step=1)
+    with pytest.raises(ValueError, match=r"'embed.weight' is float64\[16, 8\]; its spec says flo"):
+        client.sync_weights(FAKE_SPECS, lambda: [np.zeros((16, 8))], step=1)
+
+    def unreadable():
+        yield make_arrays()[0]
+        raise KeyError("the test says so")
+
+    with pytest.raises(KeyError):
+        client.sync_weights(FAKE_SPECS, unreadable, step=1)
+    wait_until(lambda: not client.engine.is_staging)
+    rollouts = list(client.generate(make_requests(), SAMPLING, version=version))
+    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
+
+
+def test_a_commit_that_fails_is_tried_again(local):
+    client = local(FakeScript(fail_commit=True), sync_timeout_s=10.0)
+    threading.Timer(0.2, lambda: setattr(client.engine.script, "fail_commit", False)).start()
+    version = sync(client)
+    assert client.counters["replica_failures"] >= 1
+    assert "set aside until the next sync of weights: INTERNAL: RuntimeError" in client.lines[0]
+    assert len(list(client.generate(make_requests(), SAMPLING, version=version))) == 8
+
+
+def test_a_commit_that_takes_too_long(local):
+    client = local(FakeScript(commit_delay_s=2.0), sync_timeout_s=0.3)
+    with pytest.raises(RuntimeError, match=r"no replica took the weights of step 0 within 0.3 s"):
+        sync(client)
+
+
+def test_an_engine_that_fails_is_asked_again(local):
+    client = local(FakeScript(fail_after=2))
+    version = sync(client)
+    rollouts = []
+    for rollout in client.generate(make_requests(), SAMPLING, version=version):
+        rollouts.append(rollout)
+        if len(rollouts) == 2:
+            threading.Timer(0.2, lambda: setattr(client.engine.script, "fail_after", None)).start()
+    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
+    assert (client.counters["replica_failures"], client.counters["retries"]) == (1, 6)
+    client.engine.script.fail_after = 0
+    with pytest.raises(RuntimeError, match="fails again and again: INTERNAL: RuntimeError: the sc"):
+        list(client.generate(make_requests(), SAMPLING, version=version))
+
+
+def test_a_call_that_hangs_is_given_up_and_ends(local):
+    client = local(FakeScript(hang_after=2), stall_timeout_s=0.5)
+    version = sync(client)
+    rollouts = []
+    for rollout in client.generate(make_requests(), SAMPLING, version=version):
+        rollouts.append(rollout)
+        if len(rollouts) == 2:
+            threading.Timer(0.7, lambda: setattr(client.engine.script, "hang_after", None)).start()
+    assert_complete(rollouts, make_requests(), SAMPLING, version=version)
+    assert "set aside (no message for" in " ".join(client.lines)
+    wait_until(lambda: client.engine.num_closed == len(client.engine.asked))
+
+
+def test_an_iterator_that_is_closed_ends_the_engine_s_call(local):
+    client = local(FakeScript(delay_s=0.05))
+    rollouts = client.generate(make_requests(), SAMPLING, version=sync(client))
+    next(rollouts)
+    rollouts.close()
+    wait_until(lambda: client.engine.num_closed == 1)
+    assert client.engine.num_yielded < 8
+    assert len(list(client.generate(make_requests(), SAMPLING, version=sync(client)))) == 8
+
+
+def test_the_engine_waits_for_a_slow_consumer(local):
+    client = local(stall_timeout_s=1.0)
+    rollouts = client.generate(make_requests(60, 1), SAMPLING, version=sync(client))
+    next(rollouts)
+    time.sleep(1.5)
+    assert client.engine.num_yielded < 30
+    assert len(list(rollouts)) == 59 and client.counters["replica_failures"] == 0
+
+
+@pytest.mark.parametrize("call", ["sync_weights", "generate"])
+def test_close_ends_the_calls_of_another_thread(local, call):
+    client = local(FakeScript(delay_s=0.2))
+    version, begun, go_on = sync(client), threading.Event(), threading.Event()
+
+    def read():
+        begun.set()
+        go_on.wait(5)
+        yield from make_arrays(2.0)
+
+    def work():
+        if call == "sync_weights":
+            return client.sync_weights(FAKE_SPECS, read, step=1)
+        for _ in client.generate(make_requests(), SAMPLING, version=version):
+            begun.set()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        working = pool.submit(work)
+        assert begun.wait(5)
+        client.close()
+        go_on.set()
+        with pytest.raises(RuntimeError, match="closed"):
+            working.result()
+    client.close()
+    assert client.lines == []
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_weights_that_come_while_responses_are_sampled(local, in_flight):
+    client = local(FakeScript(delay_s=0.05), in_flight=in_flight)
+    rollouts = client.generate(
+        make_requests(), SAMPLING, version=sync(client), resync=lambda: sync(client)
+    )
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = [next(rollouts)]
+        synced = pool.submit(sync, client)
+        found += rollouts
+        synced.result()
+    assert len(found) == 8
+    assert (client.counters["aborted"] > 0) == (in_flight == "abort")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = models.Policy(CONFIG)
+    return policy, jax.tree.map(lambda leaf: leaf * 1.5, policy.init(jax.random.key(3)))
+
+
+def jax_requests():
+    rng = np.random.default_rng(0)
+    return [
+        SampleRequest(f"{g}/{i}", g, i, prompt, 4 * g + i)
+        for g, prompt in enumerate(rng.integers(3, 31, (5, 6), np.int32))
+        for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16"])
+def test_the_jax_engine_has_the_same_weights_and_rollouts(policy, weight_dtype):
+    """To the bit; the engine's weights are its own, even if the trainer's are gone."""
+    policy, params = policy
+    specs = models.tensor_specs(CONFIG, weight_dtype)
+    found = []
+
+    def arrays(params, on_host):
+        tensors = models.iterate_hf_tensors(params, CONFIG, weight_dtype, on_host=on_host)
+        return (array for _, array in tensors)
+
+    def sampled(client, params, on_host):
+        client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=31)
+        version = client.sync_weights(specs, lambda: arrays(params, on_host), step=0)
+        if not on_host:
+            jax.tree.map(lambda leaf: leaf.delete(), params)
+        sampling, states = SamplingParams(24, eos_token_ids=(1,)), HiddenStateParams((-1,))
+        found.append(list(client.generate(jax_requests(), sampling, states, version=version)))
+        return version
+
+    ids = {"run_id": "run", "attempt_id": "attempt"}
+    with EmbeddedReplica(JaxEngine(policy, chunk=7), token=TOKEN) as replica:
+        with RolloutClient([replica.address], TOKEN, **ids) as client:
+            version = sampled(client, params, on_host=True)
+    assert version.digest == codec.weights_digest(specs, arrays(params, on_host=True))
+    for on_host in (True, False):
+        own = jax.tree.map(lambda leaf: leaf + 0, params)
+        with RolloutClient(local=LocalReplica(JaxEngine(policy, chunk=7)), **ids) as client:
+            sampled(client, own, on_host)
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
+def test_weights_of_a_mesh_are_checked_on_its_devices(policy):
+    """The engine has one device, and the trainer has four."""
+    policy, params = policy
+    mesh = models.make_mesh(dict.fromkeys(models.AXES, 1) | {"fsdp": 4}, jax.devices()[:4])
+    params = jax.device_put(params, models.parameter_shardings(params, mesh))
+    client = RolloutClient(
+        local=LocalReplica(JaxEngine(policy)), run_id="run", attempt_id="attempt"
+    )
+
+    def read():
+        tensors = models.iterate_hf_tensors(params, CONFIG, "float32", on_host=False)
+        return (array for _, array in tensors)
+
+    specs = models.tensor_specs(CONFIG, "float32")
+    with client:
+        client.connect(model_hash=CONFIG.hash, tokenizer_hash="", vocab_size=31)
+        version = client.sync_weights(specs, read, step=0)
+        assert len(list(client.generate(jax_requests(), SAMPLING, version=version))) == 20
+        scale = params["final_norm"]["scale"]
+        params["final_norm"]["scale"] = scale.at[0].set(np.inf)
+        with pytest.raises(RuntimeError, match=r"not finite, in tensor 'model.norm"):
+            client.sync_weights(specs, read, step=1)
