@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 
 from semrl_jax.rollout.client.embedded import run_loop
-from semrl_jax.rollout.client.replica import Replica
+from semrl_jax.rollout.client.replica import Replica, Responses
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.guard import refused_if_invalid, status_of
 from semrl_jax.rollout.server.service import RolloutService, check_finite
@@ -108,10 +108,12 @@ class LocalReplica(Replica):
         update = self._submit(self._service.update(receive))
         try:
             concurrent.futures.wait((begun, update), return_when=concurrent.futures.FIRST_COMPLETED)
-            if begun.done():
+            if not update.done():
                 loaded.set_result(self._engine.load_arrays(arrays))
             return _result(update, "UpdateWeights", timeout_s)
         except BaseException:
+            if update.done():  # why the tensors could not be loaded, as after `close`
+                _result(update, "UpdateWeights")
             update.cancel()
             raise
 
@@ -134,8 +136,8 @@ class LocalReplica(Replica):
         raise RuntimeError("the embedded rollout replica is closed.")
 
 
-class LocalResponses:
-    """The rollouts of one call; see `Responses`."""
+class LocalResponses(Responses):
+    """The rollouts of one call."""
 
     def __init__(self, replica: LocalReplica, call: GenerateCall):
         self.num_bytes: collections.Counter[str] = collections.Counter()

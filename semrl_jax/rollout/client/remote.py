@@ -10,7 +10,7 @@ import grpc
 
 from semrl_jax.addresses import split_address
 from semrl_jax.errors import UserError
-from semrl_jax.rollout.client.replica import Load, Replica
+from semrl_jax.rollout.client.replica import Load, Replica, Responses
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import is_loopback, token_metadata
 from semrl_jax.rollout.wire.codec import GenerateCall, RolloutDecoder
@@ -131,8 +131,8 @@ class RemoteReplica(Replica):
         return method(request, timeout=timeout_s, metadata=self._metadata)
 
 
-class RemoteResponses:
-    """The replies to one Generate call as rollouts; see `Responses`."""
+class RemoteResponses(Responses):
+    """The replies to one Generate call as rollouts."""
 
     def __init__(self, messages, decoder: RolloutDecoder):
         self._messages = messages  # of gRPC, serialised

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import grpc
 
@@ -139,7 +139,7 @@ class Load:
         self._figures = self._figures._replace(**changed)
 
 
-class Responses(Protocol):
+class Responses(abc.ABC):
     """The responses of one call, read by one thread.
 
     Attributes:
@@ -148,12 +148,14 @@ class Responses(Protocol):
 
     num_bytes: Mapping[str, int]
 
+    @abc.abstractmethod
     def __iter__(self) -> Iterator[Rollout | None]:
         """Yields each response; None at a message that completes none.
 
         Raises grpc.RpcError if the call fails, and ValueError if a response contradicts it.
         """
 
+    @abc.abstractmethod
     def cancel(self) -> None:
         """Ends the call, and soon the iteration."""
 

@@ -258,6 +258,7 @@ class _StagedWeights(Mapping[str, np.ndarray]):
                 is_unsound = np.asarray(_have_not_finite(placed))
                 self._params.wait()
             unsound += itertools.compress(tensors, is_unsound)
+        self._buffers.clear()  # that nobody fills
         return unsound
 
     def finish(self) -> Params:

@@ -139,9 +139,11 @@ def encode_specs(specs: Iterable[TensorSpec]) -> list[pb.TensorSpec]:
 
 
 def decode_specs(
-    messages: Sequence[pb.TensorSpec], expected: Sequence[TensorSpec]
+    messages: Sequence[pb.TensorSpec | TensorSpec], expected: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
     """Decodes the manifest of a weight update and compares it with the engine's tensors.
+
+    The manifest may also be records, of a sender in this process.
 
     Raises:
       ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
@@ -581,7 +583,7 @@ def _check_num_samples(count: int, limits: ReplicaDescription) -> None:
 
 
 def _checked_prompt(
-    index: int, token_ids: Sequence[int], limits: ReplicaDescription
+    index: int, token_ids: Sequence[int] | Int[np.ndarray, " P"], limits: ReplicaDescription
 ) -> Int[np.ndarray, " P"]:
     """A copy of the ids, which the samples of a group share."""
     length = len(token_ids)
