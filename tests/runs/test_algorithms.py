@@ -145,13 +145,13 @@ def test_a_critic_whose_updates_are_not_finite_ends_the_run(
     config, tmp_path, rewarded, monkeypatch
 ):
     """The policy's updates are finite, so its learning rate is not the way out."""
-    real = loop.value_targets
+    real = loop.assign_credit
 
     def spoiled(*arguments):
-        returns, report = real(*arguments)
-        return returns.at[0, 0].set(np.inf), report
+        credit = real(*arguments)
+        return credit._replace(returns=credit.returns.at[0, 0].set(np.inf))
 
-    monkeypatch.setattr(loop, "value_targets", spoiled)
+    monkeypatch.setattr(loop, "assign_credit", spoiled)
     config.update_from_flattened_dict(
         PPO | {"training.prompts_per_minibatch": 16, "training.max_skipped_updates": 1}
     )

@@ -1,6 +1,7 @@
 """Whole small runs in this process, on 8 forced devices."""
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
@@ -374,13 +375,13 @@ def test_a_run_without_kl_resumes_and_samples_from_a_part_of_the_vocabulary(
 def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     config, tmp_path, monkeypatch, report
 ):
-    real = loop.shaped_advantages
+    real = loop.assign_credit
 
     def spoiled(*arguments):
-        shaped, report = real(*arguments)
-        return shaped.at[0, 0].set(np.inf), report
+        credit = real(*arguments)
+        return credit._replace(advantages=credit.advantages.at[0, 0].set(np.inf))
 
-    monkeypatch.setattr(loop, "shaped_advantages", spoiled)
+    monkeypatch.setattr(loop, "assign_credit", spoiled)
     config.training.prompts_per_minibatch = 4
     config.training.max_skipped_updates = 2
     with pytest.raises(RuntimeError, match="2 updates in a row was not finite"):
@@ -429,17 +430,18 @@ def test_packed_rows_change_nothing_but_rounding(config, tmp_path, rewarded):
 @pytest.mark.slow
 def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkeypatch):
     """An engine with bfloat16 weights samples from a slightly different distribution."""
-    real_update, real_shaping, seen = Learner.update, loop.shaped_advantages, {}
+    real_update, real_credit, seen = Learner.update, loop.assign_credit, {}
 
-    def shaping(*arguments):
-        seen["shaped"], report = real_shaping(*arguments)
-        return seen["shaped"], report
+    def credit(rules, *arguments):
+        unweighted = dataclasses.replace(rules, importance=())
+        seen["shaped"] = real_credit(unweighted, *arguments).advantages
+        return real_credit(rules, *arguments)
 
-    def update(learner, state, batch, passes, advantages, *returns):
-        seen.update(batch=batch, old=passes.old.logprobs, advantages=advantages)
-        return real_update(learner, state, batch, passes, advantages, *returns)
+    def update(learner, state, batch, passes, credit):
+        seen.update(batch=batch, old=passes.old.logprobs, advantages=credit.advantages)
+        return real_update(learner, state, batch, passes, credit)
 
-    monkeypatch.setattr(loop, "shaped_advantages", shaping)
+    monkeypatch.setattr(loop, "assign_credit", credit)
     monkeypatch.setattr(Learner, "update", update)
     config.training.num_steps = 1
     config.rollout.weight_dtype = "bfloat16"
@@ -451,7 +453,7 @@ def test_importance_weights_change_the_update(config, tmp_path, rewarded, monkey
         row = rows[level] = stable(read_rows(tmp_path / level))[0]
         params[level] = final_params(tmp_path / level, 1)
         if level == "none":
-            assert seen["advantages"] is seen["shaped"]
+            np.testing.assert_array_equal(seen["advantages"], seen["shaped"])
             continue
         batch = seen["batch"]
         weights, share = oracle.importance_weights(
