@@ -389,7 +389,16 @@ def _over_seen(with_keys, carry, query_places, key_places, window):
     """Loops over the blocks of keys that a query attends to, in their order."""
     seen = jax.vmap(lambda places: jnp.any(_seen(query_places, places, window)))(key_places)
     (indices,) = jnp.nonzero(seen, size=len(seen))
-    return jax.lax.fori_loop(0, jnp.sum(seen), lambda i, carry: with_keys(indices[i], carry), carry)
+    num_seen = jnp.sum(seen, dtype=jnp.int32)
+
+    def goes_on(state):  # the constant tells readers of the program the most that it computes
+        return (state[0] < len(seen)) & (state[0] < num_seen)
+
+    def step(state):
+        index, carry = state
+        return index + 1, with_keys(indices[index], carry)
+
+    return jax.lax.while_loop(goes_on, step, (jnp.int32(0), carry))[1]
 
 
 def _block(places: Places, index: Int[Array, ""]) -> Places:
