@@ -128,7 +128,7 @@ def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, flo
         sampler.measurer.flush()
         for future in pending:
             future.result()
-        sampler.measurer.submit_batch([item.mean_states for item in scored]).result()
+        sampler.measurer.submit_batch(scored.mean_states).result()
         seconds.append(time.monotonic() - started)
         cpu_s.append(time.process_time() - cpu_started)
     num_bytes = sum(item.rollout.hidden_states.nbytes for item in scored)

@@ -21,11 +21,12 @@ from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
+from semrl_jax.metrics.records import Metrics
 from semrl_jax.modules import running
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.sampler import EVALUATION, Measuring, Sampler, counter, stream_seed
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.settings.evaluation import check_sampling
 from semrl_jax.settings.rollout import MIN_TEMPERATURE
@@ -45,7 +46,7 @@ class Evaluation(NamedTuple):
     """
 
     scalars: dict[str, float]
-    scored: list[ScoredRollout]
+    scored: Scored
     benchmarks: list[str]
 
 
@@ -110,7 +111,7 @@ class Evaluator:
             for plan in benchmark.scores:
                 calls.setdefault((plan, id(self.graders.get(benchmark.name))), []).append(benchmark)
         scalars: dict[str, float] = {}
-        scored: list[ScoredRollout] = []
+        scored: list[Scored] = []
         for (plan, _), benchmarks in calls.items():
             places = [(b, place) for b in benchmarks for place in range(len(b.problems))]
             with clock("evaluate"):
@@ -118,7 +119,8 @@ class Evaluator:
                 arrived = counter(clock, "evaluate", num_responses)
                 found = self.sample(places, plan, arrived)
             for benchmark in benchmarks:
-                items = [item for item in found if self._benchmark(item) == benchmark.name]
+                names = np.array(list(map(self._benchmark, found)))
+                items = found.take(np.flatnonzero(names == benchmark.name))
                 new = self._scalars(benchmark, plan, items)
                 if twice := sorted(new.keys() & scalars.keys()):
                     raise UserError(
@@ -128,17 +130,18 @@ class Evaluator:
                 # Metrics have one set of log keys, for the responses of the first plan.
                 if self.measurer is not None and plan == next(iter(benchmark.scores)):
                     scalars |= self._metric_scalars(benchmark, items)
-            scored += found
+            scored.append(found)
         for benchmark in self.benchmarks.values():
             scalars[f"eval/{benchmark.name}/num_problems"] = float(len(benchmark.problems))
-        return Evaluation(scalars, scored, [self._benchmark(item) for item in scored])
+        joined = Scored.joined(scored)
+        return Evaluation(scalars, joined, list(map(self._benchmark, joined)))
 
     def sample(
         self,
         places: Sequence[tuple[Benchmark, int]],
         plan: Plan,
         arrived: Callable[[Rollout], None],
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """The graded responses to problems of benchmarks with one grader, from one call.
 
         The group of a response is the index of its problem. A response depends on the seed of the
@@ -153,7 +156,7 @@ class Evaluator:
             if len(self.problems[benchmark.problems[place]].prompt_ids) <= limit
         }
         if not asked:
-            return []
+            return Scored(())
         requests = [
             SampleRequest(
                 sample_id=f"eval/{index}/{sample}",
@@ -192,38 +195,33 @@ class Evaluator:
         benchmark: Benchmark,
         places: Sequence[int],
         plan: Plan,
-        items: Sequence[ScoredRollout],
+        items: Scored,
     ) -> list[list[Sample]]:
         """The responses as samples, one list per problem at `places` of the benchmark."""
-        found: dict[int, list[ScoredRollout]] = collections.defaultdict(list)
-        for item in items:
-            found[item.rollout.group_id].append(item)
+        found: dict[int, list[tuple[ScoredRollout, Metrics]]] = collections.defaultdict(list)
+        for item, metrics in zip(items, items.rows()):
+            found[item.rollout.group_id].append((item, metrics))
         first = benchmark.first_sample(plan)
         lists = []
         for place in places:
             index = benchmark.problems[place]
             problem = self.problems[index]
             if index in found:
-                lists.append([sampled(item, problem, place, first) for item in found[index]])
+                lists.append([sampled(*each, problem, place, first) for each in found[index]])
             else:
                 lists.append(not_sampled(problem, place, plan.num_samples))
         return lists
 
-    def _scalars(
-        self, benchmark: Benchmark, plan: Plan, items: Sequence[ScoredRollout]
-    ) -> dict[str, float]:
+    def _scalars(self, benchmark: Benchmark, plan: Plan, items: Scored) -> dict[str, float]:
         problems = self.samples(benchmark, range(len(benchmark.problems)), plan, items)
         figures = figures_of(benchmark.scores[plan], problems, benchmark.options)
         return {f"eval/{benchmark.name}/{name}": value for name, value in logged(figures).items()}
 
-    def _metric_scalars(
-        self, benchmark: Benchmark, items: Sequence[ScoredRollout]
-    ) -> dict[str, float]:
+    def _metric_scalars(self, benchmark: Benchmark, items: Scored) -> dict[str, float]:
         if not items:
             return {}
         prefix = f"eval/{benchmark.name}/metrics"
-        means = [item.mean_states for item in items]
-        of_set = self.measurer.submit_batch(means).result()
+        of_set = self.measurer.submit_batch(items.mean_states).result()
         found = {f"{prefix}/{name}": value for name, value in of_set.items()}
         return metric_scalars(items, prefix) | found
 

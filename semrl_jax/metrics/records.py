@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from semrl_jax.metrics.names import FINAL_LAYER
 
@@ -70,6 +72,21 @@ class Measurement(NamedTuple):
 
 
 Metrics = Mapping[MetricKey, Measurement]
+
+
+def joined(parts: Sequence[tuple[int, Metrics]]) -> dict[MetricKey, Measurement]:
+    """One column per metric, from parts of so many responses each.
+
+    A part holds a column per metric, or of one response the numbers. Responses of a part without a
+    metric have no valid one.
+    """
+    keys = dict.fromkeys(key for _, metrics in parts for key in metrics)
+    found = {}
+    for key in keys:
+        nothing = ((np.zeros(size, np.float32), np.zeros(size, bool)) for size, _ in parts)
+        columns = [metrics.get(key, none) for (_, metrics), none in zip(parts, nothing)]
+        found[key] = Measurement(*map(np.hstack, zip(*columns)))
+    return found
 
 
 def flatten(metrics: Metrics) -> dict[str, Any]:

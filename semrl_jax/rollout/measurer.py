@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     """What was measured of one response.
 
     Attributes:
-      metrics: floats and bools.
+      metrics: float32 and bool, from the columns of its call.
       mean_states: float32, of its hidden states.
       effective_ranks: float32, of its prefixes in the final layer; None if it has none, or if ER
         is not among the metrics.
@@ -351,12 +351,12 @@ def _by_response(metrics: Metrics, means: Float[np.ndarray, "G D"]) -> list[Meas
         ranks = [
             values[valid] if valid.any() else None for values, valid in zip(*series, strict=True)
         ]
-    columns = {
-        key: list(map(Measurement, found.value.tolist(), found.valid.tolist()))
-        for key, found in metrics.items()
-        if key != SERIES
-    }
+    columns = {key: found for key, found in metrics.items() if key != SERIES}
     return [
-        Measured({key: column[i] for key, column in columns.items()}, means[i][None], ranks[i])
+        Measured(
+            {key: Measurement(value[i], valid[i]) for key, (value, valid) in columns.items()},
+            means[i][None],
+            ranks[i],
+        )
         for i in range(len(means))
     ]

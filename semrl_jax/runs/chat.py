@@ -28,7 +28,7 @@ from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.sampling.sampler import GENERATION, Measuring, stream_seed
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.types import SampleRequest
 
 EXIT_UNANSWERED = 2
@@ -150,7 +150,7 @@ class Conversation:
         """Begins a new conversation."""
         self._turns.clear()
 
-    def ask(self, question: str) -> tuple[ScoredRollout, float]:
+    def ask(self, question: str) -> tuple[Scored, float]:
         """The response and the seconds that it took.
 
         Raises:
@@ -166,7 +166,7 @@ class Conversation:
             seed=stream_seed(config.seed, GENERATION, self._count, 0),
         )
         started = time.monotonic()
-        (item,) = self._inference.sampler.sample(
+        scored = self._inference.sampler.sample(
             [request],
             {self._count: ""},
             measuring=self._measuring,
@@ -177,8 +177,8 @@ class Conversation:
         seconds = time.monotonic() - started
         self._count += 1
         if self._multi_turn:
-            self._turns.append((question, item.response))
-        return item, seconds
+            self._turns.append((question, scored[0].response))
+        return scored, seconds
 
     def _prompt_ids(self, question: str) -> np.ndarray:
         config, tokenizer = self._inference.config, self._inference.tokenizer
@@ -217,19 +217,19 @@ def talk(conversation: Conversation, questions: Callable[[], str], reporter: Rep
             reporter.line(HELP)
         else:
             try:
-                item, seconds = conversation.ask(question)
+                scored, seconds = conversation.ask(question)
             except UserError as error:
                 reporter.notice(f"no response: {' '.join(str(error).split())}")
                 code = 0 if sys.stdin.isatty() else EXIT_UNANSWERED
                 continue
-            reporter.line(printable(item.response) or "(an empty response)")
-            reporter.line(f"[{figures(item, seconds)}]")
+            reporter.line(printable(scored[0].response) or "(an empty response)")
+            reporter.line(f"[{figures(scored, seconds)}]")
     return code
 
 
-def figures(item: ScoredRollout, seconds: float) -> str:
+def figures(scored: Scored, seconds: float) -> str:
     """Length, speed, how the response ended, mean log-probability and metrics."""
-    rollout = item.rollout
+    rollout, (metrics,) = scored[0].rollout, scored.rows()
     sampled = rollout.rollout_logprobs[rollout.response_mask]
     mean = float(sampled.mean()) if len(sampled) else math.nan
     speed = rollout.num_policy_tokens / max(seconds, 1e-9)
@@ -241,7 +241,7 @@ def figures(item: ScoredRollout, seconds: float) -> str:
     ]
     orders = list(ORDERS)
     found = sorted(
-        rollout.metrics.items(),
+        metrics.items(),
         key=lambda entry: (entry[0].layer, entry[0].name, orders.index(entry[0].order)),
     )
     for key, (value, valid) in found:

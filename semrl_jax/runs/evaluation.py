@@ -44,7 +44,7 @@ from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.result_directory import SAMPLES, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.sampling.prompt_sources import check_prompts
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.reward_model import batch_scores, find_reward_model
 from semrl_jax.training.rollout_batch import pad_batch
@@ -59,7 +59,7 @@ SAMPLING_FIELDS = (
 
 
 REWARD_MODEL = MetricKey("reward_model")
-Judge = Callable[[Sequence[ScoredRollout]], list[ScoredRollout]]
+Judge = Callable[[Scored], Scored]
 
 
 class Call(NamedTuple):
@@ -215,13 +215,13 @@ def _reward_model(inference: Inference) -> Judge:
     config, mesh = inference.config, inference.mesh
     files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh)
     if files is None:
-        return list
+        return lambda items: items
     params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
     plan = row_plan(mesh, config.training)
 
-    def judged(items: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    def judged(items: Scored) -> Scored:
         if not items:
-            return []
+            return items
         batch = pad_batch(
             [item.rollout for item in items],
             pad_token_id=inference.tokenizer.pad_token_id,
@@ -229,10 +229,7 @@ def _reward_model(inference: Inference) -> Judge:
             max_response_tokens=config.rollout.max_response_tokens,
         )
         scores = batch_scores(params, batch, model=files.model, plan=plan)
-        return [
-            item.with_metrics({REWARD_MODEL: Measurement(float(score), bool(np.isfinite(score)))})
-            for item, score in zip(items, scores, strict=True)
-        ]
+        return items.with_metrics({REWARD_MODEL: Measurement(scores, np.isfinite(scores))})
 
     return judged
 
@@ -376,12 +373,11 @@ def _sample_calls(
             in_benchmark = [(call.benchmark, place) for place in places]
             items = judged(evaluator.sample(in_benchmark, plan, progress.count))
             lists = evaluator.samples(call.benchmark, places, plan, items)
-            states = [item.mean_states for item in items if item.mean_states is not None]
             with stop.deferred():
                 directory.write_part(
                     call.part,
                     [sample for samples in lists for sample in samples],
-                    np.stack(states) if states else None,
+                    items.mean_states,
                 )
 
         began = time.monotonic()

@@ -17,7 +17,7 @@ from semrl_jax.evaluation.sample_files import METRICS
 from semrl_jax.files import replacing, write_json
 from semrl_jax.parquet import ParquetFile, strings
 from semrl_jax.rewards import Verdict
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.tensor_files import write_tensors
 from semrl_jax.types import HiddenStateParams
 
@@ -28,7 +28,7 @@ FINISHED = ("eos", "stop")  # reasons of responses that a model may learn from
 
 
 def response_table(
-    items: Sequence[ScoredRollout],
+    items: Scored,
     prompts: Sequence[data.PromptExample],
     *,
     with_logprobs: bool,
@@ -69,11 +69,9 @@ def response_table(
             columns[name] = _lists([getattr(each, name) for each in rollouts], pa.float32())
     if is_graded:
         columns |= verdict_columns([item.verdict for item in items])
-    labels = {key.label: key for rollout in rollouts for key in rollout.metrics}
-    for label in sorted(labels):
-        found = [rollout.metrics.get(labels[label], (0.0, False)) for rollout in rollouts]
-        values = [float(value) if valid else math.nan for value, valid in found]
-        columns[METRICS + label] = pa.array(values, pa.float64(), from_pandas=False)
+    for key, (values, valid) in sorted(items.metrics.items(), key=lambda entry: entry[0].label):
+        values = np.where(valid, values.astype(np.float64), math.nan)
+        columns[METRICS + key.label] = pa.array(values, pa.float64(), from_pandas=False)
     return pa.table(columns)
 
 

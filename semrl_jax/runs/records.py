@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from semrl_jax.files import remove, replacing, through_no_link
-from semrl_jax.metrics.records import encode
+from semrl_jax.metrics.records import flatten
 from semrl_jax.parquet import strings
 from semrl_jax.runs.rows import read_log, read_rows
 from semrl_jax.runs.trackers import TensorBoard, Tracker
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.types import TOKEN_ARRAYS
 
 # Rows whose last values are the final figures of a run.
@@ -109,7 +109,7 @@ def remove_rollouts(directory: pathlib.Path, first_step: int) -> None:
 def write_rollouts(
     directory: pathlib.Path,
     step: int,
-    scored: Sequence[ScoredRollout],
+    scored: Scored,
     text: Callable[[np.ndarray], str],
     benchmarks: Sequence[str] | None = None,
 ) -> None:
@@ -124,7 +124,6 @@ def write_rollouts(
     directory.mkdir(exist_ok=True)
     rollouts = [item.rollout for item in scored]
     verdicts = [item.verdict for item in scored]
-    metrics = [encode(rollout.metrics) for rollout in rollouts]
     columns = {
         "step": [step] * len(scored),
         **({} if benchmarks is None else {"benchmark": strings(benchmarks)}),
@@ -147,8 +146,8 @@ def write_rollouts(
         values = [getattr(rollout, array.name) for rollout in rollouts]
         if array.is_recorded and not (array.is_optional and all(map(array.is_left_out, values))):
             columns[array.name] = values
-    for name in metrics[0] if metrics else ():
-        columns[f"metrics/{name}"] = [row[name] for row in metrics]
+    for name, column in flatten(scored.metrics).items():
+        columns[f"metrics/{name}"] = column.astype(np.float64)
     file = directory / f"{'step' if benchmarks is None else 'eval'}_{step:06d}.parquet"
     with replacing(file) as out:
         pq.write_table(pa.table(columns), out)

@@ -22,7 +22,7 @@ from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.sampling.dynamic import Rewards
 from semrl_jax.sampling.in_flight import InFlightSampler
 from semrl_jax.sampling.sampler import Sample, Sampler, Weights
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_parts, weight_dtype
 from semrl_jax.types import SampleRequest
 
@@ -160,7 +160,7 @@ class AheadSampler(Sampler):
 
     def sample(
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """Samples with the newest weights, once nothing else is being sampled."""
         self._await(list(self._begun.values()), options.get("clock"))
         began = time.monotonic()

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.errors import UserError
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 
 Rewards = Callable[[Sequence[ScoredRollout]], Float[np.ndarray, "P G"]]
 
@@ -29,13 +29,13 @@ class Kept(NamedTuple):
       scalars: `rollout/...` counts, and `reward/..._sampled` over all groups of all rounds.
     """
 
-    scored: list[ScoredRollout]
+    scored: Scored
     num_prompts: int
     scalars: dict[str, float]
 
 
 def sample_until_kept(
-    sample_round: Callable[[int, int], list[ScoredRollout]],
+    sample_round: Callable[[int, int], Scored],
     rewards_of: Rewards,
     *,
     num_groups: int,
@@ -60,7 +60,7 @@ def sample_until_kept(
 
     Source: arXiv:2503.14476 (DAPO), Sec. 3.2, where a group is kept by 0 < correct responses < G.
     """
-    kept: list[list[ScoredRollout]] = []
+    kept: list[Scored] = []
     rewards, correct, differs = [], [], []  # a part per round
     num_tokens = 0
     while len(kept) < num_groups:
@@ -93,7 +93,7 @@ def sample_until_kept(
         "reward/correct_sampled": all_correct.mean(),
     }
     return Kept(
-        [item for group in kept for item in group],
+        Scored.joined(kept),
         num_prompts,
         {name: float(value) for name, value in scalars.items()},
     )

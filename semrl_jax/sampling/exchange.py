@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import json
 from collections.abc import Sequence
 from typing import TypeVar
@@ -19,10 +18,10 @@ from jaxtyping import Int, Shaped
 
 from semrl_jax.cluster.connecting import gather_bytes
 from semrl_jax.cluster.peers import Processes
-from semrl_jax.metrics.records import decode, encode
+from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
 
 T = TypeVar("T")
@@ -50,43 +49,49 @@ def share_of(items: Sequence[T], sampling: Sequence[int], process: int) -> Seque
     return items[start:end]
 
 
-def of_all(peers: Processes, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+def of_all(peers: Processes, scored: Scored) -> Scored:
     """The responses of all processes in (group, sample) order; each is held by one process."""
     if peers.count == 1:
-        return list(scored)
-    parts = gather_bytes(peers, "exchange", pack_scored(scored))
-    received = itertools.chain.from_iterable(map(unpack_scored, parts))
-    # Own responses replace their copies, which have no hidden states.
-    by_id = {item.rollout.sample_id: item for item in (*received, *scored)}
-    return sorted(
-        by_id.values(), key=lambda item: (item.rollout.group_id, item.rollout.sample_index)
-    )
+        return scored
+    parts = list(map(unpack_scored, gather_bytes(peers, "exchange", pack_scored(scored))))
+    parts[peers.index] = scored  # the own ones have hidden states
+    return Scored.joined(parts).in_order()
 
 
-def pack_scored(scored: Sequence[ScoredRollout]) -> bytes:
+def pack_scored(scored: Scored) -> bytes:
     """Packs scored responses, without hidden states, as an npz archive."""
-    columns = {
-        array.name: (array.dtype, [getattr(item.rollout, array.name) for item in scored])
-        for array in TOKEN_ARRAYS
-    } | {"mean_states": ("<f4", [item.mean_states for item in scored])}
     arrays = {"records": np.frombuffer(json.dumps(list(map(_record, scored))).encode(), np.uint8)}
-    for name, (dtype, parts) in columns.items():
+    for array in TOKEN_ARRAYS:
+        parts = [getattr(item.rollout, array.name) for item in scored]
         present = [part for part in parts if part is not None]
-        arrays[name] = np.concatenate(present or [np.zeros(0)]).astype(dtype)
-        arrays[f"{name}_lengths"] = np.array([-1 if p is None else len(p) for p in parts], int)
+        arrays[array.name] = np.concatenate(present or [np.zeros(0)]).astype(array.dtype)
+        arrays[f"{array.name}_lengths"] = np.array(
+            [-1 if p is None else len(p) for p in parts], int
+        )
+    for key, (values, valid) in scored.metrics.items():
+        arrays[f"{METRICS}{key.label}"] = np.stack([values, valid.astype(values.dtype)])
+    if scored.mean_states is not None:
+        arrays["mean_states"] = scored.mean_states
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
 
 
-def unpack_scored(data: bytes) -> list[ScoredRollout]:
+def unpack_scored(data: bytes) -> Scored:
     """The inverse of `pack_scored`, except for the hidden states."""
-    names = [*(array.name for array in TOKEN_ARRAYS), "mean_states"]
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        records = json.loads(arrays["records"].tobytes())
-        columns = {name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in names}
-    means = columns.pop("mean_states")
-    scored = []
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        arrays = dict(file)
+    records = json.loads(arrays.pop("records").tobytes())
+    means = arrays.pop("mean_states", None)
+    columns = {
+        array.name: _split(arrays.pop(array.name), arrays.pop(f"{array.name}_lengths"))
+        for array in TOKEN_ARRAYS
+    }
+    metrics = {
+        MetricKey.parse(name.removeprefix(METRICS)): Measurement(values, valid.astype(bool))
+        for name, (values, valid) in arrays.items()
+    }
+    items = []
     for index, record in enumerate(records):
         rollout = Rollout(
             **{name: column[index] for name, column in columns.items()},
@@ -94,30 +99,27 @@ def unpack_scored(data: bytes) -> list[ScoredRollout]:
                 VersionSpan(WeightVersion(*version), start, end)
                 for version, start, end in record["versions"]
             ),
-            metrics=decode(record["metrics"]),
             **record["values"],
         )
         verdict = Verdict(**record["verdict"])
-        scored.append(
-            ScoredRollout(rollout, record["response"], record["reference"], verdict, means[index])
-        )
-    return scored
+        items.append(ScoredRollout(rollout, record["response"], record["reference"], verdict))
+    return Scored(items, metrics, means)
 
 
-# Hidden states, and the fields that describe them, are not sent.
-_LOCAL = {"hidden_states", "prompt_states", "layers", "mean_state"}
+METRICS = "metrics/"  # begins the names of their arrays: values, and validities as 1 or 0
+# Hidden states, and the fields that describe them, are not sent; `Scored` has the metrics.
+_LOCAL = {"hidden_states", "prompt_states", "layers", "mean_state", "metrics"}
 # Fields that are sent as JSON, which keeps every bit of a float.
 _VALUES = [
     field.name
     for field in dataclasses.fields(Rollout)
-    if field.name not in {array.name for array in TOKEN_ARRAYS} | _LOCAL | {"versions", "metrics"}
+    if field.name not in {array.name for array in TOKEN_ARRAYS} | _LOCAL | {"versions"}
 ]
 
 
 def _record(item: ScoredRollout) -> dict:
     return {
         "values": {name: getattr(item.rollout, name) for name in _VALUES},
-        "metrics": encode(item.rollout.metrics),
         "versions": [dataclasses.astuple(span) for span in item.rollout.versions],
         "response": item.response,
         "reference": item.reference,

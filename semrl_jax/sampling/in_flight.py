@@ -18,7 +18,7 @@ from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.sampling.dynamic import Rewards
 from semrl_jax.sampling.sampler import Draw, Sample, Sampler, counter, stream_seed
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan
 
@@ -144,12 +144,12 @@ class InFlightSampler(Sampler):
         count = matcher.feed(rollout.response_ids.tolist())
         return rollout if count is None else stopped(rollout, count)
 
-    def _complete(self, batch: _Batch) -> list[ScoredRollout]:
+    def _complete(self, batch: _Batch) -> Scored:
         """The batch, scored and measured, in every process."""
         options = self._training_options(batch.step)
         shared = {name: options[name] for name in ("stop_strings", "measuring", "states")}
 
-        def score() -> list[ScoredRollout]:
+        def score() -> Scored:
             with self.stop.interruptible():
                 return self._scored(
                     batch.rollouts.values(),

@@ -30,7 +30,7 @@ from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.sampling.dynamic import Rewards, sample_until_kept
 from semrl_jax.sampling.exchange import of_all, share_of
 from semrl_jax.sampling.replicas import is_embedded
-from semrl_jax.sampling.scoring import ScoredRollout, score_and_measure
+from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.weight_sync import send_together
 from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.settings.rollout import weight_dtype
@@ -94,7 +94,7 @@ class Sample(NamedTuple):
       scalars: of the dynamic sampling; empty without it.
     """
 
-    scored: list[ScoredRollout]
+    scored: Scored
     position: tuple[int, int]
     scalars: dict[str, float]
 
@@ -207,7 +207,7 @@ class Sampler:
         def prompts(start: tuple[int, int], count: int) -> tuple[list[data.PromptExample], Any]:
             return data.next_prompts(self.prompts, self.config.seed, start, count)
 
-        def sample_round(number: int, num_kept: int) -> list[ScoredRollout]:
+        def sample_round(number: int, num_kept: int) -> Scored:
             _, start = prompts(position, number * count)
             what = f"sample round {number + 1}, {num_kept}/{count} groups kept,"
             shown = counter(clock, what, num_responses, already=number)
@@ -234,7 +234,7 @@ class Sampler:
         examples: Sequence[data.PromptExample],
         clock: Clock,
         arrived: Callable[[Rollout], None],
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """The responses to the prompts of a round of this number."""
         draw = self._draw(step, number, examples)
         return self.sample(
@@ -280,7 +280,7 @@ class Sampler:
 
     def sample(
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """All requested responses, scored, in (group, sample) order, in every process.
 
         `options` are those of `_sample_here`: of the verdicts, metrics and distribution.
@@ -292,11 +292,12 @@ class Sampler:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
         own = self._own_share(requests)
-        scored: list[ScoredRollout] = []
+        scored = Scored(())
 
         def sample_own() -> None:
+            nonlocal scored
             if own and not scored:
-                scored.extend(self._sample_here(own, references, **options))
+                scored = self._sample_here(own, references, **options)
 
         self._until_sampled(sample_own)
         return self._of_all(scored)
@@ -399,7 +400,7 @@ class Sampler:
 
         return check
 
-    def _of_all(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    def _of_all(self, scored: Scored) -> Scored:
         return of_all(self.peers, scored)
 
     def _sample_here(
@@ -415,7 +416,7 @@ class Sampler:
         verifier: VerifierPool | None = None,
         arrived: Callable[[Rollout], None],
         **distribution: Any,  # temperature, top_p, top_k, annealing
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """The responses of these requests, in (group, sample) order.
 
         Args:
@@ -492,7 +493,7 @@ class Sampler:
         columns: Mapping[int, str] | None,
         verifier: VerifierPool | None = None,
         arrived: Callable[[Rollout], None],
-    ) -> list[ScoredRollout]:
+    ) -> Scored:
         """The same responses with verdicts and metrics, in (group, sample) order."""
         measures_here = measuring is not None and measuring.options.placement != "rollout"
         return score_and_measure(

@@ -1,14 +1,14 @@
-"""Reward and metrics of each response, computed while other responses are being sampled."""
+"""Rewards and metrics of responses, computed while other responses are being sampled."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from semrl_jax.metrics.records import Metrics
+from semrl_jax.metrics.records import Measurement, MetricKey, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rollout.measurer import Measured, Measurer, join_layers
 from semrl_jax.types import Rollout
@@ -18,30 +18,107 @@ UNGRADED = Verdict(0.0, correct=False, boxed=False, extracted=None)
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout, its text for the verifier, and the verdict.
-
-    `mean_states` are float32 means of the hidden states, one row per measured layer.
-    """
+    """A rollout, its text for the verifier, and the verdict."""
 
     rollout: Rollout
     response: str
     reference: str
     verdict: Verdict
-    mean_states: Float[np.ndarray, "L D"] | None = None
 
-    def with_measured(self, measured: Measured) -> ScoredRollout:
-        """Adds what was measured of the rollout."""
-        rollout = dataclasses.replace(
-            self.rollout,
-            metrics={**self.rollout.metrics, **measured.metrics},
-            effective_ranks=measured.effective_ranks,
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored(Sequence[ScoredRollout]):
+    """B scored responses, and what was measured of them in columns.
+
+    Attributes:
+      items: the responses; their rollouts hold no metrics.
+      metrics: [B] values and validities by key.
+      mean_states: float32 means of the hidden states, of each measured layer; None if there is a
+        response without.
+    """
+
+    items: Sequence[ScoredRollout]
+    metrics: Metrics = dataclasses.field(default_factory=dict)
+    mean_states: Float[np.ndarray, "B L D"] | None = None
+
+    @classmethod
+    def of(cls, items: Sequence[ScoredRollout]) -> Scored:
+        """The columns of what the replicas measured."""
+        rollouts = [item.rollout for item in items]
+        plain = [dataclasses.replace(r, metrics={}, mean_state=None) for r in rollouts]
+        means = _stacked([rollout.mean_state for rollout in rollouts])
+        return cls(
+            [dataclasses.replace(item, rollout=r) for item, r in zip(items, plain)],
+            joined([(1, rollout.metrics) for rollout in rollouts]),
+            None if means is None else means[:, None],
         )
-        return dataclasses.replace(self, rollout=rollout, mean_states=measured.mean_states)
 
-    def with_metrics(self, metrics: Metrics) -> ScoredRollout:
-        """Adds metrics to the rollout."""
-        metrics = {**self.rollout.metrics, **metrics}
-        return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, metrics=metrics))
+    @classmethod
+    def joined(cls, parts: Sequence[Scored]) -> Scored:
+        """The responses of all parts, one part after the other."""
+        parts = [part for part in parts if part]
+        states = [part.mean_states for part in parts]
+        return cls(
+            [item for part in parts for item in part],
+            joined([(len(part), part.metrics) for part in parts]),
+            None if not parts or any(s is None for s in states) else np.concatenate(states),
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index):
+        """A response by its number; several, with their columns, by a slice."""
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        return self.items[index]
+
+    def take(self, rows: Sequence[int] | Int[np.ndarray, " b"]) -> Scored:
+        """The responses of these numbers, with their columns."""
+        rows = np.asarray(rows, int)
+        return Scored(
+            [self.items[row] for row in rows],
+            {key: Measurement(*(x[rows] for x in found)) for key, found in self.metrics.items()},
+            None if self.mean_states is None else self.mean_states[rows],
+        )
+
+    def in_order(self) -> Scored:
+        """By group, and within a group by sample."""
+        order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
+        return self.take(sorted(range(len(self)), key=order.__getitem__))
+
+    def with_items(self, items: Sequence[ScoredRollout]) -> Scored:
+        """The same columns, of the same responses with other verdicts."""
+        return dataclasses.replace(self, items=items)
+
+    def with_metrics(self, metrics: Metrics) -> Scored:
+        """Adds columns."""
+        return dataclasses.replace(self, metrics={**self.metrics, **metrics})
+
+    def with_measured(self, measured: Sequence[Measured]) -> Scored:
+        """Adds what was measured of each response."""
+        items = [
+            dataclasses.replace(
+                item,
+                rollout=dataclasses.replace(item.rollout, effective_ranks=found.effective_ranks),
+            )
+            for item, found in zip(self, measured, strict=True)
+        ]
+        metrics = {**self.metrics, **joined([(1, found.metrics) for found in measured])}
+        return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
+
+    def rows(self) -> list[dict[MetricKey, Measurement]]:
+        """The metrics of each response."""
+        return [
+            {key: Measurement(value[i], valid[i]) for key, (value, valid) in self.metrics.items()}
+            for i in range(len(self))
+        ]
+
+
+def _stacked(
+    rows: Sequence[Float[np.ndarray, ...] | None],
+) -> Float[np.ndarray, "B ..."] | None:
+    return np.stack(rows) if rows and all(row is not None for row in rows) else None
 
 
 def score_and_measure(
@@ -54,7 +131,7 @@ def score_and_measure(
     measurer: Measurer | None,
     keep_states: bool = False,
     arrived: Callable[[Rollout], None] = lambda rollout: None,
-) -> list[ScoredRollout]:
+) -> Scored:
     """Consumes a stream of rollouts; returns them scored, in (group, sample) order.
 
     Args:
@@ -85,13 +162,19 @@ def score_and_measure(
     if measurer is not None:
         measurer.flush()
     started.sort(key=lambda item: (item[0].group_id, item[0].sample_index))
-    scored = []
-    for rollout, response, reference, verdict, metrics in started:
-        means = None if rollout.mean_state is None else rollout.mean_state[None]
-        found = UNGRADED if verdict is None else verdict.result()
-        item = ScoredRollout(rollout, response, reference, found, means)
-        if metrics:
-            measured = {layer: future.result() for layer, future in metrics.items()}
-            item = item.with_measured(join_layers(measured))
-        scored.append(item)
-    return scored
+    scored = Scored.of(
+        [
+            ScoredRollout(
+                rollout, response, reference, UNGRADED if verdict is None else verdict.result()
+            )
+            for rollout, response, reference, verdict, _ in started
+        ]
+    )
+    if measurer is None or not scored:
+        return scored
+    return scored.with_measured(
+        [
+            join_layers({layer: future.result() for layer, future in metrics.items()})
+            for *_, metrics in started
+        ]
+    )

@@ -8,15 +8,12 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.algorithms import zero_variance_group_fraction
-from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import FINISH_REASONS, Annealing, Rollout
 
 
-def batch_scalars(
-    scored: Sequence[ScoredRollout], rewards: Float[np.ndarray, "P G"]
-) -> dict[str, float]:
+def batch_scalars(scored: Scored, rewards: Float[np.ndarray, "P G"]) -> dict[str, float]:
     """Statistics of the sampled responses and their rewards.
 
     Args:
@@ -60,24 +57,14 @@ def batch_scalars(
     return {name: float(value) for name, value in scalars.items()} | metric_scalars(scored)
 
 
-def metric_scalars(scored: Sequence[ScoredRollout], prefix: str = "metrics") -> dict[str, float]:
+def metric_scalars(scored: Scored, prefix: str = "metrics") -> dict[str, float]:
     """`<prefix>/<metric>/...` of measured responses, with the share of valid metrics."""
     correct = np.array([item.verdict.correct for item in scored])
     scalars = {}
-    for key in scored[0].rollout.metrics:
-        values, valid = map(np.array, zip(*(item.rollout.metrics[key] for item in scored)))
-        scalars |= _by_correctness(f"{prefix}/{key.label}", values, correct, valid)
+    for key, (values, valid) in scored.metrics.items():
+        scalars |= _by_correctness(f"{prefix}/{key.label}", values.astype(float), correct, valid)
         scalars[f"{prefix}/{key.label}/valid_fraction"] = valid.mean()
     return {name: float(value) for name, value in scalars.items()}
-
-
-def metric_arrays(scored: Sequence[ScoredRollout]) -> dict[MetricKey, Measurement]:
-    """The metrics of B responses as [B] arrays: float32 values, bool validities."""
-    arrays = {}
-    for key in scored[0].rollout.metrics:
-        values, valid = zip(*(item.rollout.metrics[key] for item in scored))
-        arrays[key] = Measurement(np.array(values, np.float32), np.array(valid, bool))
-    return arrays
 
 
 def staleness(

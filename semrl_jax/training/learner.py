@@ -20,7 +20,7 @@ from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.critic import batch_values, update_critic
@@ -135,9 +135,7 @@ class Learner:
             max_response_tokens=self.config.rollout.max_response_tokens,
         )
 
-    def judged(
-        self, scored: list[ScoredRollout], batch: RolloutBatch, clock: Clock
-    ) -> list[ScoredRollout]:
+    def judged(self, scored: Scored, batch: RolloutBatch, clock: Clock) -> Scored:
         """The responses with the scores of a reward model, if there is one."""
         if self.reward_model is None:
             return scored

@@ -15,8 +15,8 @@ from semrl_jax.clock import Clock
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
 from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.sampler import Sampler
-from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.sampling.statistics import batch_scalars, metric_arrays
+from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.statistics import batch_scalars
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.plan import credit_rules
 from semrl_jax.training.probes import Probes, Seen
@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
     step: int
     state: TrainState
     evaluation: Evaluation | None
-    scored: list[ScoredRollout]
+    scored: Scored
     scalars: dict[str, float]
     clock: Clock
 
@@ -74,7 +74,7 @@ def run_steps(
             sampler.offer(tuple(map(learner.whole, offered)), step)
         evaluation = evaluator.evaluate(step, clock)
         if step == num_steps:
-            yield StepResult(step, state, evaluation, [], {}, clock)
+            yield StepResult(step, state, evaluation, Scored(()), {}, clock)
             return
         scored, position, sampled = sampler.next(step, state.position, clock, rewards_of)
         batch = learner.batch([item.rollout for item in scored])
@@ -85,8 +85,8 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            metrics, tokens = metric_arrays(seen.scored), credited_tokens(batch, scored)
-            measured = (rewards, metrics, passes.arrays(), tokens)
+            tokens = credited_tokens(batch, scored)
+            measured = (rewards, seen.scored.metrics, passes.arrays(), tokens)
             credit = assign_credit(rules, *measured, state.memory)
             credited = floats(credit.scalars)
         sampler.check_stop()  # the last moment at which the state before this step still exists

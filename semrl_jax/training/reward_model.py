@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
@@ -17,7 +16,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.model_setup import ModelFiles, find_value_model, value_params
 from semrl_jax.models import Params, Policy, ValueModel, replicated
 from semrl_jax.rewards.verdict import with_model_score
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import (
     MAX_SCORE,
     RewardFunction,
@@ -92,7 +91,7 @@ class RewardModel:
             **shared,
         )
 
-    def judged(self, scored: Sequence[ScoredRollout], batch: RolloutBatch) -> list[ScoredRollout]:
+    def judged(self, scored: Scored, batch: RolloutBatch) -> Scored:
         """The responses with the model's scores in their verdicts.
 
         Raises:
@@ -108,15 +107,17 @@ class RewardModel:
                 f"{scores[index]}, but must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}; if "
                 "model.compute_dtype is bfloat16, try float32."
             )
-        return [
-            dataclasses.replace(
-                item,
-                verdict=with_model_score(
-                    item.verdict, self.function, float(score), joins=self.joins_verifiers
-                ),
-            )
-            for item, score in zip(scored, scores, strict=True)
-        ]
+        return scored.with_items(
+            [
+                dataclasses.replace(
+                    item,
+                    verdict=with_model_score(
+                        item.verdict, self.function, float(score), joins=self.joins_verifiers
+                    ),
+                )
+                for item, score in zip(scored, scores, strict=True)
+            ]
+        )
 
 
 def batch_scores(

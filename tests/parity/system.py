@@ -22,8 +22,7 @@ from semrl_jax.rewards import Verdict
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.rewards import group_rewards
-from semrl_jax.sampling.scoring import ScoredRollout
-from semrl_jax.sampling.statistics import metric_arrays
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.plan import PassPlan, credit_rules
@@ -58,7 +57,7 @@ class Model:
         return {spec.name: array for spec, array in pairs}
 
 
-def read_rollouts(file: pathlib.Path, group_size: int) -> list[ScoredRollout]:
+def read_rollouts(file: pathlib.Path, group_size: int) -> Scored:
     """The recorded rollouts with their recorded rewards as verdicts."""
     recorded = np.load(file)
 
@@ -88,7 +87,7 @@ def read_rollouts(file: pathlib.Path, group_size: int) -> list[ScoredRollout]:
         )
         verdict = Verdict(float(reward), bool(reward == 1), True, None)
         scored.append(ScoredRollout(rollout, "", "", verdict))
-    return scored
+    return Scored(scored)
 
 
 def shaping_state(
@@ -112,10 +111,10 @@ def cached_measurer(**options) -> Measurer:
 
 
 def measured(
-    scored: Sequence[ScoredRollout],
+    scored: Scored,
     states: Sequence[np.ndarray],
     config: ml_collections.ConfigDict,
-) -> list[ScoredRollout]:
+) -> Scored:
     """Metrics of each response's own states, through the trainer's threads."""
     measurer = cached_measurer(
         max_tokens=config.rollout.max_response_tokens,
@@ -127,7 +126,7 @@ def measured(
     )
     pending = [measurer.submit(rows) for rows in states]
     measurer.flush()
-    return [item.with_measured(future.result()) for item, future in zip(scored, pending)]
+    return scored.with_measured([future.result() for future in pending])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Prepared:
 
 def prepare(
     model: Model,
-    scored: list[ScoredRollout],
+    scored: Scored,
     baselines: Sequence[float] | None,
     config: ml_collections.ConfigDict,
     old_shift: Sequence[np.ndarray] | None = None,
@@ -165,7 +164,7 @@ def prepare(
     old_logprobs, _, own = batch_logprobs(params, batch, **options, with_states=True)
     states = [own[index] for index in range(len(scored))]
     ref_logprobs = batch_logprobs(reference, batch, **options).logprobs
-    metrics = metric_arrays(measured(scored, states, config))
+    metrics = measured(scored, states, config).metrics
     state = shaping_state(config, baselines)
     epsilon = config.algorithms.advantage.epsilon
     plain = group_relative_advantages(jnp.asarray(rewards), epsilon=epsilon)

@@ -17,6 +17,7 @@ from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.state import init_state
@@ -457,11 +458,15 @@ def test_wrong_data_shows(world):
     """A prompt without its first token; the policy as its own reference; one other reward."""
     first = world.scored[0]
     rollout = dataclasses.replace(first.rollout, prompt_ids=first.rollout.prompt_ids[1:])
-    found = world.prepare(BASE, [dataclasses.replace(first, rollout=rollout), *world.scored[1:]])
+    found = world.prepare(
+        BASE, Scored([dataclasses.replace(first, rollout=rollout), *world.scored[1:]])
+    )
     assert {"states", "old_logprobs"} <= too_large(found.found, world.expected(BASE)).keys()
 
     verdict = dataclasses.replace(first.verdict, score=0.999)
-    found = world.prepare(BASE, [dataclasses.replace(first, verdict=verdict), *world.scored[1:]])
+    found = world.prepare(
+        BASE, Scored([dataclasses.replace(first, verdict=verdict), *world.scored[1:]])
+    )
     assert "advantages" in too_large(found.found, world.expected(BASE))
 
     model = world.models[False]

@@ -13,6 +13,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs import chat
 from semrl_jax.runs.policies import find_policies
+from semrl_jax.sampling.scoring import Scored
 from tests.fixtures import make_scored
 
 
@@ -22,12 +23,12 @@ def test_figures_of_a_response():
         MetricKey("effective_rank", "velocity"): Measurement(0.25, True),
         MetricKey("effective_rank"): Measurement(12.345, True),
     }
-    item = make_scored(metrics=ranks)  # two tokens of log-probability -1 and -2
+    item = Scored.of([make_scored(metrics=ranks)])  # two tokens of log-probability -1 and -2
     assert chat.figures(item, 0.5) == (
         "2 tokens, 4 tokens/s, ended by eos, mean log-probability -1.500 nats, ER 12.3, ERV 0.25, "
         "ERA too short"
     )
-    context = make_scored(response_mask=np.array([False, True]))
+    context = Scored([make_scored(response_mask=np.array([False, True]))])
     assert "1 tokens, 4000 tokens/s" in chat.figures(context, 1 / 4000)
     assert chat.figures(context, 0.5).startswith("1 tokens, 2 tokens/s, ended by eos, mean log-")
     assert "-2.000 nats" in chat.figures(context, 0.5)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from semrl_jax import data
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs import generated_files as files
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.types import HiddenStateParams
 from tests.fixtures import make_scored
 
@@ -30,7 +31,7 @@ def changed(item, **fields):
 
 def table_of(items, **options):
     options = {"with_logprobs": False, "is_graded": False} | options
-    return files.response_table(items, PROMPTS, **options)
+    return files.response_table(Scored.of(items), PROMPTS, **options)
 
 
 def test_rows_have_prompt_response_and_what_was_asked_for():

@@ -25,10 +25,10 @@ from semrl_jax.runs.report import write_report
 from semrl_jax.runs.rows import read_rows
 from semrl_jax.runs.trackers import TensorBoard
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.statistics import (
     batch_scalars,
     logprob_mismatch,
-    metric_arrays,
     state_differences,
 )
 from semrl_jax.training.rollout_batch import bucket, pad_batch
@@ -97,7 +97,7 @@ def test_no_step_occurs_twice_after_a_resume(tmp_path):
 
 def test_rollout_files_of_repeated_steps_are_removed(tmp_path):
     """The evaluation of step s comes before the update of step s, so it is repeated."""
-    scored = [make_scored(i) for i in range(4)]
+    scored = Scored.of([make_scored(i) for i in range(4)])
     for step in range(4):
         write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)))
         write_rollouts(tmp_path, step, scored, lambda ids: str(list(ids)), ["gsm8k"] * 4)
@@ -113,10 +113,12 @@ def test_recorded_responses_have_text_and_verdict(tmp_path):
     tokenizer = character_tokenizer()
     half = "\ud800"  # half a surrogate pair, as a verifier may extract from a JSON response
     eos, seven = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("7")
-    scored = [
-        make_scored(0, response_ids=np.array([seven, eos], np.int32), error="timeout"),
-        make_scored(1, extracted=f"7{half}", response_ids=np.array([seven], np.int32)),
-    ]
+    scored = Scored(
+        [
+            make_scored(0, response_ids=np.array([seven, eos], np.int32), error="timeout"),
+            make_scored(1, extracted=f"7{half}", response_ids=np.array([seven], np.int32)),
+        ]
+    )
     text = functools.partial(full_text, tokenizer)
     write_rollouts(tmp_path, 3, scored, text, ["gsm8k", "math500"])
     table = pq.read_table(tmp_path / "eval_000003.parquet")
@@ -132,18 +134,19 @@ def test_recorded_responses_have_text_and_verdict(tmp_path):
     assert training.schema.names == [name for name in table.schema.names if name != "benchmark"]
     assert training.schema.field("extracted").type == table.schema.field("extracted").type
     parts = [make_scored(i, parts={"math": 0.5, "short": -float(i)}) for i in range(2)]
-    write_rollouts(tmp_path, 5, parts, text)
+    write_rollouts(tmp_path, 5, Scored(parts), text)
     table = pq.read_table(tmp_path / "step_000005.parquet")
     assert table.column("score/math").to_pylist() == [0.5, 0.5]
     assert table.column("score/short").to_pylist() == [0.0, -1.0]
-    write_rollouts(tmp_path, 4, [], text, [])  # all problems are too long
+    write_rollouts(tmp_path, 4, Scored(()), text, [])  # all problems are too long
     assert pq.read_table(tmp_path / "eval_000004.parquet").num_rows == 0
 
 
 def test_recorded_responses_with_context_have_a_mask(tmp_path):
     masks = [np.array([True, False, True]), None]
     ids = np.array([5, 6, 1], np.int32)
-    scored = [make_scored(i, response_ids=ids, response_mask=m) for i, m in enumerate(masks)]
+    items = [make_scored(i, response_ids=ids, response_mask=m) for i, m in enumerate(masks)]
+    scored = Scored(items)
     write_rollouts(tmp_path, 0, scored, str)
     table = pq.read_table(tmp_path / "step_000000.parquet")
     assert table.column("response_mask").to_pylist() == [[True, False, True], [True] * 3]
@@ -181,7 +184,7 @@ def test_no_file_of_a_run_is_written_through_a_link(config, tmp_path):
     assert [file.name for file in (run / "rollouts").iterdir()] == ["step_000001.parquet"]
     (run / "rollouts" / "step_000001.writing").symlink_to(target)
     write_rows(run, range(3))
-    write_rollouts(run / "rollouts", 1, [make_scored(i) for i in range(4)], str)
+    write_rollouts(run / "rollouts", 1, Scored.of([make_scored(i) for i in range(4)]), str)
     write_report(run)
     assert target.read_text() == "years of work"
     assert not [path for path in run.rglob("*") if path.is_symlink()]
@@ -196,12 +199,13 @@ def test_statistics_match_values_computed_by_hand():
         {MetricKey("effective_rank"): Measurement(value, value > 0)}
         for value in (4.0, 2.0, 0.0, 8.0)
     ]
-    scored = [
+    items = [
         make_scored(0, score=1.0, metrics=metrics[0]),
         make_scored(1, score=-1.0, metrics=metrics[1], finish_reason="length"),
         make_scored(2, score=-1.0, metrics=metrics[2], response_ids=np.array([1], np.int32)),
         make_scored(3, score=1.0, metrics=metrics[3], error="timeout"),
     ]
+    scored = Scored.of(items)
     rewards = np.array([[1, -1], [-1, -1]], np.float32)
     scalars = batch_scalars(scored, rewards)
     assert scalars["reward/correct"] == 0.5
@@ -221,10 +225,10 @@ def test_statistics_match_values_computed_by_hand():
     assert scalars["metrics/effective_rank/valid_fraction"] == 0.75
     assert not any(key.startswith("reward/math/") for key in scalars)
     parts = [make_scored(i, parts={"math": 0.5, "short": -float(i)}) for i in range(4)]
-    scalars = batch_scalars(parts, rewards)
+    scalars = batch_scalars(Scored(parts), rewards)
     assert (scalars["reward/math/mean"], scalars["reward/short/mean"]) == (0.5, -1.5)
-    values, valid = metric_arrays(scored)[MetricKey("effective_rank")]
-    assert values.dtype == np.float32
+    values, valid = scored.metrics[MetricKey("effective_rank")]
+    np.testing.assert_array_equal(values, [4, 2, 0, 8])
     np.testing.assert_array_equal(valid, [True, True, False, True])
 
 
@@ -235,7 +239,7 @@ def test_lengths_and_mismatches_count_only_policy_tokens():
         make_scored(i, response_ids=row, response_mask=mask)
         for i, (row, mask) in enumerate(zip(ids, masks))
     ]
-    scalars = batch_scalars(scored, np.zeros((1, 2), np.float32))
+    scalars = batch_scalars(Scored(scored), np.zeros((1, 2), np.float32))
     assert (scalars["response/length/max"], scalars["response/length/min"]) == (3, 1)
     # The engine gave -(t + 1) to response token t. Context and padding hold arbitrary values.
     old = np.array([[-1.5, 99, -3, -4], [99, -2, 99, 99]], np.float32)
@@ -253,7 +257,7 @@ def test_lengths_and_mismatches_count_only_policy_tokens():
 
 def test_fractions_of_finish_reasons_sum_to_one():
     reasons = [*FINISH_REASONS, "eos"]
-    scored = [make_scored(i, finish_reason=reason) for i, reason in enumerate(reasons)]
+    scored = Scored([make_scored(i, finish_reason=reason) for i, reason in enumerate(reasons)])
     scalars = batch_scalars(scored, np.zeros((1, len(scored)), np.float32))
     found = {r: scalars[f"response/{r}_fraction"] for r in FINISH_REASONS}
     assert found == {r: reasons.count(r) / len(reasons) for r in FINISH_REASONS}
@@ -264,7 +268,7 @@ def test_zero_variance_groups_are_the_groups_without_advantages(reward):
     """The float32 mean of seven rewards of 0.6 is rounded; their standard deviation is 6e-8."""
     rewards = np.full((4, 7), reward, np.float32)
     rewards[0, 3] = np.nextafter(rewards[0, 3], np.float32(9))
-    scored = [make_scored(i, group_size=7) for i in range(28)]
+    scored = Scored([make_scored(i, group_size=7) for i in range(28)])
     advantages = group_relative_advantages(jnp.asarray(rewards))
     without = float(np.mean(np.all(np.asarray(advantages) == 0, axis=1)))
     assert without == 0.75

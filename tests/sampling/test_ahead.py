@@ -13,6 +13,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, tensor_specs
 from semrl_jax.sampling import ahead, replicas
 from semrl_jax.sampling.sampler import Sample, Sampler
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.statistics import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
@@ -77,7 +78,7 @@ class Instant:
         pass
 
     def next(self, step, position, clock, rewards_of):
-        return Sample([], (0, step + 1), {})
+        return Sample(Scored(()), (0, step + 1), {})
 
     def counters(self):
         return {}
@@ -86,7 +87,7 @@ class Instant:
 def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(config, monkeypatch):
     def evaluated(self, requests, references):
         time.sleep(0.1)
-        return []
+        return Scored(())
 
     def sent(self, weights):
         self.weights = weights

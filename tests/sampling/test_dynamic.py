@@ -19,6 +19,7 @@ from semrl_jax.runs import train, validate
 from semrl_jax.sampling.dynamic import TooFewGroups, sample_until_kept
 from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
 from semrl_jax.sampling.sampler import TRAINING, Weights, stream_seed
+from semrl_jax.sampling.scoring import Scored
 from tests.fixtures import make_scored, read_rows, stable
 from tests.sampling.parts import sampler_of
 
@@ -32,7 +33,8 @@ def rounds_of(scores):
     def sample_round(number, num_kept):
         calls.append((number, num_kept))
         flat = np.ravel(scores[number])
-        return [make_scored(len(flat) * number + i, score=float(s)) for i, s in enumerate(flat)]
+        first = len(flat) * number
+        return Scored([make_scored(first + i, score=float(s)) for i, s in enumerate(flat)])
 
     return sample_round, calls
 
@@ -96,10 +98,11 @@ def test_the_penalty_of_long_responses_decides_and_the_shuffle_does_not(config):
     config.rollout.max_response_tokens, config.algorithms.batch_rules.overlong_tokens = 8, 4
     config.rewards.shuffle = True
     lengths = [2, 2, 2, 2, 2, 8, 2, 2, 2, 2, 2, 2]
-    scored = [
+    items = [
         make_scored(i, score=1.0 + i // 8, response_ids=np.ones(length, np.int32))
         for i, length in enumerate(lengths)
     ]
+    scored = Scored(items)
     assert len(np.unique(group_rewards(scored, config, 0)[0])) > 1  # rewards of other groups
     kept = sample_until_kept(
         lambda *_: scored,
@@ -174,7 +177,7 @@ def make_sampler(config, said=None, seen=None, **parts):
             arrived(rollout)
         if seen is not None:
             seen.extend(requests)
-        return scored
+        return Scored(scored)
 
     defaults = {"peers": Peers(), "sampling": (0,), "weights": Weights(0, lambda: iter(()), False)}
     return sampler_of(

@@ -17,7 +17,7 @@ from semrl_jax.sampling.exchange import (
     share_of,
     unpack_scored,
 )
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import Rollout, VersionSpan, WeightVersion
 
 
@@ -56,10 +56,14 @@ def test_shares_are_consecutive_and_even(count):
     assert max(sizes) - min(sizes) <= 1
 
 
-METRICS = {
-    MetricKey("effective_rank"): Measurement(1 / 3, True),
-    MetricKey("curvature", "velocity", 3): Measurement(float("nan"), False),
-}
+def columns(rng, count):
+    """Float32 and float64 columns; NaN where not valid."""
+    valid = np.arange(count) % 2 == 0
+    values = np.where(valid, rng.normal(size=count), np.nan)
+    return {
+        MetricKey("effective_rank"): Measurement(values, valid),
+        MetricKey("curvature", "velocity", 3): Measurement(values.astype(np.float32), ~valid),
+    }
 
 
 def scored(rng, index, measured, raw):
@@ -73,21 +77,27 @@ def scored(rng, index, measured, raw):
         rollout_logprobs=rng.normal(size=length).astype(np.float32),
         rollout_raw_logprobs=rng.normal(size=length).astype(np.float32) if raw else None,
         finish_reason="eos", versions=(VersionSpan(version, 0, length),), replica_id="r",
-        metrics=METRICS,
         generate_s=0.1, response_mask=mask,
         effective_ranks=rng.normal(size=length // 2).astype(np.float32) if measured else None,
     )  # fmt: skip
     verdict = Verdict(0.5, True, False, None, "timeout: 2 s", {"a": 1 / 3, "b": -1.0})
-    state = rng.normal(size=(2, 4)).astype(np.float32) if measured else None
-    return ScoredRollout(rollout, "täxt\n\x00", "42", verdict, state)
+    return ScoredRollout(rollout, "täxt\n\x00", "42", verdict)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_packing_and_unpacking_keeps_every_bit(count):
+@pytest.mark.parametrize(("count", "measured"), [(0, False), (1, True), (5, False), (5, True)])
+def test_packing_and_unpacking_keeps_every_bit(count, measured):
     rng = np.random.default_rng(count)
-    before = [scored(rng, i, measured=i % 2 == 0, raw=i % 3 == 0) for i in range(count)]
+    items = [scored(rng, i, measured=i % 2 == 0, raw=i % 3 == 0) for i in range(count)]
+    means = rng.normal(size=(count, 2, 4)).astype(np.float32) if measured else None
+    before = Scored(items, columns(rng, count), means)
     after = unpack_scored(pack_scored(before))
     assert len(after) == count
+    assert (after.mean_states is None) is not measured
+    np.testing.assert_equal(after.mean_states, before.mean_states)
+    assert after.metrics.keys() == before.metrics.keys()
+    for key, (values, valid) in before.metrics.items():
+        assert [x.dtype for x in after.metrics[key]] == [values.dtype, valid.dtype]
+        np.testing.assert_equal(after.metrics[key], Measurement(values, valid))
     for a, b in zip(after, before):
         for item_a, item_b in ((a, b), (a.rollout, b.rollout)):
             for field in dataclasses.fields(item_a):

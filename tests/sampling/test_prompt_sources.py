@@ -15,7 +15,7 @@ from semrl_jax.rewards import Verdict
 from semrl_jax.runs import validate
 from semrl_jax.sampling.prompt_sources import check_files, evaluation_files, held_out_problems
 from semrl_jax.sampling.sampler import EVALUATION, stream_seed
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import Rollout
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
@@ -127,13 +127,14 @@ def test_too_long_problems_are_not_sampled_but_count_as_wrong(config, tmp_path):
         assert references.keys() == {request.group_id for request in requests}
         response = np.ones(7, np.int32), np.zeros(7, np.float32)
         verdict = Verdict(1.0, True, True, "1", "")
-        return [
+        items = [
             ScoredRollout(
                 Rollout(r.sample_id, r.group_id, 0, r.prompt_ids, *response, None, "eos", ()),
                 "", "", verdict,
             )
             for r in requests
         ]  # fmt: skip
+        return Scored(items)
 
     config.evaluation.every_steps = 3
     problems = read(config, tmp_path, "set.jsonl", "two.jsonl")

@@ -17,7 +17,7 @@ from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measurer import MAX_GROUP, Measured, Measurer
 from semrl_jax.sampling.sampler import Weights
-from semrl_jax.sampling.scoring import score_and_measure
+from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.types import WeightVersion
 from tests.cases import slow_after
 from tests.fixtures import make_scored
@@ -113,19 +113,21 @@ def test_states_are_measured_and_released_while_others_are_sampled():
             sampled(), decode=lambda ids: "", references=dict.fromkeys(range(MAX_GROUP), "1"),
             verifier=verifier, measurer=measurer,
         )  # fmt: skip
-    assert len(scored) == MAX_GROUP + 1 and all(item.rollout.metrics for item in scored)
+    assert [len(column.value) for column in scored.metrics.values()] == [MAX_GROUP + 1] * 3
 
 
 @pytest.mark.parametrize("layers", [(-1, 0), *slow_after(0, [((-1,),), ((0, -1),)])])
 def test_each_requested_layer_is_measured_at_any_index(layers):
-    for item in score(make_rollouts(2), layers=layers, keep_states=True):
+    scored = score(make_rollouts(2), layers=layers, keep_states=True)
+    assert {key.layer for key in scored.metrics} == set(layers)
+    assert scored.mean_states.shape == (2, len(layers), 16)
+    for index, item in enumerate(scored):
         states = item.rollout.hidden_states  # of layers 0 and -1
-        assert {key.layer for key in item.rollout.metrics} == set(layers)
-        assert item.mean_states.shape == (len(layers), 16)
         for row, layer in enumerate(layers):
             plane = states[:, item.rollout.layers.index(layer)]
-            np.testing.assert_allclose(item.mean_states[row], plane.mean(axis=0), atol=1e-6)
-            found = item.rollout.metrics[RANK._replace(layer=layer)].value
+            means = scored.mean_states[index, row]
+            np.testing.assert_allclose(means, plane.mean(axis=0), atol=1e-6)
+            found = scored.metrics[RANK._replace(layer=layer)].value[index]
             # float32 products, whose rounding the square root of the Gram matrix's values enlarges.
             np.testing.assert_allclose(found, rank_series_f64(plane, 4)[0], rtol=1e-3)
 
@@ -148,11 +150,10 @@ def test_only_policy_tokens_are_measured_in_each_layer():
                 response_mask=None,
             )
         )
-    scored = [score(rollouts, layers=(-1, 0)) for rollouts in (with_context, without)]
-    for item, expected in zip(*scored, strict=True):
-        assert item.rollout.metrics == expected.rollout.metrics  # bit for bit
-        np.testing.assert_array_equal(item.mean_states, expected.mean_states)
-        assert np.isfinite(item.mean_states).all()  # no row of context
+    found, expected = (score(rollouts, layers=(-1, 0)) for rollouts in (with_context, without))
+    assert found.rows() == expected.rows()  # bit for bit
+    np.testing.assert_array_equal(found.mean_states, expected.mean_states)
+    assert np.isfinite(found.mean_states).all()  # no row of context
 
 
 def test_a_batch_of_several_layers_is_measured_by_layer():
@@ -173,7 +174,7 @@ def test_without_a_measurer_there_are_no_metrics():
             make_rollouts(2), decode=lambda ids: "", references={0: "1"}, verifier=verifier,
             measurer=None,
         )  # fmt: skip
-    assert [item.rollout.metrics for item in scored] == [{}, {}]
+    assert len(scored) == 2 and scored.metrics == {} and scored.mean_states is None
 
 
 def test_a_batch_is_measured_as_one_set_of_mean_states():
@@ -184,12 +185,13 @@ def test_a_batch_is_measured_as_one_set_of_mean_states():
         measured = [measurer.submit(rows) for rows in states]
         measurer.flush()
         measured = [future.result() for future in measured]
-        scored = [make_scored(i).with_measured(m) for i, m in enumerate(measured)]
-        found = measurer.submit_batch([item.mean_states for item in scored]).result()
-        spoilt = measured[4]._replace(mean_states=np.full((1, 16), np.nan, np.float32))
-        scored[4] = scored[4].with_measured(spoilt)
-        without = measurer.submit_batch([item.mean_states for item in scored]).result()
-        few = measurer.submit_batch([item.mean_states for item in scored[:3]]).result()
+        scored = Scored([make_scored(i) for i in range(9)])
+        means = scored.with_measured(measured).mean_states
+        found = measurer.submit_batch(means).result()
+        measured[4] = measured[4]._replace(mean_states=np.full((1, 16), np.nan, np.float32))
+        spoilt = scored.with_measured(measured)
+        without = measurer.submit_batch(spoilt.mean_states).result()
+        few = measurer.submit_batch(spoilt[:3].mean_states).result()
     rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
     for index, item in enumerate(measured):
         np.testing.assert_allclose(item.mean_states[0], rows[index], atol=1e-6)  # float32 sums

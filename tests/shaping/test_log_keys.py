@@ -13,6 +13,7 @@ from semrl_jax import shaping
 from semrl_jax.evaluation.evaluator import logged
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.runs import train
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.statistics import batch_scalars
 from tests.evaluation.making import make_sample
 from tests.fixtures import make_scored
@@ -103,7 +104,7 @@ def test_what_is_computed_a_step_is_on_the_page():
     values = by_name.records(dict.fromkeys(names, 1.0))
     parts = {"math": 1.0, "short": 0.5}
     scored = [make_scored(i, score=float(i % 2), metrics=values, parts=parts) for i in range(4)]
-    keys = set(batch_scalars(scored, np.zeros((1, 4), np.float32)))
+    keys = set(batch_scalars(Scored.of(scored), np.zeros((1, 4), np.float32)))
     figures = greedy.per_problem([[make_sample(correct=i == 0)] for i in range(2)], tiny_config())
     keys |= {f"eval/a_set/{name}" for name in logged(figures)}
     found = {name: np.ones(4, np.float32) for name in (*names, "curvature")}

@@ -156,9 +156,9 @@ def test_token_indicators_are_means_over_the_tokens_of_the_policy():
     )
     for row, own in enumerate(MASK):
         for name, values in (("avg_log_probs", logprobs), ("avg_logits_entropy", entropies)):
-            value, valid = found[row][MetricKey(name)]
-            assert valid
-            assert value == pytest.approx(np.mean(values[row, own].astype(np.float64)))
+            value, valid = found[MetricKey(name)]
+            assert valid[row]
+            assert value[row] == pytest.approx(np.mean(values[row, own].astype(np.float64)))
 
 
 @pytest.mark.soak

@@ -16,6 +16,7 @@ from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import reward_functions
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.reward_model import (
@@ -172,7 +173,9 @@ def test_the_score_joins_or_replaces_that_of_the_verifiers(saved):
     mesh = mesh_of(2)
     model, params = load(directory, mesh)
     scores = batch_scores(params, batch, model=model, plan=RowPlan(mesh, micro_batch_size=4))
-    scored = [make_scored(i, score=float(i), parts={"math": float(i)}) for i in range(len(LENGTHS))]
+    parts = [{"math": float(i)} for i in range(len(LENGTHS))]
+    items = [make_scored(i, score=float(i), parts=found) for i, found in enumerate(parts)]
+    scored = Scored(items)
     joined = reward_model(("math", "model:weight=-0.5"), params, model, mesh).judged(scored, batch)
     alone = reward_model(("model:name=judge",), params, model, mesh).judged(scored, batch)
     for i, score in enumerate(scores.tolist()):

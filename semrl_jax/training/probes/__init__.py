@@ -22,7 +22,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics.records import Metrics
 from semrl_jax.modules import load_module, running
 from semrl_jax.rollout.measurer import Measurer
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.plan import NOTHING, PassNeeds, PassPlan
 from semrl_jax.training.update import TokenPass
 from semrl_jax.types import RolloutBatch
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
     """
 
     step: int
-    scored: list[ScoredRollout]
+    scored: Scored
     batch: RolloutBatch
     tokens: TokenPass | None = None
     reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
@@ -82,7 +82,7 @@ class Seen(NamedTuple):
     def of(
         cls,
         step: int,
-        scored: list[ScoredRollout],
+        scored: Scored,
         batch: RolloutBatch,
         tokens: TokenPass | None,
         reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None,
@@ -99,10 +99,9 @@ class Seen(NamedTuple):
             return self
         return self._replace(logprobs=logprobs, counted=np.asarray(trained))
 
-    def with_metrics(self, metrics: Sequence[Metrics]) -> Seen:
-        """Adds metrics, one mapping per response."""
-        pairs = zip(self.scored, metrics, strict=True)
-        return self._replace(scored=[item.with_metrics(found) for item, found in pairs])
+    def with_metrics(self, metrics: Metrics) -> Seen:
+        """Adds metrics: [B] values and validities."""
+        return self._replace(scored=self.scored.with_metrics(metrics))
 
     def with_scalars(self, scalars: Mapping[str, float]) -> Seen:
         return self._replace(scalars={**self.scalars, **scalars})

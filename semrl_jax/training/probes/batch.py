@@ -19,7 +19,7 @@ class Batch(Probe):
         self._started: Future[dict[str, float]] | None = None
 
     def before(self, seen: Seen) -> Seen:
-        self._started = self._measurer.submit_batch([item.mean_states for item in seen.scored])
+        self._started = self._measurer.submit_batch(seen.scored.mean_states)
         return seen
 
     def after(self, seen: Seen) -> dict[str, float]:

@@ -19,7 +19,7 @@ from semrl_jax.metrics import (
     log_determinant,
 )
 from semrl_jax.metrics.names import FINAL_LAYER, GROUP_INDICATOR
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.probes import Probe, Seen, Tools
 
 _novelty = jax.jit(elliptical_novelty)
@@ -39,14 +39,14 @@ class Groups(Probe):
     layers: Sequence[int]
 
     def before(self, seen: Seen) -> Seen:
-        scored, found = group_indicators(self.names, seen.scored, self.layers)
+        metrics, found = group_indicators(self.names, seen.scored, self.layers)
         scalars = {f"metrics/{name}": value for name, value in found.items()}
-        return seen._replace(scored=scored).with_scalars(scalars)
+        return seen.with_metrics(metrics).with_scalars(scalars)
 
 
 def group_indicators(
-    names: Sequence[str], scored: Sequence[ScoredRollout], layers: Sequence[int]
-) -> tuple[list[ScoredRollout], dict[str, float]]:
+    names: Sequence[str], scored: Scored, layers: Sequence[int]
+) -> tuple[dict[MetricKey, Measurement], dict[str, float]]:
     """Measures the groups in the final layer.
 
     The mean states are divided by their length for `elliptical_novelty` and `log_determinant`. For
@@ -58,42 +58,37 @@ def group_indicators(
       layers: of the rows of their mean states.
 
     Returns:
-      The responses with their `elliptical_novelty`, which is not valid in a group of one response
-      or with a state that is not finite; and for the log `groups/log_determinant`, the mean over
-      the groups, and `groups/lidar`, without those that do not exist.
+      The [B] `elliptical_novelty`, which is not valid in a group of one response or with a state
+      that is not finite; and for the log `groups/log_determinant`, the mean over the groups, and
+      `groups/lidar`, without those that do not exist.
     """
-    scored = list(scored)
     if not names or not scored:
-        return scored, {}
+        return {}, {}
     states, mask = _by_group(scored, layers.index(FINAL_LAYER))
     finite = np.isfinite(states).all(axis=(1, 2))
     lengths = np.linalg.norm(states, axis=-1, keepdims=True)
     unit = states / np.where(lengths > 0, lengths, 1.0)
-    scalars = {}
+    metrics, scalars = {}, {}
     if GROUP_INDICATOR in names:
-        key = MetricKey(GROUP_INDICATOR)
         valid = mask & (finite & (mask.sum(axis=1) > 1))[:, None]
         novelties = np.stack([_novelty(rows, of) for rows, of in zip(unit, mask)])
-        found = zip(np.where(valid, novelties, 0.0)[mask].tolist(), valid[mask].tolist())
-        scored = [item.with_metrics({key: Measurement(*each)}) for item, each in zip(scored, found)]
+        columns = np.where(valid, novelties, 0.0)[mask], valid[mask]
+        metrics[MetricKey(GROUP_INDICATOR)] = Measurement(*columns)
     if "log_determinant" in names and finite.any():
         volumes = [_diversity(rows, of) for rows, of in zip(unit[finite], mask[finite])]
         scalars["groups/log_determinant"] = float(np.mean(volumes))
     if "lidar" in names and (rank := float(lidar(jnp.asarray(states), jnp.asarray(mask)))):
         scalars["groups/lidar"] = rank
-    return scored, scalars
+    return metrics, scalars
 
 
 def _by_group(
-    scored: Sequence[ScoredRollout], layer: int
+    scored: Scored, layer: int
 ) -> tuple[Float[np.ndarray, "G N D"], Bool[np.ndarray, "G N"]]:
     """The mean states of each group, zeros after its last response, and which of them exist."""
-    groups = [
-        [item.mean_states[layer] for item in group]
-        for _, group in itertools.groupby(scored, key=lambda item: item.rollout.group_id)
-    ]
-    sizes = np.array([len(group) for group in groups])
+    groups = itertools.groupby(scored, key=lambda item: item.rollout.group_id)
+    sizes = np.array([sum(1 for _ in group) for _, group in groups])
     mask = np.arange(sizes.max()) < sizes[:, None]
-    states = np.zeros((*mask.shape, groups[0][0].size), np.float32)
-    states[mask] = np.concatenate(groups)
+    states = np.zeros((*mask.shape, scored.mean_states.shape[-1]), np.float32)
+    states[mask] = scored.mean_states[:, layer]
     return states, mask

@@ -6,7 +6,7 @@ import dataclasses
 
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.sampling.exchange import of_all
-from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.plan import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools
 
@@ -27,12 +27,11 @@ class PolicyStates(Probe):
     def before(self, seen: Seen) -> Seen:
         measurer, peers = self.tools.measurer, self.tools.peers
 
-        def measure_own() -> list[ScoredRollout]:
+        def measure_own() -> Scored:
             pending = {i: measurer.submit(rows) for i, rows in seen.tokens.states.items()}
             measurer.flush()
             with self.tools.stop.interruptible():
-                return [
-                    seen.scored[i].with_measured(future.result()) for i, future in pending.items()
-                ]
+                measured = [future.result() for future in pending.values()]
+            return seen.scored.take(list(pending)).with_measured(measured)
 
         return seen._replace(scored=of_all(peers, run_phase(peers, "metrics", measure_own)))

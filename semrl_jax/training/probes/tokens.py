@@ -38,12 +38,11 @@ class Tokens(Probe):
 
 def token_indicators(
     names: Sequence[str], tokens: TokenPass, mask: Bool[np.ndarray, "B T"]
-) -> list[dict[MetricKey, Measurement]]:
-    """Means over the tokens of each response, nats; `names` are of TOKEN_INDICATORS."""
-    found: list[dict[MetricKey, Measurement]] = [{} for _ in mask]
+) -> dict[MetricKey, Measurement]:
+    """Float64 means [B] over the tokens of each response, nats; `names` are of TOKEN_INDICATORS."""
+    found = {}
     for name in names:
         values = np.asarray(getattr(tokens, TOKEN_INDICATORS[name]), np.float64)
         means = np.mean(values, axis=1, where=mask)
-        for metrics, mean in zip(found, means):
-            metrics[MetricKey(name)] = Measurement(float(mean), bool(np.isfinite(mean)))
+        found[MetricKey(name)] = Measurement(means, np.isfinite(means))
     return found

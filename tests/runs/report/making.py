@@ -8,6 +8,7 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.rows import append_start
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.sampling.scoring import Scored
 from tests.fixtures import make_scored
 
 ER = MetricKey("effective_rank")
@@ -28,10 +29,10 @@ def make_run(path, config, num_steps=12, *, gain=0.02, eval_every=4, text=None, 
     for step in range(0, num_steps, eval_every):
         rollouts = workdir.path / "rollouts"
         train = [scored(i, correct=i % 4 == 0) for i in range(16)]
-        write_rollouts(rollouts, step, train, text or text_of)
+        write_rollouts(rollouts, step, Scored.of(train), text or text_of)
         solved = step // eval_every + round(gain * 100)
         problems = [scored(i, correct=i < solved, group_size=1) for i in range(8)]
-        write_rollouts(rollouts, step, problems, text or text_of, ["sums"] * 8)
+        write_rollouts(rollouts, step, Scored.of(problems), text or text_of, ["sums"] * 8)
     workdir.close()
     return workdir.path
 

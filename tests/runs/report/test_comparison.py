@@ -9,6 +9,7 @@ import pytest
 
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import comparison, page, reading
+from semrl_jax.sampling.scoring import Scored
 from tests.runs.report.making import add_row, make_run, scored, text_of
 from tests.tiny import tiny_config
 
@@ -41,7 +42,7 @@ def test_several_samples_of_a_problem_are_averaged_and_other_problems_are_left_o
         samples = [scored(i, correct=i in solved, group_size=2) for i in range(4)]
         other = [scored(i, correct=True, group_size=1) for i in range(2 if name == "a" else 3)]
         names = ["twice"] * 4 + ["other"] * len(other)
-        write_rollouts(run / "rollouts", 5, samples + other, text_of, names)
+        write_rollouts(run / "rollouts", 5, Scored.of(samples + other), text_of, names)
         found.append(run)
     rows = comparison.paired(reading.read_runs(found))
     assert [row["benchmark"] for row in rows] == ["sums", "twice"]

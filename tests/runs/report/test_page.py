@@ -19,6 +19,7 @@ from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import page, reading, samples, write_report
 from semrl_jax.runs.report.panels import OTHER, panels_of
 from semrl_jax.runs.rows import read_rows
+from semrl_jax.sampling.scoring import Scored
 from tests.runs.report.making import add_row, make_run, scored, text_of
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&"
@@ -104,7 +105,7 @@ def test_a_line_has_the_means_of_neighbouring_tokens(length):
 def test_a_large_file_is_limited_to_groups_from_all_benchmarks(run, monkeypatch):
     many = [scored(i, correct=False, group_size=2) for i in range(60)]
     names = ["large"] * 52 + ["small"] * 8
-    write_rollouts(run / "rollouts", 100, many, lambda ids: "é" * 300, names)
+    write_rollouts(run / "rollouts", 100, Scored.of(many), lambda ids: "é" * 300, names)
     try:
         monkeypatch.setattr(samples, "MAX_CHARACTERS", 200)
         monkeypatch.setattr(samples, "MAX_BYTES", 7 * 6000)  # of 3 + 4 files

@@ -6,6 +6,7 @@ import pytest
 
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import page, serving, write_report
+from semrl_jax.sampling.scoring import Scored
 from tests.browser import open_page
 from tests.runs.report.making import add_row, make_run, scored, text_of
 
@@ -248,7 +249,9 @@ def test_several_runs_are_compared_and_followed(config, tmp_path, opened):
     # A new row and new responses appear; zoom, filters and what is open stay.
     browser.drag(js("pointOf('Reward', 2)"), js("pointOf('Reward', 5)"))
     add_row(second, 12, {"reward/mean": 0.9})
-    write_rollouts(second / "rollouts", 12, [scored(i, correct=True) for i in range(4)], text_of)
+    write_rollouts(
+        second / "rollouts", 12, Scored.of([scored(i, correct=True) for i in range(4)]), text_of
+    )
     js("(async () => { for (let i = 0; i < 100 && rows.length < 148; i++) await wait(50); })()")
     assert js("byId('count').textContent") == "8 of 148 responses"
     assert [curve["x"][-1] for curve in js(curves)] == [11, 12]

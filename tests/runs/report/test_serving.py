@@ -14,6 +14,7 @@ import pytest
 from semrl_jax.errors import UserError
 from semrl_jax.runs.records import write_rollouts
 from semrl_jax.runs.report import serving
+from semrl_jax.sampling.scoring import Scored
 from tests.runs.report.making import add_row, make_run, scored, text_of
 
 
@@ -60,7 +61,9 @@ def test_changes_are_sent_once(served):
     assert second.keys() == {"figures"}
     assert second["figures"]["runs"][0]["series"] == {"reward/mean": [0.25]}
     known["figures"] = second["figures"]["version"]
-    write_rollouts(run / "rollouts", 0, [scored(i, correct=True) for i in range(4)], text_of)
+    write_rollouts(
+        run / "rollouts", 0, Scored.of([scored(i, correct=True) for i in range(4)]), text_of
+    )
     third = changes(**known)
     assert third.keys() == {"samples"} and len(third["samples"]["rows"]) == 4
     assert changes(figures=known["figures"], samples=third["samples"]["version"]) == {}
@@ -69,7 +72,8 @@ def test_changes_are_sent_once(served):
 def test_responses_that_cannot_be_read_do_not_stop_the_server(served):
     run, address = served
     rollouts = run / "rollouts"
-    write_rollouts(rollouts, 0, [scored(i, correct=True) for i in range(4)], text_of)
+    responses = Scored.of([scored(i, correct=True) for i in range(4)])
+    write_rollouts(rollouts, 0, responses, text_of)
     table = pq.read_table(rollouts / "step_000000.parquet")
     place = table.column_names.index("prompt")
     pq.write_table(

@@ -1,7 +1,5 @@
 """Metrics of groups in a batch, against NumPy."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics import MetricKey, lidar
 from semrl_jax.metrics.names import GROUP_METRICS
 from semrl_jax.runs import validate
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.probes.groups import group_indicators
 from tests.fixtures import make_scored
 from tests.tiny import tiny_config
@@ -25,7 +24,7 @@ def states():
 def batch(states):
     """Groups of 4, 4 and 1 responses; the states are of the second layer."""
     means = np.stack([np.full_like(states, np.nan), states], axis=1)
-    return [dataclasses.replace(make_scored(i), mean_states=means[i]) for i in range(len(states))]
+    return Scored([make_scored(i) for i in range(len(states))], mean_states=means)
 
 
 def unit(rows):
@@ -33,21 +32,21 @@ def unit(rows):
 
 
 def test_novelty_is_measured_within_each_group(states):
-    scored, _ = group_indicators(("elliptical_novelty",), batch(states), (0, -1))
-    found = [item.rollout.metrics[NOVELTY] for item in scored]
-    assert [measured.valid for measured in found] == [True] * 8 + [False]
-    assert found[8].value == 0.0
+    metrics, _ = group_indicators(("elliptical_novelty",), batch(states), (0, -1))
+    values, valid = metrics[NOVELTY]
+    assert valid.tolist() == [True] * 8 + [False]
+    assert values[8] == 0.0
     for group in GROUPS[:2]:
         rows = unit(states[group])
         for i, row in enumerate(rows):
             others = np.delete(rows, i, axis=0)
             expected = row @ np.linalg.inv(np.eye(6) + others.T @ others) @ row
-            assert found[group.start + i].value == pytest.approx(expected, rel=1e-5)  # float32
+            assert values[group.start + i] == pytest.approx(expected, rel=1e-5)  # float32
 
 
 def test_the_numbers_of_the_groups_are_logged(states):
-    scored, found = group_indicators(("lidar", "log_determinant"), batch(states), (0, -1))
-    assert all(NOVELTY not in item.rollout.metrics for item in scored)
+    metrics, found = group_indicators(("lidar", "log_determinant"), batch(states), (0, -1))
+    assert metrics == {}
     volumes = [
         np.linalg.slogdet(np.eye(len(rows)) + rows @ rows.T)[1]
         for rows in (unit(states[group]) for group in GROUPS)
@@ -62,17 +61,15 @@ def test_the_numbers_of_the_groups_are_logged(states):
 def test_a_state_that_is_not_finite_leaves_out_its_group(states):
     clean, of_clean = group_indicators(GROUP_METRICS, batch(states[4:8]), (0, -1))
     states[2, 3] = np.nan
-    scored, found = group_indicators(GROUP_METRICS, batch(states[:8]), (0, -1))
-    assert [item.rollout.metrics[NOVELTY].valid for item in scored] == [False] * 4 + [True] * 4
-    assert [item.rollout.metrics[NOVELTY] for item in scored[4:]] == [
-        item.rollout.metrics[NOVELTY] for item in clean
-    ]
+    metrics, found = group_indicators(GROUP_METRICS, batch(states[:8]), (0, -1))
+    values, valid = metrics[NOVELTY]
+    assert valid.tolist() == [False] * 4 + [True] * 4
+    np.testing.assert_array_equal(values[4:], clean[NOVELTY].value)
     assert found == {"groups/log_determinant": of_clean["groups/log_determinant"]}
 
 
 def test_nothing_is_measured_without_names(states):
-    scored = batch(states)
-    assert group_indicators((), scored, (0, -1)) == (scored, {})
+    assert group_indicators((), batch(states), (0, -1)) == ({}, {})
 
 
 @pytest.mark.parametrize(

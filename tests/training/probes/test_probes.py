@@ -11,6 +11,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.modules import module_names
 from semrl_jax.runs import validate
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.probes import (
     BUILT_IN,
     NOTHING,
@@ -40,11 +41,11 @@ class Lengths(Probe):
 
     def before(self, seen):
         lengths = [len(item.rollout.response_ids) for item in seen.scored]
-        return seen.with_metrics([{KEY: Measurement(float(n), True)} for n in lengths])
+        values = np.array(lengths, np.float32)
+        return seen.with_metrics({KEY: Measurement(values, values > 0)})
 
     def after(self, seen):
-        lengths = [item.rollout.metrics[KEY].value for item in seen.scored]
-        return {"response/longest": np.max(lengths)}
+        return {"response/longest": np.max(seen.scored.metrics[KEY].value)}
 
 
 def probe(tools):
@@ -58,7 +59,7 @@ def loaded(config, name="lengths"):
     return load_probes(Tools(config, plan_of(config), Peers(), None, None))
 
 
-SEEN = Seen(0, [make_scored(i) for i in range(4)], batch_of([(3, 2)] * 4))
+SEEN = Seen(0, Scored([make_scored(i) for i in range(4)]), batch_of([(3, 2)] * 4))
 
 
 def test_every_module_of_the_package_is_a_probe():
@@ -71,7 +72,7 @@ def test_probes_add_needs_metrics_and_scalars():
     assert [needs != NOTHING for needs in needed] == [True, False, True, True]
     assert needed[0] == PassNeeds(entropies=True)
     seen = probes.before(SEEN.with_scalars({"metrics/own": 1.0}))
-    assert [item.rollout.metrics[KEY].value for item in seen.scored] == [2.0] * 4
+    assert seen.scored.metrics[KEY].value.tolist() == [2.0] * 4
     scalars = probes.after(seen)
     assert scalars == {"metrics/own": 1.0, "response/longest": 2.0}
     assert type(scalars["response/longest"]) is float
