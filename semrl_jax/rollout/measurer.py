@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -162,7 +162,7 @@ class Measurer(contextlib.AbstractContextManager):
         """
         self.submit(np.zeros((self._max_tokens, width), dtype))
         self.flush()
-        self.submit_batch([np.zeros((len(self.layers), width), np.float32)] * num_responses)
+        self.submit_batch(np.zeros((num_responses, len(self.layers), width), np.float32))
 
     def flush(self) -> None:
         """Starts the calls that are not full."""
@@ -170,11 +170,11 @@ class Measurer(contextlib.AbstractContextManager):
             for kind in list(self._waiting):
                 self._start(kind)
 
-    def submit_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> Future[dict[str, float]]:
+    def submit_batch(self, means: Float[np.ndarray, "B L D"] | None) -> Future[dict[str, float]]:
         """Starts measuring the mean states of responses as one set.
 
         The result has the valid metrics by `MetricKey.dataset_label`; it is empty without a
-        `dataset_stride`, and for no states.
+        `dataset_stride` and without states.
         """
         with self._lock:
             self._check_open()
@@ -231,11 +231,11 @@ class Measurer(contextlib.AbstractContextManager):
             metrics, means = jax.device_get(self._measure(padded, mask))
         return _by_response(metrics, means)[: len(group)]
 
-    def _measure_batch(self, means: Sequence[Float[np.ndarray, "L D"]]) -> dict[str, float]:
-        if not self._dataset_stride or not means:
+    def _measure_batch(self, means: Float[np.ndarray, "B L D"] | None) -> dict[str, float]:
+        if not self._dataset_stride or means is None:
             return {}
         result = {}
-        for layer, rows in zip(self.layers, np.stack(means, axis=1), strict=True):
+        for layer, rows in zip(self.layers, np.swapaxes(means, 0, 1), strict=True):
             with jax.default_device(self._host):
                 found = jax.device_get(self._measure_dataset(rows))
             for key, (value, valid) in found.items():

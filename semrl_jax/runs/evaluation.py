@@ -300,7 +300,7 @@ def _evaluate_policy(
         finished[name] = [sample for samples, _ in own for sample in samples]
         states = [rows for _, rows in own if rows is not None]
         if states:
-            pending = evaluator.measurer.submit_batch(list(np.concatenate(states)))
+            pending = evaluator.measurer.submit_batch(np.concatenate(states))
             over_set[name] = pending.result()
     samples = list(itertools.chain.from_iterable(finished.values()))
     directory.finish(samples, over_set)

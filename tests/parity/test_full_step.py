@@ -458,15 +458,13 @@ def test_wrong_data_shows(world):
     """A prompt without its first token; the policy as its own reference; one other reward."""
     first = world.scored[0]
     rollout = dataclasses.replace(first.rollout, prompt_ids=first.rollout.prompt_ids[1:])
-    found = world.prepare(
-        BASE, Scored([dataclasses.replace(first, rollout=rollout), *world.scored[1:]])
-    )
+    changed = [dataclasses.replace(first, rollout=rollout), *world.scored[1:]]
+    found = world.prepare(BASE, Scored(changed))
     assert {"states", "old_logprobs"} <= too_large(found.found, world.expected(BASE)).keys()
 
     verdict = dataclasses.replace(first.verdict, score=0.999)
-    found = world.prepare(
-        BASE, Scored([dataclasses.replace(first, verdict=verdict), *world.scored[1:]])
-    )
+    changed = [dataclasses.replace(first, verdict=verdict), *world.scored[1:]]
+    found = world.prepare(BASE, Scored(changed))
     assert "advantages" in too_large(found.found, world.expected(BASE))
 
     model = world.models[False]

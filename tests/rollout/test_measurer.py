@@ -328,11 +328,11 @@ def test_what_is_prepared_is_not_compiled_again():
     options = {"stride": 3, "window": "exact", "method": "svd", "names": ("curvature",)}
     with measurer.Measurer(max_tokens=40, num_threads=1, dataset_stride=2, **options) as own:
         own.prepare(8, np.dtype(np.float32), num_responses=4)
-        own.submit_batch([]).result()  # the only thread has done all before
+        own.submit_batch(None).result()  # the only thread has done all before
         programs = own._measure, own._measure_dataset
         assert [program._cache_size() for program in programs] == [1, 1]
         pending = own.submit(np.ones((40, 8), np.float32))
         own.flush()
-        means = [pending.result().mean_states] * 4
+        means = np.stack([pending.result().mean_states] * 4)
         assert own.submit_batch(means).result()
         assert [program._cache_size() for program in programs] == [1, 1]

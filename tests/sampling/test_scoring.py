@@ -160,7 +160,7 @@ def test_a_batch_of_several_layers_is_measured_by_layer():
     options = OPTIONS | {"dataset_stride": 2}
     means = np.random.default_rng(0).normal(size=(9, 2, 16)).astype(np.float32)
     with Measurer(max_tokens=56, num_threads=1, layers=(-1, 3), **options) as measurer:
-        found = measurer.submit_batch(list(means)).result()
+        found = measurer.submit_batch(means).result()
     for plane, prefix in enumerate(("", "layer_3/")):
         rank, velocity = rank_series_f64(means[:, plane], 2)[:2]
         np.testing.assert_allclose(found[f"{prefix}global/effective_rank"], rank, rtol=1e-3)
@@ -277,7 +277,7 @@ def test_a_response_that_cannot_be_measured_does_not_affect_others():
             mean = future.result(timeout=60).mean_states[0]
             np.testing.assert_allclose(mean, rows.mean(axis=0), atol=1e-6)  # float32 sums
         assert cancelled.cancelled()
-        assert measurer.submit_batch([]).result(timeout=60) == {}
+        assert measurer.submit_batch(None).result(timeout=60) == {}
 
 
 def test_closing_leaves_no_future_pending(monkeypatch):
@@ -296,7 +296,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     assert started.wait(timeout=60)
     queued = [measurer.submit(states)]
     measurer.flush()
-    queued.append(measurer.submit_batch([states[:1]]))
+    queued.append(measurer.submit_batch(states[None, :1]))
     waiting = [measurer.submit(states), measurer.submit(states)]
     assert waiting[1].cancel()
     closing = threading.Thread(target=measurer.close)
