@@ -188,8 +188,8 @@ def test_a_batch_is_measured_as_one_set_of_mean_states():
         scored = Scored([make_scored(i) for i in range(9)])
         means = scored.with_measured(measured).mean_states
         found = measurer.submit_batch(means).result()
-        measured[4] = measured[4]._replace(mean_states=np.full((1, 16), np.nan, np.float32))
-        spoilt = scored.with_measured(measured)
+        nothing = measured[4]._replace(mean_states=np.full((1, 16), np.nan, np.float32))
+        spoilt = scored.with_measured([*measured[:4], nothing, *measured[5:]])
         without = measurer.submit_batch(spoilt.mean_states).result()
         few = measurer.submit_batch(spoilt[:3].mean_states).result()
     rows = np.stack([rows.astype(np.float64).mean(axis=0) for rows in states])
@@ -307,7 +307,7 @@ def test_closing_leaves_no_future_pending(monkeypatch):
     done, pending = concurrent.futures.wait([queued[0], *waiting], timeout=10)
     assert not pending and all(future.cancelled() for future in done)
     assert queued[1].cancelled()
-    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, [states[:1]])):
+    for submit, argument in ((measurer.submit, states), (measurer.submit_batch, states[None, :1])):
         with pytest.raises(RuntimeError, match="this Measurer is closed"):
             submit(argument)
     measurer.flush()
