@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 
 from semrl_jax.cluster.peers import Processes
@@ -11,20 +12,21 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.replica import Figures
 
 
+@dataclasses.dataclass
 class Events:
-    """Counts events and bytes on the wire."""
+    """Counts events and bytes on the wire.
 
-    def __init__(
-        self,
-        client: RolloutClient | None,
-        verifier: VerifierPool,
-        peers: Processes,
-        *,
-        counts_taken_over: bool,
-    ):
-        """Args: as in `Sampler`; `counts_taken_over`: whether replicas can take calls over."""
-        self._client, self._verifier, self._peers = client, verifier, peers
-        self._counts_taken_over = counts_taken_over
+    Attributes:
+      client: None if this process does not sample.
+      may_take_over: whether replicas take over calls of others.
+    """
+
+    client: RolloutClient | None
+    verifier: VerifierPool
+    peers: Processes
+    may_take_over: bool
+
+    def __post_init__(self):
         self._before = self._totals()
 
     def __call__(self) -> dict[str, float]:
@@ -36,24 +38,33 @@ class Events:
         own = {name: float(count - self._before.get(name, 0)) for name, count in totals.items()}
         self._before = totals
         summed: collections.Counter[str] = collections.Counter()
-        for part in self._peers.gather("count", own):
+        for part in self.peers.gather("count", own):
             summed.update(part)
         return dict(summed)
 
     def _totals(self) -> dict[str, int]:
-        totals = {f"reward/{name}": value for name, value in self._verifier.counters.items()}
-        if self._client is not None:
-            totals |= {f"rollout/{name}": value for name, value in self._client.counters.items()}
-            if not self._counts_taken_over:
+        totals = {f"reward/{name}": value for name, value in self.verifier.counters.items()}
+        if self.client is not None:
+            totals |= {f"rollout/{name}": value for name, value in self.client.counters.items()}
+            if not self.may_take_over:
                 totals.pop("rollout/taken_over", None)
         return totals
 
 
+@dataclasses.dataclass
 class ReplicaFigures:
-    """Measures what each of several replicas does."""
+    """Measures what each of several replicas does.
 
-    def __init__(self, client: RolloutClient | None, peers: Processes, sampling: tuple[int, ...]):
-        self._client, self._peers, self._sampling = client, peers, sampling
+    Attributes:
+      client: None if this process does not sample.
+      sampling: the processes that sample.
+    """
+
+    client: RolloutClient | None
+    peers: Processes
+    sampling: tuple[int, ...]
+
+    def __post_init__(self):
         self._before: dict[int, Figures] = {}
         self._at = time.monotonic()
 
@@ -64,10 +75,10 @@ class ReplicaFigures:
         `time/replica/<n>/busy_fraction` the share of the time in which it had one.
         """
         now, found = time.monotonic(), {}
-        for number, figures in (self._client.figures if self._client is not None else {}).items():
+        for number, figures in (self.client.figures if self.client is not None else {}).items():
             before = self._before.get(number, Figures())
             self._before[number] = figures
-            name = number * len(self._sampling) + self._sampling.index(self._peers.index)
+            name = number * len(self.sampling) + self.sampling.index(self.peers.index)
             busy_s = figures.busy_s - before.busy_s
             if busy_s > 0:
                 tokens_per_s = (figures.tokens - before.tokens) / busy_s
@@ -75,7 +86,7 @@ class ReplicaFigures:
             found[f"time/replica/{name}/busy_fraction"] = busy_s / max(now - self._at, 1e-9)
         self._at = now
         of_all: dict[str, float] = {}
-        for part in self._peers.gather("count", found):
+        for part in self.peers.gather("count", found):
             of_all.update(part)
         num_replicas = sum(name.startswith("time/") for name in of_all)
         return of_all if num_replicas > 1 else {}

@@ -8,12 +8,13 @@ through on paper, token by token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from semrl_jax.sampling.requests import Draw
 from semrl_jax.types import Rollout, SampleRequest
 
 
+@runtime_checkable
 class Ask(Protocol):
     """Asks the policy once; `Sampler.generate` with the options of the draw."""
 
@@ -27,6 +28,7 @@ class Ask(Protocol):
         """
 
 
+@runtime_checkable
 class Episodes(Protocol):
     """Plays the responses of a draw.
 

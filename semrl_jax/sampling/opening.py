@@ -78,8 +78,7 @@ def open_source(
         return Rounds(*of)
 
     def events_on(peers: Processes) -> Events:
-        taken_over = bool(config.rollout.groups_per_call)
-        return Events(client, verifier, peers, counts_taken_over=taken_over)
+        return Events(client, verifier, peers, bool(config.rollout.groups_per_call))
 
     sampler, figures = sampler_on(peers, stop), ReplicaFigures(client, peers, sampling)
     if not lag:

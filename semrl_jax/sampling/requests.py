@@ -83,7 +83,7 @@ def training_draw(
 def training_options(
     config: ml_collections.ConfigDict, measurer: Measurer | None, step: int
 ) -> dict[str, Any]:
-    """How the responses of a training step are sampled and measured: options of `Sampler.sample`."""
+    """How responses of a training step are sampled and measured: options of `Sampler.sample`."""
     states, every = config.hidden_states, config.hidden_states.compare_every
     compares = every and step % every == 0  # with the policy's own states
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import ml_collections
 
@@ -35,6 +35,7 @@ class Sample(NamedTuple):
         return self._replace(scalars=self.scalars | scalars)
 
 
+@runtime_checkable
 class Source(Protocol):
     """Gives the batch of each step. All processes call its methods together.
 
@@ -58,6 +59,7 @@ class Source(Protocol):
         """
 
 
+@runtime_checkable
 class Batches(Protocol):
     """What a source samples, one batch after the other, with the weights that it has sent."""
 

@@ -69,7 +69,7 @@ class WeightSync:
         return Weights(step, read, read_together=together)
 
     def copied(self, params: models.Params, step: int) -> Weights:
-        """A copy in this process's memory, which another thread may read; empty without replicas."""
+        """A copy in this process's memory, for another thread; empty in one without replicas."""
         run_phase(self.peers, "sync_weights", self.stop.check)
         keeps = self.client is not None
         with self.stop.deferred():  # a process that leaves in between would block the others
