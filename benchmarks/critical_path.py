@@ -21,7 +21,6 @@ import launch  # noqa: F401 - first: one BLAS thread, as for every command
 import argparse
 import contextlib
 import dataclasses
-import functools
 import statistics
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from semrl_jax.model_setup import starting_params
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
-from semrl_jax.sampling.rewards import unshuffled_rewards
+from semrl_jax.sampling.source import Counted, Now, Rounds
 from semrl_jax.training import loop
 from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.probes import Tools, load_probes
@@ -64,40 +63,45 @@ class Silent(Reporter):
         pass
 
 
+def batches_of(run: OpenRun) -> Rounds:
+    """What a run with neither a lag nor dynamic sampling samples."""
+    return run.source.source.batches
+
+
 def sides_of(run: OpenRun) -> dict[str, OpenRun]:
     """The same run as configured, without measuring, and without hidden states."""
 
     def variant(measured: bool, source: str) -> OpenRun:
-        config = run.sampler.config.copy_and_resolve_references()
+        config = run.run.config.copy_and_resolve_references()
         config.hidden_states.source = source
         if not measured:
             config.shaping.target = "none"
         validate(config)
-        sampler = dataclasses.replace(
-            run.sampler,
-            config=config,
-            measurer=run.sampler.measurer if measured else None,
-            reporter=Silent(),
-        )
+        rounds, sync = batches_of(run), run.evaluator.sampler.sync
+        measurer = rounds.measurer if measured else None
+        sync = dataclasses.replace(sync, config=config, reporter=Silent())
+        sampler = dataclasses.replace(run.evaluator.sampler, config=config, sync=sync)
+        of_side = {"config": config, "sampler": sampler, "measurer": measurer}
+        source = Now(sampler, dataclasses.replace(rounds, **of_side))
         plan = PassPlan.of(run.learner.algorithm, config)
         return dataclasses.replace(
             run,
-            sampler=sampler,
+            source=Counted(source, run.source.counts),
             evaluator=dataclasses.replace(run.evaluator, config=config, sampler=sampler),
             learner=dataclasses.replace(run.learner, config=config, plan=plan),
-            probes=load_probes(Tools(config, plan, sampler.peers, sampler.measurer, sampler.stop)),
+            probes=load_probes(Tools(config, plan, sync.peers, measurer, sync.stop)),
         )
 
     return {
-        MEASURED: variant(True, run.sampler.config.hidden_states.source),
-        STREAMED: variant(False, run.sampler.config.hidden_states.source),
+        MEASURED: variant(True, run.run.config.hidden_states.source),
+        STREAMED: variant(False, run.run.config.hidden_states.source),
         NO_STATES: variant(False, "none"),
     }
 
 
 def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Row]:
     """One step of the train loop and its row; `state` stays usable."""
-    config = run.sampler.config
+    config = run.evaluator.config
     config.training.num_steps = int(state.step) + 1
     started = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # the update donates its state
     with cpu_clock.installed():
@@ -115,20 +119,18 @@ def take_step(run: OpenRun, state: TrainState, bar: Bar) -> tuple[TrainState, Ro
 def metrics_alone(run: OpenRun, state: TrainState, bar: Bar) -> tuple[float, float, int, int]:
     """One step's responses measured and nothing else: median seconds and CPU seconds; how many they
     are, and the bytes of their states."""
-    sampler = run.sampler
-    sampler.config.hidden_states.compare_every = 1  # keeps the states
-    step = int(state.step)
-    sampler.sync_weights(state.params, step)
-    rewards_of = functools.partial(unshuffled_rewards, config=sampler.config)
-    scored = sampler.next(step, state.position, Clock(bar.status), rewards_of).scored
+    run.evaluator.config.hidden_states.compare_every = 1  # keeps the states
+    step, measurer = int(state.step), batches_of(run).measurer
+    run.source.offer((state.params,), step)
+    scored = run.source.next(step, state.position, Clock(bar.status)).scored
     seconds, cpu_s = [], []
     for _ in range(ALONE_REPEATS):
         started, cpu_started = time.monotonic(), time.process_time()
-        pending = [sampler.measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
-        sampler.measurer.flush()
+        pending = [measurer.submit(item.rollout.hidden_states[:, 0]) for item in scored]
+        measurer.flush()
         for future in pending:
             future.result()
-        sampler.measurer.submit_batch(scored.mean_states).result()
+        measurer.submit_batch(scored.mean_states).result()
         seconds.append(time.monotonic() - started)
         cpu_s.append(time.process_time() - cpu_started)
     num_bytes = sum(item.rollout.hidden_states.nbytes for item in scored)

@@ -9,7 +9,6 @@ import launch  # noqa: F401 - first: one BLAS thread, as for every command
 # isort: split
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import tempfile
@@ -77,18 +76,20 @@ def main() -> None:
         opened = stack.enter_context(open_run(config, workdir, Reporter(), stop, Peers()))
         # Without end tokens, every response has its full length.
         ends = tuple(work["end_token_ids"])
-        sampler = dataclasses.replace(opened.sampler, end_token_ids=ends)
+        opened.evaluator.sampler.end_token_ids = ends  # the source has the same sampler
         state = opened.first_state()
         driver.report(
             versions={},
             num_params=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-            prompt_tokens=[len(example.prompt_ids) for example in sampler.prompts.examples],
+            prompt_tokens=[
+                len(example.prompt_ids) for example in opened.source.source.batches.prompts.examples
+            ],
         )
         opened.run.begin_rows(0)
         bar = stack.enter_context(opened.run.reporter.bar("train", 10**6, "steps"))
         stack.enter_context(cpu_clock.installed())
         driver.wait()
-        for result in run_steps(opened.parts._replace(sampler=sampler), state):
+        for result in run_steps(opened.parts, state):
             opened.run.record(result, bar)
             clock = result.clock.scalars()
             driver.report(

@@ -25,7 +25,9 @@ from semrl_jax.metrics.records import Metrics
 from semrl_jax.modules import running
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.measurer import Measurer
-from semrl_jax.sampling.sampler import EVALUATION, Measuring, Sampler, counter, stream_seed
+from semrl_jax.sampling.ahead import Ahead
+from semrl_jax.sampling.requests import EVALUATION, Measuring, counter, stream_seed
+from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.settings.evaluation import check_sampling
@@ -86,7 +88,7 @@ class Evaluator:
     config: ml_collections.ConfigDict
     problems: Sequence[data.PromptExample]
     scores: Sequence[ModuleType]
-    sampler: Sampler
+    sampler: Sampler | Ahead
     settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     graders: Mapping[str, VerifierPool] = dataclasses.field(default_factory=dict)
     measurer: Measurer | None = None

@@ -36,7 +36,7 @@ from semrl_jax.rollout.engines.decoding import (
 )
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
-from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
+from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.plan import PASS, UPDATE, PassPlan
 from semrl_jax.training.state import (
@@ -142,12 +142,12 @@ class Programs:
         is_away = "reference" in self.config.training.offload
         if self.passes.reference == PASS and self.lora is None and not is_away:
             found["reference"] = device_bytes(self._reference())
-        if lag := self.config.rollout.max_staleness:
+        if count := num_earlier(self.config.rollout):
             shapes, dtype = self.policy.shapes(), weight_dtype(self.config)
             if self.lora is not None:
                 shapes, dtype = self.lora.shapes(shapes), "float32"
             copy = abstract_copied(shapes, dtype, self.mesh)
-            found["earlier parameters"] = lag * device_bytes(copy)
+            found["earlier parameters"] = count * device_bytes(copy)
         return found
 
     @property

@@ -27,7 +27,7 @@ from semrl_jax.runs.calls import EXIT_PREEMPTED, GRACE_S
 from semrl_jax.runs.inference import Inference, open_inference
 from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
-from semrl_jax.sampling.sampler import GENERATION, Measuring, stream_seed
+from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.types import SampleRequest
 

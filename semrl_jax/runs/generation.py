@@ -34,7 +34,7 @@ from semrl_jax.runs.result_directory import PARTS, ResultDirectory, open_results
 from semrl_jax.runs.setup import check_metrics_of, open_measurer
 from semrl_jax.runs.workdir import versions
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files
-from semrl_jax.sampling.sampler import GENERATION, Measuring, stream_seed
+from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
 from semrl_jax.types import HiddenStateParams, SampleRequest
 
 RECORD = "generation.json"

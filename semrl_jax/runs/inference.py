@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 from jax.sharding import Mesh
 
-from semrl_jax import data, models
+from semrl_jax import models
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.console import Reporter
@@ -23,6 +23,7 @@ from semrl_jax.runs.policies import PolicySource
 from semrl_jax.runs.setup import check_model_limits
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rollout import weight_dtype
 
 
@@ -31,7 +32,7 @@ class Inference:
     """A policy's architecture, tokenizer and replicas.
 
     Attributes:
-      sampler: has no prompts of its own, and no verifier.
+      sampler: has no verifier.
     """
 
     config: ml_collections.ConfigDict
@@ -107,18 +108,6 @@ def open_inference(
         directory=directory,
         num_problems=num_requests,
     ) as client:
-        sampler = Sampler(
-            config=config,
-            architecture=policy.config,
-            tokenizer=tokenizer,
-            end_token_ids=end_token_ids(config, tokenizer),
-            prompts=data.PromptDataset(()),
-            client=client,
-            verifier=None,
-            measurer=None,
-            peers=Peers(),
-            sampling=(0,),
-            stop=stop,
-            reporter=reporter,
-        )
+        sync = WeightSync(config, policy.config, client, Peers(), stop, reporter)
+        sampler = Sampler(config, tokenizer, end_token_ids(config, tokenizer), sync)
         yield Inference(config, policy, tokenizer, mesh, sampler)

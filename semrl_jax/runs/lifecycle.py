@@ -30,7 +30,7 @@ from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.starting_model import starting_directory, with_own_model
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
-from semrl_jax.sampling.dynamic import TooFewGroups
+from semrl_jax.sampling.selecting import TooFewGroups
 from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
@@ -209,8 +209,6 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
             f"{directory.path} has finished; raise it or name a new workdir."
         )
     run.begin_rows(first_step)
-    opened.sampler.counters()  # reset: the counts of the setup belong to no step
-    opened.sampler.replica_figures()
     try:
         with reporter.bar("train", num_steps, "steps", done=first_step) as bar:
             results = run_steps(opened.parts, state, bar.status)

@@ -21,7 +21,7 @@ from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.replicas import is_embedded
-from semrl_jax.settings.rollout import rows_of_slots, weight_dtype
+from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.training.memory import PerParameter, update_bytes
 from semrl_jax.training.plan import NONE
 
@@ -99,7 +99,7 @@ def least_parts(
     sizes = _Sizes(config, mesh, inputs.lora)
     # A run without steps, for evaluation alone, has no gradients.
     parts = sizes.of_update("training", inputs.policy, config.training.num_steps > 0)
-    architecture, lag = inputs.policy.config, config.rollout.max_staleness
+    architecture, num_copies = inputs.policy.config, num_earlier(config.rollout)
     if inputs.lora is not None:  # the base is the reference
         parts[BASE] = sizes.frozen(architecture, config.lora.base_dtype)
     elif inputs.plan.reference != NONE and "reference" not in sizes.away:
@@ -112,10 +112,10 @@ def least_parts(
     if inputs.reward_model is not None:
         model = inputs.reward_model.model.config
         parts["reward model"] = sizes.frozen(model, config.rewards.model.dtype)
-    if lag:
+    if num_copies:
         dtype = weight_dtype(config) if inputs.lora is None else "float32"
         count = num_trained(architecture, inputs.lora, mesh)
-        parts["earlier weights"] = lag * width(dtype) * count * sizes.num_devices
+        parts["earlier weights"] = num_copies * width(dtype) * count * sizes.num_devices
     if is_embedded(config) and jax.process_index() in sampling_processes(processes_of(mesh)):
         # Devices of one machine may share one copy.
         parts[REPLICA] = width(config.model.compute_dtype) * num_parameters(architecture)

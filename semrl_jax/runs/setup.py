@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import threading
@@ -50,11 +51,11 @@ from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.starting_model import starting_directory
 from semrl_jax.runs.workdir import Workdir
-from semrl_jax.sampling.ahead import AheadSampler, check_memory
 from semrl_jax.sampling.exchange import sampling_processes
+from semrl_jax.sampling.opening import check_memory, open_source
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
-from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.source import Source
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
@@ -73,7 +74,7 @@ class OpenRun:
     """The parts of an open run."""
 
     run: Run
-    sampler: Sampler
+    source: Source
     evaluator: Evaluator
     learner: Learner
     probes: Probes
@@ -85,7 +86,9 @@ class OpenRun:
     @property
     def parts(self) -> Parts:
         """What makes the steps."""
-        return Parts(self.run.config, self.sampler, self.evaluator, self.learner, self.probes)
+        run, learner = self.run, self.learner
+        check_stop = functools.partial(run_phase, learner.peers, "advantages", run.stop.check)
+        return Parts(run.config, self.source, self.evaluator, learner, self.probes, check_stop)
 
     def first_state(self) -> TrainState:
         """The newest valid checkpoint, or the state before the first update."""
@@ -330,23 +333,22 @@ def open_run(
             lora=lora,
             base=base,
         )
-        parts = {
-            "config": config,
-            "architecture": policy.config,
-            "tokenizer": tokenizer,
-            "end_token_ids": inputs.end_token_ids,
-            "prompts": inputs.prompts,
-            "client": client,
-            "verifier": verifier,
-            "measurer": measurer,
-            "peers": peers,
-            "sampling": sampling,
-            "stop": stop,
-            "reporter": reporter,
-        }
-        sampler = Sampler(**parts)
-        if config.rollout.max_staleness:
-            sampler = stack.enter_context(AheadSampler.of(**parts))
+        source, sampler = stack.enter_context(
+            open_source(
+                config,
+                architecture=policy.config,
+                tokenizer=tokenizer,
+                end_token_ids=inputs.end_token_ids,
+                prompts=inputs.prompts,
+                client=client,
+                verifier=verifier,
+                measurer=measurer,
+                peers=peers,
+                sampling=sampling,
+                stop=stop,
+                reporter=reporter,
+            )
+        )
         run = Run(
             config=config,
             workdir=workdir,
@@ -367,7 +369,7 @@ def open_run(
         )
         yield OpenRun(
             run,
-            sampler,
+            source,
             evaluator,
             learner,
             load_probes(Tools(config, inputs.plan, peers, measurer, stop)),

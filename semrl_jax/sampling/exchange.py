@@ -22,7 +22,7 @@ from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.models.hosts import shard_owners
 from semrl_jax.rewards import Verdict
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
-from semrl_jax.types import TOKEN_ARRAYS, Rollout, VersionSpan, WeightVersion
+from semrl_jax.types import TOKEN_ARRAYS, Rollout, SampleRequest, VersionSpan, WeightVersion
 
 T = TypeVar("T")
 
@@ -47,6 +47,15 @@ def share_of(items: Sequence[T], sampling: Sequence[int], process: int) -> Seque
     place = sampling.index(process)
     start, end = (len(items) * i // len(sampling) for i in (place, place + 1))
     return items[start:end]
+
+
+def own_requests(
+    requests: Sequence[SampleRequest], sampling: Sequence[int], process: int
+) -> list[SampleRequest]:
+    """The requests of the groups that this process samples."""
+    groups = list(dict.fromkeys(request.group_id for request in requests))
+    own_groups = set(share_of(groups, sampling, process))
+    return [request for request in requests if request.group_id in own_groups]
 
 
 def of_all(peers: Processes, scored: Scored) -> Scored:

@@ -106,8 +106,13 @@ def _check_lag(rollout: Section) -> None:
         )
 
 
+def num_earlier(rollout: Section) -> int:
+    """Steps whose parameters the train state keeps, since batches in work have their weights."""
+    return rollout["max_staleness"]
+
+
 def num_parts(rollout: Section) -> int:
-    """Parts of a response, each sampled with later weights; see `sampling.in_flight`."""
+    """Parts of a response, each sampled with later weights; see `sampling.in_parts`."""
     return max(rollout["max_staleness"], 1) if rollout["in_flight"] == "keep" else 1
 
 

@@ -21,7 +21,7 @@ from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
 from semrl_jax.training.critic import batch_values, update_critic
 from semrl_jax.training.offload import fetched
@@ -109,11 +109,10 @@ class Learner:
     def sampling_weights(self, state: TrainState) -> tuple[models.Params, ...]:
         """The weights that batches in work are sampled with: of this step, the last, and earlier.
 
-        With `rollout.max_staleness=0` they are the parameters, which the update donates; else
-        copies in `_kept_dtype`, of that many steps before. Adapters are without their base; see
-        `whole`.
+        Without earlier ones they are the parameters, which the update donates; else copies in
+        `_kept_dtype`. Adapters are without their base; see `whole`.
         """
-        if not self.config.rollout.max_staleness:
+        if not num_earlier(self.config.rollout):
             return (state.params,)
         return (*state.earlier, copied(state.params, self._kept_dtype))
 
@@ -313,7 +312,7 @@ class Learner:
         weights = abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
             algorithm=abstract_everywhere(self.algorithm.first_state(), self.mesh),
-            earlier=(weights,) * self.config.rollout.max_staleness,
+            earlier=(weights,) * num_earlier(self.config.rollout),
         )
 
     def first_state(
@@ -336,9 +335,9 @@ class Learner:
                 critic_params = models.with_head(whole)
             critic = init_trained(critic_params, self.critic.optimizer, self.mesh)
             state = state._replace(critic=critic)
-        lag, earlier = self.config.rollout.max_staleness, ()
-        if lag:
-            earlier = (copied(state.params, self._kept_dtype),) * lag
+        count, earlier = num_earlier(self.config.rollout), ()
+        if count:
+            earlier = (copied(state.params, self._kept_dtype),) * count
         return state._replace(
             algorithm=everywhere(self.algorithm.first_state(), self.mesh), earlier=earlier
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -13,9 +12,9 @@ from jaxtyping import Array
 from semrl_jax.algorithms.credit import assign_credit
 from semrl_jax.clock import Clock
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
-from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
-from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.statistics import batch_scalars
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.plan import credit_rules
@@ -28,12 +27,11 @@ class StepResult(NamedTuple):
     """What one step leaves.
 
     Attributes:
-      step: the number of the row of the log. Its weights sampled the responses, or those of
-        `rollout.max_staleness` steps before.
+      step: the number of the row of the log. Its weights are those that were offered to the source.
       state: after the update.
       evaluation: of the weights before the update; None if none was due.
       scored: the responses trained on; none in the last result, which is an evaluation alone.
-      scalars: of the batch, the shaping and the update.
+      scalars: of the sampling, the batch, the shaping and the update.
       clock: of the step, still running.
     """
 
@@ -46,13 +44,18 @@ class StepResult(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What makes the steps of a run, apart from their state."""
+    """What makes the steps of a run, apart from their state.
+
+    Attributes:
+      check_stop: raises Preempted in all processes if one of them was asked to end.
+    """
 
     config: ml_collections.ConfigDict
-    sampler: Sampler
+    source: Source
     evaluator: Evaluator
     learner: Learner
     probes: Probes
+    check_stop: Callable[[], None]
 
 
 def run_steps(
@@ -63,20 +66,19 @@ def run_steps(
     Row s of the log belongs to the weights that step s samples with. The last row holds the
     evaluation of the trained weights alone.
     """
-    config, sampler, evaluator, learner, probes = parts
+    config, source, evaluator, learner, probes, check_stop = parts
     rules = credit_rules(learner.algorithm, config, learner.plan)
-    rewards_of = functools.partial(unshuffled_rewards, config=config)
     num_steps = config.training.num_steps
     for step in range(int(state.step), num_steps + evaluator.is_due(num_steps)):
         clock = Clock(say)
         with clock("sync_weights"):
             offered = learner.sampling_weights(state)
-            sampler.offer(tuple(map(learner.whole, offered)), step)
+            source.offer(tuple(map(learner.whole, offered)), step)
         evaluation = evaluator.evaluate(step, clock)
         if step == num_steps:
             yield StepResult(step, state, evaluation, Scored(()), {}, clock)
             return
-        scored, position, sampled = sampler.next(step, state.position, clock, rewards_of)
+        scored, position, sampled = source.next(step, state.position, clock)
         batch = learner.batch([item.rollout for item in scored])
         scored = learner.judged(scored, batch, clock)
         rewards = group_rewards(scored, config, step)
@@ -89,13 +91,12 @@ def run_steps(
             measured = (rewards, seen.scored.metrics, passes.arrays(), tokens)
             credit = assign_credit(rules, *measured, state.memory)
             credited = floats(credit.scalars)
-        sampler.check_stop()  # the last moment at which the state before this step still exists
+        check_stop()  # the last moment at which the state before this step still exists
         with clock("update"):
             state, losses, logprobs = learner.update(state, batch, passes, credit)
         state = state.after(credit.memory, position, earlier=offered[1:])
         probed = probes.after(seen.updated(logprobs, credit.response_mask))
         scalars = probed | sampled | batch_scalars(seen.scored, rewards) | credited | losses
-        scalars |= sampler.counters() | sampler.replica_figures()
         yield StepResult(step, state, evaluation, seen.scored, scalars, clock)
 
 

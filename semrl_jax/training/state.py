@@ -51,9 +51,9 @@ class TrainState(NamedTuple):
       position: after the last consumed batch of prompts.
       critic: None if the algorithm has none.
       algorithm: what the algorithm keeps from step to step; {} if nothing.
-      earlier: parameters of the last `rollout.max_staleness` steps, oldest first, in the dtype of
-        weight sync. Batches that were sampled with them and not trained on are sampled again after
-        a resume. Before step 0 those of step 0 take their place.
+      earlier: parameters of the steps before, oldest first, in the dtype of weight sync; how many
+        says `settings.rollout.num_earlier`. Batches that were sampled with them and not trained on
+        are sampled again after a resume. Before step 0 those of step 0 take their place.
     """
 
     params: Params

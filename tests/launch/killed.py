@@ -15,18 +15,18 @@ import sys
 import threading
 import time
 
-RUNS, SAMPLER = "semrl_jax.runs", "semrl_jax.sampling.sampler:Sampler"
+RUNS, SAMPLING = "semrl_jax.runs", "semrl_jax.sampling"
 # Where the function is looked up when it is called: "module:name" or "module:Class.name".
 PHASES = {
     "warm_start": f"{RUNS}.starting_model:fit_supervised",
     "warm_start_saved": f"{RUNS}.starting_model:save_directory",
     "resume": f"{RUNS}.checkpoints:Checkpoints.restore",
     "cut_log": f"{RUNS}.records:MetricWriter.__init__",
-    "offer": "semrl_jax.sampling.ahead:AheadSampler.offer",
-    "sync_weights": f"{SAMPLER}.sync_weights",
+    "offer": f"{SAMPLING}.ahead:Ahead.offer",
+    "sync_weights": f"{SAMPLING}.sampler:Sampler.sync_weights",
     "evaluate": "semrl_jax.evaluation.evaluator:Evaluator.evaluate",
-    "generate": f"{SAMPLER}.next",
-    "part": "semrl_jax.sampling.in_flight:InFlightSampler._part",
+    "generate": f"{SAMPLING}.source:Rounds.next",
+    "part": f"{SAMPLING}.in_parts:InParts._part",
     "score": "semrl_jax.rewards.pool:VerifierPool.submit",
     "update": "semrl_jax.training.learner:Learner.update",
     "rollouts": f"{RUNS}.run:write_rollouts",

@@ -10,7 +10,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.model_setup import build_policy
 from semrl_jax.runs import train
 from semrl_jax.runs.policies import find_policies
-from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.weights import WeightSync
 from tests.fixtures import read_rows, stable
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")
@@ -82,14 +82,14 @@ def test_a_resumed_run_continues_to_the_bit(config, tmp_path, rewarded, name, fi
 
 @pytest.mark.soak
 def test_what_is_on_the_host_changes_no_number(config, tmp_path, rewarded, monkeypatch):
-    sent, read = [], Sampler._read
+    sent, read = [], WeightSync.read
 
     def recorded(self, params, **options):
         arrays = list(read(self, params, **options))
         sent.append({str(array.dtype) for array in arrays})
         return iter(arrays)
 
-    monkeypatch.setattr(Sampler, "_read", recorded)
+    monkeypatch.setattr(WeightSync, "read", recorded)
     for folder, fields in (("device", FACTORED | ROUNDED), ("host", OFFLOADED)):
         run(config, tmp_path / folder, fields)
     assert_same(*(state_of(tmp_path / folder, 2) for folder in ("host", "device")))

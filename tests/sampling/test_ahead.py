@@ -2,22 +2,23 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import time
 
 import pytest
 
 from semrl_jax.clock import Clock
-from semrl_jax.cluster.peers import Peers
-from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, tensor_specs
-from semrl_jax.sampling import ahead, replicas
-from semrl_jax.sampling.sampler import Sample, Sampler
-from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling import ahead, opening, replicas
+from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.source import Sample
 from semrl_jax.sampling.statistics import staleness
+from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
 from tests.rollout.fake_engine import FakeEngine
+from tests.sampling.parts import made, sampler_of
 from tests.tiny import tiny_config
 
 ARCHITECTURE = DecoderConfig(
@@ -35,14 +36,14 @@ def config():
 
 def test_memory_that_the_queue_needs_is_compared_with_what_is_free(config, monkeypatch):
     copy = sum(spec.num_bytes for spec in tensor_specs(ARCHITECTURE, config.model.compute_dtype))
-    needed = 5 * copy + 2 * 16 * config.rollout.max_response_tokens * ahead.TOKEN_BYTES
-    monkeypatch.setattr(ahead, "available_bytes", lambda: needed)
-    ahead.check_memory(config, ARCHITECTURE)
-    monkeypatch.setattr(ahead, "available_bytes", lambda: needed - 1)
+    needed = 5 * copy + 2 * 16 * config.rollout.max_response_tokens * opening.TOKEN_BYTES
+    monkeypatch.setattr(opening, "available_bytes", lambda: needed)
+    opening.check_memory(config, ARCHITECTURE)
+    monkeypatch.setattr(opening, "available_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match=r"max_staleness=2 keeps .* GiB .*5 copies .*2 batches"):
-        ahead.check_memory(config, ARCHITECTURE)
+        opening.check_memory(config, ARCHITECTURE)
     config.rollout.max_staleness = 0
-    ahead.check_memory(config, ARCHITECTURE)
+    opening.check_memory(config, ARCHITECTURE)
 
 
 def test_a_correction_needs_the_log_probabilities_of_the_engine(config):
@@ -74,17 +75,20 @@ def test_staleness_is_that_of_the_oldest_token():
 class Instant:
     """Samples for the other thread, and takes no time."""
 
-    def _send(self, weights):
+    def send(self, weights):
         pass
 
-    def next(self, step, position, clock, rewards_of):
+    def next(self, step, position, clock):
         return Sample(Scored(()), (0, step + 1), {})
 
-    def counters(self):
-        return {}
+
+def ahead_of(**parts):
+    """A source that samples one step ahead, and takes no time for it."""
+    names = {"lag": 1, "ready": 1, "num_steps": 9, "beside": Instant(), "batches": Instant()}
+    return made(ahead.Ahead, **names | {"count": dict} | parts)
 
 
-def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(config, monkeypatch):
+def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(monkeypatch):
     def evaluated(self, requests, references):
         time.sleep(0.1)
         return Scored(())
@@ -93,40 +97,42 @@ def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(config, monkeypatch)
         self.weights = weights
 
     monkeypatch.setattr(Sampler, "sample", evaluated)
-    monkeypatch.setattr(Sampler, "_send", sent)
-    monkeypatch.setattr(Sampler, "_read", lambda self, params: iter(()))
-    config.rollout.max_staleness = 1
-    parts = ("tokenizer", "prompts", "client", "verifier", "measurer", "reporter")
-    sampler = ahead.AheadSampler(
-        config,
-        ARCHITECTURE,
-        **dict.fromkeys(parts),
-        end_token_ids=(),
-        peers=Peers(),
-        sampling=(0,),
-        stop=StopRequest(1.0, 0),
-    )
-    sampler.inner = Instant()
+    monkeypatch.setattr(Sampler, "send", sent)
+    monkeypatch.setattr(WeightSync, "read", lambda self, params: iter(()))
     idle_s = []
-    with sampler:
+    with ahead_of(sampler=sampler_of()) as source:
         for step in range(3):
-            sampler.offer(({}, {}), step)
+            source.offer(({}, {}), step)
             for _ in range(2):  # two ways of sampling
-                sampler.sample([], {})
-                assert sampler.weights.step == step
+                source.sample([], {})
+                assert source.sampler.weights.step == step
             time.sleep(0.1)
-            found = sampler.next(step, (0, 0), Clock(), lambda scored: None)
+            found = source.next(step, (0, 0), Clock())
             idle_s.append(found.scalars["time/replicas_idle_s"])
-            assert sampler.weights is None  # the arrays of these weights are not kept
+            assert source.sampler.weights is None  # the arrays of these weights are not kept
     # The batch of step 2 begins in step 1, 0.2 s and 0.1 s after the end of that of step 1.
     assert idle_s[0] < 0.05 and idle_s[1] < 0.05 and 0.1 <= idle_s[2] < 0.25
 
 
+def test_a_row_has_the_events_of_its_batch_and_of_the_evaluations_before(monkeypatch):
+    monkeypatch.setattr(Sampler, "sample", lambda self, requests, references: [])
+    monkeypatch.setattr(Sampler, "send", lambda self, weights: None)
+    monkeypatch.setattr(WeightSync, "read", lambda self, params: iter(()))
+    numbers, rows = itertools.count(), []
+    with ahead_of(sampler=sampler_of(), count=lambda: {"events": 10.0 ** next(numbers)}) as source:
+        for step in range(3):
+            source.offer(({}, {}), step)
+            if step == 1:
+                source.sample([], {})  # after the batch of step 1, before that of step 2
+            rows.append(source.next(step, (0, 0), Clock()).scalars["events"])
+            while not all(future.done() for future in source._begun.values()):
+                time.sleep(0.001)
+    assert rows == [1, 110, 1000]
+
+
 def awaiting(peers):
-    """A sampler that can only wait."""
-    sampler = object.__new__(ahead.AheadSampler)
-    vars(sampler).update(peers=peers, stop=StopRequest(60.0, 75), _status="")
-    return sampler
+    """A source that can only wait."""
+    return ahead_of(sampler=sampler_of(peers=peers))
 
 
 def failed(error):

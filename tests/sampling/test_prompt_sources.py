@@ -14,7 +14,7 @@ from semrl_jax.evaluation.scores import greedy
 from semrl_jax.rewards import Verdict
 from semrl_jax.runs import validate
 from semrl_jax.sampling.prompt_sources import check_files, evaluation_files, held_out_problems
-from semrl_jax.sampling.sampler import EVALUATION, stream_seed
+from semrl_jax.sampling.requests import EVALUATION, stream_seed
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.types import Rollout
 from tests.sampling.parts import sampler_of

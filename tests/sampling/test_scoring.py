@@ -16,8 +16,9 @@ from semrl_jax.metrics import MetricKey
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import math
 from semrl_jax.rollout.measurer import MAX_GROUP, Measured, Measurer
-from semrl_jax.sampling.sampler import Weights
+from semrl_jax.sampling.requests import Draw
 from semrl_jax.sampling.scoring import Scored, score_and_measure
+from semrl_jax.sampling.weights import Weights
 from semrl_jax.types import WeightVersion
 from tests.cases import slow_after
 from tests.fixtures import make_scored
@@ -358,9 +359,9 @@ def sample_here(config, tokenizer, rollouts, verifier, references):
         end_token_ids=(tokenizer.eos_token_id,),
         client=types.SimpleNamespace(generate=lambda *args, **kwargs: (r for r in rollouts)),
         verifier=verifier,
-        measurer=None,
     )
-    return sampler._sample_here([], references, temperature=1.0, arrived=lambda rollout: None)
+    draw = Draw([], references, {})
+    return sampler.sample_here(draw, temperature=1.0, arrived=lambda rollout: None)
 
 
 @pytest.mark.parametrize(

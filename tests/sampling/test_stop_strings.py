@@ -12,7 +12,8 @@ from semrl_jax import data
 from semrl_jax.data.tokenizer import CHARACTERS
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.runs import train
-from semrl_jax.sampling.sampler import Weights
+from semrl_jax.sampling.requests import Draw
+from semrl_jax.sampling.weights import Weights
 from semrl_jax.types import WeightVersion
 from tests.fixtures import make_scored, read_rows
 from tests.sampling.parts import sampler_of
@@ -52,12 +53,12 @@ def test_a_call_and_the_graded_text_have_the_same_stop_strings(config, stop_stri
 
     sampler = sampler_of(
         weights=Weights(0, lambda: iter(()), False, WeightVersion("run", "attempt", 0, "digest")),
-        config=config, tokenizer=tokenizer, end_token_ids=(1,), measurer=None,
+        config=config, tokenizer=tokenizer, end_token_ids=(1,),
         verifier=Recording(),
         client=types.SimpleNamespace(generate=generate),
     )  # fmt: skip
     options = {"temperature": 1.0, "arrived": lambda rollout: None, "stop_strings": stop_strings}
-    (scored,) = sampler._sample_here([], {0: "7"}, **options)
+    (scored,) = sampler.sample_here(Draw([], {0: "7"}, {}), **options)
     (sampling,) = calls
     assert sampling.stop_strings == stop_strings
     minus, one = tokenizer.convert_tokens_to_ids(["-", "1"])

@@ -19,12 +19,13 @@ from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.dispatch import split_into_calls
 from semrl_jax.rollout.client.replica import Counters, Figures, Load
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
-from semrl_jax.sampling.sampler import groups_per_call
+from semrl_jax.sampling.counters import ReplicaFigures
+from semrl_jax.sampling.requests import groups_per_call
 from semrl_jax.types import SamplingParams, TensorSpec
 from tests.rollout.client.test_client import DeafReplica, sync
 from tests.rollout.conftest import assert_complete, make_arrays, make_requests, wait_until
 from tests.rollout.fake_engine import FakeEngine, FakeScript
-from tests.sampling.parts import sampler_of
+from tests.sampling.parts import made
 from tests.tiny import tiny_config
 
 SAMPLING = SamplingParams(16)
@@ -534,14 +535,12 @@ def test_the_log_has_figures_of_several_replicas(monkeypatch, num_replicas):
     now, figures = [100.0], dict.fromkeys(range(num_replicas), Figures())
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     peers = types.SimpleNamespace(index=0, gather=lambda phase, own: [own])
-    sampler = sampler_of(
-        client=types.SimpleNamespace(figures=figures), peers=peers, sampling=(0,),
-        _figures={}, _figures_at=0.0,
-    )  # fmt: skip
-    sampler.replica_figures()
+    client = types.SimpleNamespace(figures=figures)
+    count = made(ReplicaFigures, client=client, peers=peers, sampling=(0,))
+    count()
     figures[0] = Figures(responses=3, tokens=40, busy_s=2.0)
     now[0] = 104.0
-    found = sampler.replica_figures()
+    found = count()
     if num_replicas == 1:
         assert found == {}
         return
@@ -551,4 +550,4 @@ def test_the_log_has_figures_of_several_replicas(monkeypatch, num_replicas):
         "time/replica/1/busy_fraction": 0.0,
     }
     now[0] = 105.0
-    assert set(sampler.replica_figures().values()) == {0.0}
+    assert set(count().values()) == {0.0}

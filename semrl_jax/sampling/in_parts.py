@@ -10,16 +10,20 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import ml_collections
 import numpy as np
 from jaxtyping import Shaped
 
 from semrl_jax import data
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import run_phase
-from semrl_jax.sampling.dynamic import Rewards
-from semrl_jax.sampling.sampler import Draw, Sample, Sampler, counter, stream_seed
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.exchange import of_all, own_requests
+from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_draw, training_options
+from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.settings.rollout import part_tokens
+from semrl_jax.sampling.source import Position, Sample
+from semrl_jax.settings.rollout import num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan
 
 
@@ -34,32 +38,34 @@ class _Batch(NamedTuple):
 
     step: int
     draw: Draw
-    position: tuple[int, int]
+    position: Position
     rollouts: dict[str, Rollout]
 
 
 @dataclasses.dataclass
-class InFlightSampler(Sampler):
-    """Samples a part of the responses of k batches with each version of the weights.
+class InParts:
+    """Batches of which k are sampled at the same time: a part of each per version of the weights.
 
-    A response of up to N tokens has k = `rollout.max_staleness` parts of ceil(N / k) tokens. Part j
-    of the batch of step s is sampled with the weights of step max(0, s - k + j). So the weights
-    change at fixed token indices, whatever takes how long. A part is a call of its own, whose
-    prompt ends with the tokens sampled before: their keys and values belong to the new weights.
+    A response of up to N tokens has k parts of ceil(N / k) tokens. Part j of the batch that begins
+    with weights w has the j-th version from w on. So the weights change at fixed token indices,
+    independent of time. A part is a call of its own, whose prompt ends with the tokens sampled
+    before: their keys and values belong to the new weights. Each response is one turn.
     """
+
+    config: ml_collections.ConfigDict
+    prompts: data.PromptDataset
+    sampler: Sampler
+    measurer: Measurer | None
 
     def __post_init__(self):
         self._batches: list[_Batch] = []  # oldest first
 
-    def next(
-        self, step: int, position: tuple[int, int], clock: Clock, rewards_of: Rewards
-    ) -> Sample | None:
+    def next(self, step: int, position: Position, clock: Clock) -> Sample | None:
         """Begins the batch of this step, and samples one part of each batch that is incomplete.
 
         Args:
           step: one more at each call. Batches after the last step of the run do not begin.
           position: in the data; used in the first call.
-          rewards_of: not used, as there is no dynamic sampling.
 
         Returns:
           The batch that is complete now; None if there is none.
@@ -69,11 +75,12 @@ class InFlightSampler(Sampler):
         num_calls = {batch.step: len(self._requests(batch, step)) for batch in self._batches}
         arrived = counter(clock, "sample", sum(num_calls.values()))
         parts: dict[int, list[Rollout]] = {}
+        sampler = self.sampler
 
         def sample_own() -> None:
             missing = [batch for batch in self._batches if batch.step not in parts]
             with (
-                self.stop.interruptible(),
+                sampler.sync.stop.interruptible(),
                 concurrent.futures.ThreadPoolExecutor(max(len(missing), 1)) as threads,
             ):
                 sample = functools.partial(self._part, newest=step, arrived=arrived)
@@ -84,26 +91,23 @@ class InFlightSampler(Sampler):
                 for call in calls.values():
                     call.result()
 
-        self._until_sampled(sample_own)
+        sampler.sync.sampled(sampler.weights, sample_own)
         for batch in self._batches:
             for part in parts[batch.step]:
                 before = batch.rollouts.get(part.sample_id)
                 whole = part if before is None else self._ended(joined(before, part))
                 batch.rollouts[part.sample_id] = whole
-        if (
-            not self._batches
-            or step - self._batches[0].step + 1 < self.config.rollout.max_staleness
-        ):
+        if not self._batches or step - self._batches[0].step + 1 < num_parts(self.config.rollout):
             return None
         batch = self._batches.pop(0)
         return Sample(self._complete(batch), batch.position, {})
 
-    def _begin(self, step: int, position: tuple[int, int]) -> None:
-        count = self.config.data.prompts_per_step
+    def _begin(self, step: int, position: Position) -> None:
+        count, sampler = self.config.data.prompts_per_step, self.sampler
         examples, position = data.next_prompts(self.prompts, self.config.seed, position, count)
-        draw = self._draw(step, 0, examples)
-        draw = draw._replace(requests=self._own_share(draw.requests))
-        self._batches.append(_Batch(step, draw, position, {}))
+        draw = training_draw(self.config, step, 0, examples)
+        own = own_requests(draw.requests, sampler.sampling, sampler.sync.peers.index)
+        self._batches.append(_Batch(step, draw._replace(requests=own), position, {}))
 
     def _requests(self, batch: _Batch, newest: int) -> list[SampleRequest]:
         """The parts to sample while the batch of step `newest` begins."""
@@ -125,7 +129,8 @@ class InFlightSampler(Sampler):
         size = part_tokens(rollout)
         limit = min(size, rollout.max_response_tokens - size * (newest - batch.step))
         if requests := self._requests(batch, newest) if limit > 0 else []:
-            calls = self._generate(requests, max_tokens=limit, **self._training_options(batch.step))
+            options = training_options(self.config, self.measurer, batch.step)
+            calls = self.sampler.generate(requests, max_tokens=limit, **options)
             with contextlib.closing(calls):
                 for item in calls:
                     found.append(item)
@@ -134,7 +139,7 @@ class InFlightSampler(Sampler):
 
     @functools.cached_property
     def _tokens(self) -> data.TokenBytes:
-        return data.TokenBytes(self.tokenizer)
+        return data.TokenBytes(self.sampler.tokenizer)
 
     def _ended(self, rollout: Rollout) -> Rollout:
         """Ends it at its first stop string, which may span two parts."""
@@ -146,20 +151,15 @@ class InFlightSampler(Sampler):
 
     def _complete(self, batch: _Batch) -> Scored:
         """The batch, scored and measured, in every process."""
-        options = self._training_options(batch.step)
+        options = training_options(self.config, self.measurer, batch.step)
         shared = {name: options[name] for name in ("stop_strings", "measuring", "states")}
+        sync = self.sampler.sync
 
         def score() -> Scored:
-            with self.stop.interruptible():
-                return self._scored(
-                    batch.rollouts.values(),
-                    batch.draw.references,
-                    columns=batch.draw.columns,
-                    arrived=lambda rollout: None,
-                    **shared,
-                )
+            with sync.stop.interruptible():
+                return self.sampler.score(batch.rollouts.values(), batch.draw, **shared)
 
-        return self._of_all(run_phase(self.peers, "sample", score))
+        return of_all(sync.peers, run_phase(sync.peers, "sample", score))
 
 
 def continued(request: SampleRequest, before: Rollout, part: int) -> SampleRequest:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.sampling.in_flight import InFlightSampler, continued, joined, stopped
+from semrl_jax.sampling.in_parts import InParts, continued, joined, stopped
 from semrl_jax.settings.rollout import longest_prompt, num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan, WeightVersion
+from tests.sampling.parts import made, sampler_of
 from tests.tiny import tiny_config
 
 OLD, NEW = (WeightVersion("run", "attempt", step, "digest") for step in (3, 4))
@@ -79,10 +80,9 @@ def test_a_stop_string_may_span_two_parts():
     config = tiny_config()
     config.rollout.stop_strings = ("12+3",)
     tokenizer = data.character_tokenizer()
-    sampler = object.__new__(InFlightSampler)
-    vars(sampler).update(config=config, tokenizer=tokenizer)
+    batches = made(InParts, config=config, sampler=sampler_of(tokenizer=tokenizer))
     ids = np.array(tokenizer.encode("4=12+3-5"), np.int32)
-    found = sampler._ended(dataclasses.replace(part(10, len(ids), OLD), response_ids=ids))
+    found = batches._ended(dataclasses.replace(part(10, len(ids), OLD), response_ids=ids))
     assert tokenizer.decode(found.response_ids) == "4=12+3"
     assert found.finish_reason == "stop"
 

@@ -16,8 +16,7 @@ from semrl_jax import models
 from semrl_jax.cluster.agreement import Retry
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.errors import Preempted
-from semrl_jax.sampling.sampler import Weights
-from semrl_jax.sampling.weight_sync import send_together
+from semrl_jax.sampling.weights import Weights, send_together
 from semrl_jax.types import SampleRequest, WeightVersion
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config
@@ -85,13 +84,14 @@ def test_all_attempts_to_sample_share_one_deadline(pair, short):
     synced = []
     samplers = [
         sampler_of(
-            peers=peers, sampling=(0,), config=short, _sample_here=losing,
-            weights=Weights(3, lambda: iter(()), True, VERSION),
-            _send=lambda weights: synced.append(weights.step),
+            peers=peers, config=short, weights=Weights(3, lambda: iter(()), True, VERSION),
             reporter=types.SimpleNamespace(line=lambda line: None),
         )
         for peers in pair
     ]  # fmt: skip
+    for sampler in samplers:
+        sampler.sample_here = losing
+        sampler.sync.send = lambda weights: synced.append(weights.step)
     requests = [
         SampleRequest(
             sample_id="0", group_id=0, sample_index=0, prompt_ids=np.ones(1, np.int32), seed=0

@@ -11,15 +11,16 @@ import pytest
 
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import is_agreed
-from semrl_jax.cluster.peers import Peers
 from semrl_jax.data import PromptDataset, PromptExample
 from semrl_jax.data.prompts import prompt_order
 from semrl_jax.errors import UserError
 from semrl_jax.runs import train, validate
-from semrl_jax.sampling.dynamic import TooFewGroups, sample_until_kept
+from semrl_jax.sampling.requests import TRAINING, stream_seed
 from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
-from semrl_jax.sampling.sampler import TRAINING, Weights, stream_seed
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.selecting import Selecting, TooFewGroups, sample_until_kept
+from semrl_jax.sampling.source import Now, Rounds
+from semrl_jax.sampling.weights import Weights
 from tests.fixtures import make_scored, read_rows, stable
 from tests.sampling.parts import sampler_of
 
@@ -157,13 +158,13 @@ PROMPTS = PromptDataset(
 )
 
 
-def make_sampler(config, said=None, seen=None, **parts):
-    """A sampler whose responses are right or wrong by their seed; odd prompts are always wrong."""
+def make_source(config, seen=None, **parts):
+    """A source whose responses are right or wrong by their seed; odd prompts are always wrong."""
 
-    def sample_here(requests, references, *, arrived, clock, measuring, states, **_):
+    def sample_here(draw, *, arrived, clock, measuring, states, **_):
         scored = []
-        for request in requests:
-            prompt = int(references[request.group_id])
+        for request in draw.requests:
+            prompt = int(draw.references[request.group_id])
             assert request.prompt_ids[1] == 4 + prompt
             ids = np.array([request.seed % 1000, 1], np.int32)
             score = float(request.seed % 2) if prompt % 2 == 0 else 0.0
@@ -176,30 +177,32 @@ def make_sampler(config, said=None, seen=None, **parts):
             scored.append(type(item)(rollout, "", str(prompt), item.verdict))
             arrived(rollout)
         if seen is not None:
-            seen.extend(requests)
+            seen.extend(draw.requests)
         return Scored(scored)
 
-    defaults = {"peers": Peers(), "sampling": (0,), "weights": Weights(0, lambda: iter(()), False)}
-    return sampler_of(
-        config=config, prompts=PROMPTS, _sample_here=sample_here, **(defaults | parts)
-    )
+    sampler = sampler_of(config, weights=Weights(0, lambda: iter(()), False), **parts)
+    sampler.sample_here = sample_here
+    rounds = Rounds(config, PROMPTS, sampler, None)
+    if not config.algorithms.batch_rules.max_sampling_rounds:
+        return Now(sampler, rounds)
+    rewards_of = functools.partial(unshuffled_rewards, config=config)
+    return Now(sampler, Selecting(config, rounds, rewards_of))
 
 
-def steps_of(sampler, config, num_steps, said=None):
+def steps_of(source, num_steps, said=None):
     """(step, sample) of successive steps, each from the position of the one before."""
     position = (0, 0)
     for step in range(num_steps):
         clock = Clock(said.append if said is not None else lambda phase: None)
-        rewards = functools.partial(unshuffled_rewards, config=config)
-        sample = sampler.next(step, position, clock, rewards)
+        sample = source.next(step, position, clock)
         position = sample.position
         yield step, sample
 
 
 def test_without_the_rule_prompts_seeds_and_ids_are_those_of_the_step(config):
     seen = []
-    sampler = make_sampler(config, seen=seen)
-    for _, sample in steps_of(sampler, config, 2):
+    source = make_source(config, seen=seen)
+    for _, sample in steps_of(source, 2):
         assert len(sample.scored) == 16 and not sample.scalars
     assert sample.position == (1, 1)
     for number, request in enumerate(seen):
@@ -213,9 +216,9 @@ def test_prompts_are_read_once_and_those_of_unused_groups_come_again(config):
     config.data.prompts_per_step = 3
     config.algorithms.batch_rules.max_sampling_rounds = 20
     seen, said, read = [], [], []
-    sampler = make_sampler(config, seen=seen)
+    source = make_source(config, seen=seen)
     position, num_unused = (0, 0), 0
-    for step, sample in steps_of(sampler, config, 6, said):
+    for step, sample in steps_of(source, 6, said):
         own = [request for request in seen if request.sample_id.startswith(f"train/{step}/")]
         draws = [int(request.sample_id.split("/")[2]) for request in own[::SIZE]]
         assert draws == list(range(len(draws))) and len(draws) % 3 == 0
@@ -245,20 +248,16 @@ def test_all_processes_keep_the_same_groups(config, pair):
     """Each samples half of a round. The responses are exchanged as beside an update."""
     config.algorithms.batch_rules.max_sampling_rounds = 20
 
-    def ids(sampler, max_rounds=20):
-        config.algorithms.batch_rules.max_sampling_rounds = max_rounds
-        found = [
+    def ids(source):
+        return [
             ([item.rollout.sample_id for item in sample.scored], sample.position, sample.scalars)
-            for _, sample in steps_of(sampler, config, 2)
+            for _, sample in steps_of(source, 2)
         ]
-        return found
 
-    samplers = [
-        make_sampler(config, peers=peers.channel("test"), sampling=(0, 1)) for peers in pair
-    ]
-    alone = ids(make_sampler(config))
+    sources = [make_source(config, peers=peers.channel("test"), sampling=(0, 1)) for peers in pair]
+    alone = ids(make_source(config))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(ids, samplers)) == [alone, alone]
+        assert list(pool.map(ids, sources)) == [alone, alone]
 
 
 @pytest.mark.slow

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
+from semrl_jax.clock import Clock
 from semrl_jax.errors import UserError
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.sampling.source import Position, Rounds, Sample
 
 Rewards = Callable[[Sequence[ScoredRollout]], Float[np.ndarray, "P G"]]
 
@@ -18,6 +22,40 @@ class TooFewGroups(UserError):
     """The allowed rounds gave fewer groups with unequal rewards than a step needs."""
 
     agreed = True  # every process counts the same responses, so every process raises it
+
+
+@dataclasses.dataclass
+class Selecting:
+    """Batches of the next P prompts whose groups are kept, from one round or several.
+
+    The position is then after the last of them: prompts whose groups were sampled but not needed
+    come again in the next step.
+
+    Attributes:
+      rounds: samples the rounds.
+      rewards_of: rewards that decide which groups are kept.
+    """
+
+    config: ml_collections.ConfigDict
+    rounds: Rounds
+    rewards_of: Rewards
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample:
+        """As `Batches.next`. Raises TooFewGroups if the rounds do not give P groups."""
+        count, rules = self.config.data.prompts_per_step, self.config.algorithms.batch_rules
+
+        def sample_round(number: int, num_kept: int) -> Scored:
+            what = f"sample round {number + 1}, {num_kept}/{count} groups kept,"
+            return self.rounds.sample_round(step, number, position, clock, what)
+
+        kept = sample_until_kept(
+            sample_round,
+            self.rewards_of,
+            num_groups=count,
+            max_rounds=rules.max_sampling_rounds,
+            keep_by=rules.keep_groups_by,
+        )
+        return Sample(kept.scored, self.rounds.after(position, kept.num_prompts), kept.scalars)
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,140 @@
+"""Which source a run has: the one place that decides it from the config."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_collections
+
+from semrl_jax import data, models
+from semrl_jax.cluster.peers import Peers, Processes
+from semrl_jax.cluster.preemption import StopElsewhere, StopRequest
+from semrl_jax.console import Reporter
+from semrl_jax.errors import UserError
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.client import RolloutClient
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.rollout.memory import available_bytes
+from semrl_jax.sampling.ahead import Ahead
+from semrl_jax.sampling.counters import Events, ReplicaFigures
+from semrl_jax.sampling.episodes import Episodes, SingleTurn
+from semrl_jax.sampling.in_parts import InParts
+from semrl_jax.sampling.rewards import unshuffled_rewards
+from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.selecting import Selecting
+from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source
+from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.settings.rollout import num_parts, weight_dtype
+
+TOKEN_BYTES = 12  # an id and two log-probabilities
+
+
+@contextlib.contextmanager
+def open_source(
+    config: ml_collections.ConfigDict,
+    *,
+    architecture: models.DecoderConfig,
+    tokenizer: Any,
+    end_token_ids: tuple[int, ...],
+    prompts: data.PromptDataset,
+    client: RolloutClient | None,
+    verifier: VerifierPool,
+    measurer: Measurer | None,
+    peers: Peers,
+    sampling: tuple[int, ...],
+    stop: StopRequest,
+    reporter: Reporter,
+    episodes: Episodes = SingleTurn(),  # noqa: B008 - has no state
+) -> Iterator[tuple[Source, Sampler | Ahead]]:
+    """The source of a run, and what evaluations sample with; all processes call it together.
+
+    Args:
+      client: None if this process does not sample.
+      measurer: None: no hidden states are measured while responses arrive.
+      sampling: the processes that sample.
+      episodes: how one response comes about.
+
+    Raises:
+      UserError: if this source cannot play such episodes.
+    """
+    lag, parts = config.rollout.max_staleness, num_parts(config.rollout)
+    check_episodes(config, episodes)
+
+    def sampler_on(peers: Processes, stop: StopRequest | StopElsewhere) -> Sampler:
+        sync = WeightSync(config, architecture, client, peers, stop, reporter)
+        return Sampler(config, tokenizer, end_token_ids, sync, verifier, sampling, episodes)
+
+    def batches_of(sampler: Sampler) -> Batches:
+        of = config, prompts, sampler, measurer
+        if parts > 1:
+            return InParts(*of)
+        if config.algorithms.batch_rules.max_sampling_rounds:
+            rewards_of = functools.partial(unshuffled_rewards, config=config)
+            return Selecting(config, Rounds(*of), rewards_of)
+        return Rounds(*of)
+
+    def events_on(peers: Processes) -> Events:
+        return Events(client, verifier, peers, bool(config.rollout.groups_per_call))
+
+    sampler, figures = sampler_on(peers, stop), ReplicaFigures(client, peers, sampling)
+    if not lag:
+        source = Now(sampler, batches_of(sampler))
+        yield Counted(source, (events_on(peers), figures)), sampler
+        return
+    channel = peers.channel("sampling")
+    beside = sampler_on(channel, stop.elsewhere())
+    ahead = Ahead(
+        lag=lag,
+        ready=1 if parts > 1 else lag,
+        num_steps=config.training.num_steps,
+        sampler=sampler,
+        beside=beside,
+        batches=batches_of(beside),
+        count=events_on(channel),
+    )
+    with ahead:
+        yield Counted(ahead, (figures,)), ahead
+
+
+def check_episodes(config: ml_collections.ConfigDict, episodes: Episodes) -> None:
+    """Raises UserError if responses are sampled in parts, and episodes cannot be divided."""
+    if num_parts(config.rollout) > 1 and not episodes.is_divisible:
+        raise UserError(
+            f"rollout.in_flight='keep' with rollout.max_staleness={config.rollout.max_staleness} "
+            f"samples responses in parts of equal length, but {type(episodes).__name__} has turns "
+            "of its own; set in_flight='wait'."
+        )
+
+
+def check_memory(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> None:
+    """Checks that what waits for the updates fits into the memory of this process.
+
+    These are copies of the weights of max_staleness + 1 steps, and the tokens of max_staleness
+    batches; their hidden states are dropped once they are measured, which is when a response is
+    complete. If the cores are the devices, the copies of `TrainState.earlier` are here too.
+
+    Raises:
+      UserError: if it does not fit.
+    """
+    lag, rollout = config.rollout.max_staleness, config.rollout
+    specs = models.tensor_specs(architecture, weight_dtype(config))
+    copy = sum(spec.num_bytes for spec in specs)
+    tokens = config.data.prompts_per_step * rollout.group_size * rollout.max_response_tokens
+    copies = lag + 1 + (lag if jax.default_backend() == "cpu" else 0)
+    per_token, what, states = TOKEN_BYTES, "tokens", config.hidden_states
+    if num_parts(rollout) > 1 and states.source == "rollout":
+        size = architecture.hidden_size * jax.numpy.dtype(states.dtype).itemsize
+        per_token += len(config.metrics.layers) * size
+        what = "tokens with hidden states"
+    needed, limit = copies * copy + lag * tokens * per_token, available_bytes()
+    if lag and needed > limit:
+        raise UserError(
+            f"rollout.max_staleness={lag} keeps {needed / 2**30:.1f} GiB in this process "
+            f"({copies} copies of the weights of {copy / 2**30:.1f} GiB, {lag} batches of up to "
+            f"{tokens} {what}), and {limit / 2**30:.1f} GiB are free; lower it, or "
+            "rollout.weight_dtype to 'bfloat16'."
+        )

@@ -1,0 +1,153 @@
+"""Where the batches of a run come from: when they are sampled, and with which weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import ml_collections
+
+from semrl_jax import data, models
+from semrl_jax.clock import Clock
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.sampling.requests import counter, training_draw, training_options
+from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.scoring import Scored
+
+Position = tuple[int, int]  # (epoch, prompts taken of it)
+
+
+class Sample(NamedTuple):
+    """The responses of one training step.
+
+    Attributes:
+      scored: B = P * G, in (group, sample) order.
+      position: in the data, after this step.
+      scalars: all that the log says about the sampling, apart from the responses.
+    """
+
+    scored: Scored
+    position: Position
+    scalars: dict[str, float]
+
+    def with_scalars(self, scalars: Mapping[str, float]) -> Sample:
+        return self._replace(scalars=self.scalars | scalars)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Gives the batch of each step. All processes call its methods together.
+
+    What it returns for a step follows from the config, the weights, the step and the position, and
+    not from time. A resumed run therefore gets the same batches.
+    """
+
+    def offer(self, weights: Sequence[models.Params], step: int) -> None:
+        """Gives the weights of this step, the last of `weights`.
+
+        Args:
+          weights: of this step and those before it that batches in work are sampled with; before
+            step 0, those of step 0. A source that starts in the middle of a run uses all.
+        """
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample:
+        """The batch of this step, after `offer`.
+
+        Args:
+          position: in the data, after the last step.
+        """
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """What a source samples, one batch after the other, with the weights that it has sent."""
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample | None:
+        """Begins the batch of this step.
+
+        Returns:
+          The batch that is complete now: this one, or an earlier one; None if there is none.
+        """
+
+
+@dataclasses.dataclass
+class Now:
+    """A source whose batches have the weights of their own step."""
+
+    sampler: Sampler
+    batches: Batches
+
+    def offer(self, weights: Sequence[models.Params], step: int) -> None:
+        self.sampler.sync_weights(weights[-1], step)
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample:
+        with clock("sample"):
+            return self.batches.next(step, position, clock)
+
+
+@dataclasses.dataclass
+class Counted:
+    """A source whose samples also have what was counted since the one before.
+
+    Attributes:
+      counts: each returns scalars since its last call.
+    """
+
+    source: Source
+    counts: Sequence[Callable[[], dict[str, float]]]
+    _began: bool = False
+
+    def offer(self, weights: Sequence[models.Params], step: int) -> None:
+        if not self._began:
+            self._count()  # the counts of the setup belong to no step
+            self._began = True
+        self.source.offer(weights, step)
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample:
+        sample = self.source.next(step, position, clock)
+        return sample.with_scalars(self._count())
+
+    def _count(self) -> dict[str, float]:
+        return {name: value for count in self.counts for name, value in count().items()}
+
+
+@dataclasses.dataclass
+class Rounds:
+    """Batches that are sampled in one round: the next P prompts, with G whole responses each."""
+
+    config: ml_collections.ConfigDict
+    prompts: data.PromptDataset
+    sampler: Sampler
+    measurer: Measurer | None
+
+    def next(self, step: int, position: Position, clock: Clock) -> Sample:
+        scored = self.sample_round(step, 0, position, clock, "sample")
+        return Sample(scored, self.after(position, self.config.data.prompts_per_step), {})
+
+    def sample_round(
+        self, step: int, number: int, position: Position, clock: Clock, what: str
+    ) -> Scored:
+        """The responses to P prompts, scored and measured as they arrive.
+
+        Args:
+          number: of the round in its step, from 0; its prompts follow those of earlier rounds.
+          position: in the data, before the step.
+          what: is shown with the number of responses that have arrived.
+        """
+        count = self.config.data.prompts_per_step
+        start = self.after(position, number * count)
+        examples, _ = data.next_prompts(self.prompts, self.config.seed, start, count)
+        draw = training_draw(self.config, step, number, examples)
+        return self.sampler.sample(
+            draw.requests,
+            draw.references,
+            columns=draw.columns,
+            clock=clock,
+            arrived=counter(clock, what, len(draw.requests), already=number),
+            **training_options(self.config, self.measurer, step),
+        )
+
+    def after(self, position: Position, count: int) -> Position:
+        """The position after this many prompts."""
+        return data.next_prompts(self.prompts, self.config.seed, position, count)[1]
