@@ -32,9 +32,9 @@ from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.sampling.dynamic import TooFewGroups
 from semrl_jax.settings.profile import profiled_steps
-from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.state import TrainState
+from semrl_jax.training.trainee import NonFiniteUpdates
 
 Opened = TypeVar("Opened")
 
@@ -230,7 +230,7 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
         run.draw_report()
         raise
     except NonFiniteUpdates as error:
-        file = run.keep_minibatch(error.minibatch)
+        file = run.keep_minibatch(error.minibatch.named())
         run.draw_report()
         sections = {"policy": "training", "critic": "critic"}
         rates = " and ".join(f"{sections[model]}.learning_rate" for model in error.models)

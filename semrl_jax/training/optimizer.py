@@ -33,6 +33,7 @@ from semrl_jax.training.optimizers import adamw
 
 PARTS = ("Options", "direction")
 OWN = ("adam_b1", "adam_b2")  # options in the section of the trained model
+ALWAYS_1 = optax.constant_schedule(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Optimizer:
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Params, Any]]
-    rate: optax.Schedule = optax.constant_schedule(1.0)
+    rate: optax.Schedule = ALWAYS_1
     param_dtype: str = "float32"
     is_offloaded: bool = False
 
@@ -255,7 +256,7 @@ def _paths(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
 def _check(field: str, direction: Direction) -> None:
     """Traces one step as the update does it."""
     params = {"kernel": jax.ShapeDtypeStruct((2, 256, 128), jnp.float32)}
-    optimizer = clipped(lambda _: 1.0, weight_decay=0.0, max_grad_norm=1.0, direction=direction)
+    optimizer = clipped(ALWAYS_1, weight_decay=0.0, max_grad_norm=1.0, direction=direction)
     state = jax.eval_shape(optimizer.init, params)
     found = jax.eval_shape(optimizer.step, params, state, params)
     before, after = (

@@ -19,7 +19,6 @@ from semrl_jax.shaping import ShapingState
 from semrl_jax.training.offload import on_host
 from semrl_jax.training.optimizer import Optimizer, rounded
 
-
 POLICY = "policy"  # name of the first trainee
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models import Base, Params, replicated
-from semrl_jax.programs import Part, compiled_once, parts_of, side_by_side, total
+from semrl_jax.programs import compiled_once, parts_of, side_by_side, total
 from semrl_jax.training.micro_batches import Sums, summed_gradients
 from semrl_jax.training.optimizer import Optimizer, num_optimizer_updates
 from semrl_jax.training.packing import RowPlan
@@ -79,6 +79,10 @@ class Frozen(NamedTuple):
     reference: Params | None = None
 
 
+NOTHING = Frozen()
+
+
+@runtime_checkable
 class Loss(Protocol):
     """What a trainee minimises; hashable, because it is static under `jax.jit`."""
 
@@ -111,7 +115,7 @@ class Trainee:
     name: str
     optimizer: Optimizer
     loss: Loss
-    frozen: Frozen = Frozen()
+    frozen: Frozen = NOTHING
     first_step: int = 0
 
     def learning_rate(self, trained: Trained) -> float:
@@ -205,7 +209,7 @@ def update_rows(
     opt_state: Any,
     inputs: Any,
     num_micro: Int[np.ndarray | Array, ""],
-    frozen: Frozen = Frozen(),
+    frozen: Frozen = NOTHING,
     *,
     loss: Loss,
     optimizer: Optimizer,
