@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from semrl_jax import data, models
-from semrl_jax.training.supervised import fit_supervised
+from semrl_jax.training.warm_start import fit_demonstrations
 
 
 def fit(seed=0, num_steps=30):
@@ -17,7 +17,7 @@ def fit(seed=0, num_steps=30):
         )
     )  # fmt: skip
     losses = []
-    params = fit_supervised(
+    params = fit_demonstrations(
         policy, policy.init(jax.random.key(seed)),
         data.arithmetic_demonstrations(tokenizer, 0, 64),
         num_steps=num_steps, batch_size=16, micro_batch_size=8, learning_rate=1e-2, seed=seed,
