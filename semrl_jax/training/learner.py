@@ -106,7 +106,8 @@ class Learner:
         if critic is None:
             return (policy,)
         loss, frozen = CriticLoss(critic.model, self.algorithm), Frozen(critic.base)
-        return policy, Trainee("critic", critic.optimizer, loss, frozen)
+        # In one program, which repeats the numbers of earlier versions.
+        return policy, Trainee("critic", critic.optimizer, loss, frozen, in_parts=False)
 
     def sampling_weights(self, state: TrainState) -> tuple[models.Params, ...]:
         """The weights that batches in work are sampled with: of this step, the last, and earlier.

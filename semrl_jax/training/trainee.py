@@ -110,6 +110,8 @@ class Trainee:
       loss: what it minimises.
       frozen: on the mesh of the trained parameters.
       first_step: of the training loop; in earlier steps the model is left unchanged.
+      in_parts: whether programs may run side by side on a CPU. Their gradients are summed in
+        another order, which changes numbers within rounding.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Trainee:
     loss: Loss
     frozen: Frozen = NOTHING
     first_step: int = 0
+    in_parts: bool = True
 
     def learning_rate(self, trained: Trained) -> float:
         """The rate of the next update; skipped updates do not count."""
@@ -141,8 +144,8 @@ class Trainee:
         inputs = self.loss.inputs(batch, plan)
         arguments = inputs.arrays, np.int32(inputs.num_micro), self.frozen
         apply = {"optimizer": self.optimizer, "prefix": self.name}
-        parts = parts_of(inputs.num_micro, trained.params, plan.mesh)
-        if len(parts) == 1:
+        parts = parts_of(inputs.num_micro, trained.params, plan.mesh) if self.in_parts else []
+        if len(parts) < 2:
             found = update_rows(*trained, *arguments, loss=self.loss, **apply)
         else:
             program = functools.partial(row_gradients, loss=self.loss)
