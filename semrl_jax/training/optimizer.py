@@ -142,20 +142,18 @@ def schedule(
       num_steps: of the whole training; not read for "constant".
       final_fraction: in [0, 1].
     """
-    highest, left = optax.constant_schedule(learning_rate), max(num_steps - warmup_steps, 1)
-    after = {
-        "constant": lambda: highest,
-        "linear": lambda: optax.linear_schedule(
-            learning_rate, final_fraction * learning_rate, left
-        ),
-        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, left, final_fraction),
-    }[kind]()
-    joined = optax.join_schedules([highest, after], [warmup_steps])
+    after = {  # of the share of the steps after the rise
+        "constant": optax.constant_schedule(1.0),
+        "linear": optax.linear_schedule(1.0, final_fraction, 1),
+        "cosine": optax.cosine_decay_schedule(1.0, 1, alpha=final_fraction),
+    }[kind]
+    left = max(num_steps - warmup_steps, 1)
 
     def rate(count: Any) -> Any:
         # (count + 1): the first update already moves. A product: optax.linear_schedule subtracts
         # from the highest rate, whose rounding is large beside the first rates.
-        return joined(count) * jnp.minimum((count + 1) / max(warmup_steps, 1), 1.0)
+        risen = jnp.minimum((count + 1) / max(warmup_steps, 1), 1.0)
+        return learning_rate * risen * after(jnp.clip((count - warmup_steps) / left, 0.0, 1.0))
 
     return rate
 
