@@ -25,9 +25,10 @@ from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import peft
 from semrl_jax.runs.memory import num_parameters
 from semrl_jax.training.memory import update_bytes
+from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import TokenRows
-from semrl_jax.training.state import make_optimizer
-from semrl_jax.training.update import SlotValues, update_rows
+from semrl_jax.training.policy import PolicyLoss, SlotValues
+from semrl_jax.training.trainee import Frozen, update_rows
 
 ALGORITHM = Algorithm(grpo, grpo.Options(kl_coefficient=0.1))
 COLUMNS = 256  # of a row; half of them are slots of response tokens
@@ -68,8 +69,9 @@ def measured(config: models.DecoderConfig, rank: int, dtype: str) -> dict[str, f
     values = SlotValues(None, None, None, *[of(COLUMNS // 2, np.float32)] * 2)
     memory = (
         update_rows.lower(
-            trained, opt_state, TokenRows(**fields, **slots), values, np.int32(1), reference, base,
-            policy=policy, optimizer=optimizer, temperature=1.0, algorithm=ALGORITHM,
+            trained, opt_state, (TokenRows(**fields, **slots), values), np.int32(1),
+            Frozen(base, reference), loss=PolicyLoss(policy, 1.0, ALGORITHM), optimizer=optimizer,
+            prefix="policy",
         )
         .compile()
         .memory_analysis()

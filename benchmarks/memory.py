@@ -48,10 +48,12 @@ from semrl_jax import models
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.training.memory import update_bytes
+from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import Layout, RowPlan, lay_out, take_values
+from semrl_jax.training.policy import PolicyLoss, SlotValues
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import abstract_trained, make_optimizer
-from semrl_jax.training.update import SlotValues, update_policy, update_rows
+from semrl_jax.training.state import Trained, abstract_trained
+from semrl_jax.training.trainee import MiniBatch, Trainee, update_rows
 from semrl_jax.types import Rollout, RolloutBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 224
@@ -112,9 +114,8 @@ def measured_bytes(
     values = SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 5)
     params, state = abstract_trained(policy.shapes(), optimizer, plan.mesh)
     compiled = update_rows.lower(
-        params, state, *plan.put((layout.rows, values)),
-        np.int32(layout.num_micro), policy=policy, optimizer=optimizer, temperature=1.0,
-        algorithm=ALGORITHM,
+        params, state, plan.put((layout.rows, values)), np.int32(layout.num_micro),
+        loss=PolicyLoss(policy, 1.0, ALGORITHM), optimizer=optimizer, prefix="policy",
     ).compile()  # fmt: skip
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     return compiled.memory_analysis(), layout, num_params
@@ -160,17 +161,16 @@ def print_times(num_layers: int, num_pairs: int, optimizer, mesh) -> None:
     """Prints times of updates of 64 responses, packed divided by one sequence per row."""
     policy = models.Policy(architecture(num_layers))
     params = policy.init(jax.random.key(0))
-    state = [(params, optimizer.init(params))]
+    state = [Trained(params, optimizer.init(params))]
+    trainee = Trainee("policy", optimizer, PolicyLoss(policy, 1.0, ALGORITHM))
     seconds: dict[str, list[float]] = {"rows": [], "packed": []}
 
     def take(name: str, plan: RowPlan, batch: RolloutBatch) -> float:
         started = time.perf_counter()
-        *after, scalars, _ = update_policy(
-            *jax.block_until_ready(jax.tree.map(jnp.copy, state[0])), batch,
-            *[batch.rollout_logprobs] * 2, batch.response_mask.astype(np.float32), policy=policy,
-            optimizer=optimizer, temperature=1.0, plan=plan,
-            algorithm=ALGORITHM,
-        )  # fmt: skip
+        trained = jax.block_until_ready(jax.tree.map(jnp.copy, state[0]))
+        old, advantages = batch.rollout_logprobs, batch.response_mask.astype(np.float32)
+        minibatch = MiniBatch(batch, old, old, advantages=advantages)
+        after, scalars, _ = trainee.update(trained, minibatch, plan)
         jax.block_until_ready(after)
         padding[name].append(scalars["policy/padding_fraction"])
         return time.perf_counter() - started

@@ -30,10 +30,11 @@ from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models.sharding import DATA_AXES
 from semrl_jax.training.memory import PerParameter, update_bytes
-from semrl_jax.training.optimizer import Optimizer, load_direction
+from semrl_jax.training.optimizer import Optimizer, load_direction, make_optimizer
 from semrl_jax.training.packing import RowPlan, TokenRows
-from semrl_jax.training.state import abstract_trained, make_optimizer
-from semrl_jax.training.update import SlotValues, update_rows
+from semrl_jax.training.policy import PolicyLoss, SlotValues
+from semrl_jax.training.state import abstract_trained
+from semrl_jax.training.trainee import update_rows
 
 MODEL = models.DecoderConfig(
     vocab_size=8192, hidden_size=640, intermediate_size=1792, num_layers=12, num_heads=10,
@@ -95,9 +96,9 @@ def compiled_for(topology: str, config: models.DecoderConfig, optimizer: Optimiz
     inputs = abstract_trained(policy.shapes(), optimizer, mesh), *_rows(mesh, 4)
     (params, state), rows, values = inputs
     return update_rows.trace(
-        params, state, rows, values, jax.ShapeDtypeStruct((), jnp.int32), None, policy=policy,
-        optimizer=optimizer, temperature=1.0, importance=(),
-        algorithm=Algorithm(grpo, grpo.Options(kl_coefficient=0.0)),
+        params, state, (rows, values), jax.ShapeDtypeStruct((), jnp.int32),
+        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, grpo.Options(kl_coefficient=0.0))),
+        optimizer=optimizer, prefix="policy",
     ).lower(lowering_platforms=("tpu",)).compile().memory_analysis()  # fmt: skip
 
 

@@ -31,11 +31,12 @@ from benchmarks.results import median_interval, table
 from configs import default
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
-from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out
+from semrl_jax.training.policy import PolicyLoss
 from semrl_jax.training.rollout_batch import pad_batch
-from semrl_jax.training.state import init_state, make_optimizer
-from semrl_jax.training.update import update_policy
+from semrl_jax.training.state import init_trained
+from semrl_jax.training.trainee import MiniBatch, Trainee
 from semrl_jax.types import Rollout, RolloutBatch
 
 ALONE, SHARED = SIDES = ("alone", "shared")
@@ -102,22 +103,19 @@ def speed(prompt: int, longest: int, num_pairs: int) -> str:
         weight_decay=0.01, max_grad_norm=1.0,
     )  # fmt: skip
     algorithm = load_algorithm(config.algorithms.to_dict())
-    state = init_state(policy.init(jax.random.key(0)), optimizer, init_shaping_state(), mesh)
-    params, opt_state = state.params, state.optimizer
+    trainee = Trainee("policy", optimizer, PolicyLoss(policy, 1.0, algorithm))
+    trained = init_trained(policy.init(jax.random.key(0)), optimizer, mesh)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     batch = batch_of(prompt, longest, 0)
     advantages = np.random.default_rng(0).normal(size=batch.response_mask.shape).astype(np.float32)
-    layouts = {}
+    minibatch, layouts = MiniBatch(batch, advantages=advantages), {}
     for index in range(-1, num_pairs):  # the first pair compiles
         for name in SIDES[:: 1 if index % 2 else -1]:
             with side(name):
                 layouts[name] = lay_out(batch, plan, policy.attention_columns)
                 began = time.perf_counter()
-                params, opt_state, _, _ = update_policy(
-                    params, opt_state, batch, None, None, advantages, policy=policy,
-                    optimizer=optimizer, temperature=1.0, plan=plan, algorithm=algorithm,
-                )  # fmt: skip
-                jax.block_until_ready((params, opt_state))
+                trained, _, _ = trainee.update(trained, minibatch, plan)
+                jax.block_until_ready(trained)
                 if index >= 0:
                     seconds[name].append(time.perf_counter() - began)
     slots = int(batch.response_mask.sum())

@@ -30,7 +30,7 @@ from benchmarks import machine, results
 from benchmarks.packing import MODEL, PADDING, learners
 from benchmarks.step import GROUP, PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS
 from semrl_jax.clock import Clock
-from semrl_jax.training import update
+from semrl_jax.training import trainee
 from semrl_jax.training.learner import Learner
 from semrl_jax.types import Rollout, RolloutBatch
 
@@ -45,7 +45,7 @@ class Allocated:
 
     def __init__(self):
         self.analysis = None
-        self._update_rows = update.update_rows
+        self._update_rows = trainee.update_rows
 
     def __call__(self, *arguments, **options):
         self.analysis = self._update_rows.lower(*arguments, **options).compile().memory_analysis()
@@ -98,7 +98,7 @@ def row(size: int, remat: str, num_updates: int) -> list[str]:
         states[0] = learner.update(states[0], batch, passes, jnp.asarray(advantages))[0]
         return states[0]
 
-    with mock.patch.object(update, "update_rows", Allocated()) as allocated:
+    with mock.patch.object(trainee, "update_rows", Allocated()) as allocated:
         update_once()  # compiles
     grown = max(growth_mib(update_once) for _ in range(num_updates))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((states[0].params, states[0].optimizer)))

@@ -2,7 +2,9 @@
 
 A program on a CPU divides every operation among the cores and then waits for all of them. With
 small operations it waits often. As many programs as there are cores, each with a part of the work,
-then take less time: 0.7 to 0.9 of it with the models of the benchmarks.
+then take less time: 0.7 to 0.9 of it with the models of the benchmarks. Passes and gradients of
+training give each program a part of the micro-batches (`parts_of`). Accelerators and several
+devices always have one program.
 """
 
 from __future__ import annotations
@@ -11,13 +13,25 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from semrl_jax.cores import usable_cores
+
+# Each program has a gradient of its own. Larger models have products that keep all cores busy.
+MAX_PART_BYTES = 2**28
+
+
+class Part(NamedTuple):
+    """The micro-batches of one of several programs: `first`, `first + stride`, ...; int32."""
+
+    first: Int[np.ndarray | Array, ""]
+    stride: Int[np.ndarray | Array, ""]
 
 
 def num_side_by_side(mesh: Mesh | None) -> int:
@@ -42,6 +56,20 @@ def side_by_side(program: Callable[..., Any], calls: Sequence[tuple]) -> list[An
     if len(calls) == 1:
         return [program(*calls[0])]
     return list(_threads(len(calls)).map(lambda call: jax.block_until_ready(program(*call)), calls))
+
+
+def parts_of(num_micro: int, params: Any, mesh: Mesh) -> list[Part | None]:
+    """The parts of the micro-batches that run side by side; [None]: one program has all."""
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    count = min(num_side_by_side(mesh), num_micro, MAX_PART_BYTES // num_bytes)
+    if count < 2:
+        return [None]
+    return [Part(np.int32(first), np.int32(count)) for first in range(count)]
+
+
+def total(trees: Sequence[Any]) -> Any:
+    """The sum of what the parts gave."""
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
 
 
 @functools.cache

@@ -39,13 +39,15 @@ from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.plan import PASS, UPDATE, PassPlan
+from semrl_jax.training.policy import PolicyLoss, SlotValues, row_logprobs
 from semrl_jax.training.state import (
+    POLICY,
     Trained,
     abstract_copied,
     abstract_everywhere,
     abstract_trained,
 )
-from semrl_jax.training.update import SlotValues, row_logprobs, update_rows
+from semrl_jax.training.trainee import Frozen, update_rows
 from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 
 # Where this pass fails, the program is compiled without it: libtpu 0.0.42 stops ("RET_CHECK failure
@@ -203,16 +205,14 @@ class Programs:
         traced = update_rows.trace(
             trained.params,
             trained.optimizer,
-            rows,
-            given,
+            (rows, given),
             jax.ShapeDtypeStruct((), jnp.int32),
-            reference,
-            base,
+            Frozen(base, reference),
+            loss=PolicyLoss(
+                self.policy, self.config.rollout.temperature, self.algorithm, importance
+            ),
             optimizer=optimizer,
-            policy=self.policy,
-            temperature=self.config.rollout.temperature,
-            algorithm=self.algorithm,
-            importance=importance,
+            prefix=POLICY,
         )
         arguments = {
             "parameters": trained.params,

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import ml_collections
 import numpy as np
@@ -29,19 +28,18 @@ from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
 from semrl_jax.runs.lifecycle import EXIT_NOT_SAVED, announce, end_early, start
 from semrl_jax.runs.memory import check_room, least_parts_sft
-from semrl_jax.runs.optimizers import optimizer_settings
+from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import check_micro_batches, record_inputs
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.fine_tuning import FineTuner, batch_order, learning_rate_of, make_optimizer
-from semrl_jax.training.learner import NonFiniteUpdates
+from semrl_jax.training.fine_tuning import FineTuner, batch_order
 from semrl_jax.training.offload import check_offload
 from semrl_jax.training.packing import row_plan
-from semrl_jax.training.state import DataPosition, TrainState, abstract_state, init_state
+from semrl_jax.training.state import POLICY, DataPosition, TrainState, abstract_state, init_state
+from semrl_jax.training.trainee import NonFiniteUpdates
 
 MAX_LINES = 100  # of steps, printed in equal distances
-RATE = ("learning_rate", "schedule", "warmup_fraction", "final_fraction")
 CONVERSATIONS = (
     "row_format", "messages_field", "prompt_fields", "completion_field", "template",
     "system_prompt", "add_special_tokens", "skip_bad_rows", "max_tokens", "too_long",
@@ -137,7 +135,6 @@ class OpenFineTuning:
     inputs: Inputs
     tuner: FineTuner
     batches: list[Int[np.ndarray, " _"]]  # the conversations of each step, by index
-    rate: dict[str, Any]  # options of the learning rate
     model: pathlib.Path  # the model that training starts from
     peers: Peers
     record: AdapterRecord | None  # with LoRA
@@ -192,7 +189,7 @@ class OpenFineTuning:
         step = int(state.step)
         everything = self.inputs.conversations.conversations
         batch = [everything[index] for index in self.batches[step]]
-        rate = learning_rate_of(state, **self.rate)
+        rate = self.tuner.trainee.learning_rate(state.trained(POLICY))
         with clock("update"):
             state, scalars = self.tuner.update(state, batch)
         num_tokens = sum(map(len, batch))
@@ -264,7 +261,6 @@ def open_fine_tuning(
     run_phase(peers, "check_inputs", lambda: models.check_params(model, inputs.policy.config))
     record_inputs(peers, workdir, inputs.hashes(), config.model.path)
     batches = batches_of(config, inputs)
-    rate = {"num_steps": len(batches)} | {name: sft[name] for name in RATE}
     policy, lora, base, record = inputs.policy, inputs.lora, None, None
     if lora is not None:
         frozen = starting_params(model, policy, mesh, config.lora.base_dtype)
@@ -272,7 +268,7 @@ def open_fine_tuning(
         record = AdapterRecord.of(lora, config.model.path, model, config.lora.base_dtype)
     tuner = FineTuner(
         policy=dataclasses.replace(policy, mesh=mesh),
-        optimizer=make_optimizer(**rate, **optimizer_settings(config, "sft")),
+        optimizer=optimizer_of(config, "sft", len(batches)),
         plan=row_plan(mesh, sft),
         max_tokens=sft.max_tokens,
         max_skipped_updates=config.training.max_skipped_updates,
@@ -293,7 +289,7 @@ def open_fine_tuning(
             stop=stop,
             leads=peers.index == 0,
         )
-        yield OpenFineTuning(run, inputs, tuner, batches, rate, model, peers, record)
+        yield OpenFineTuning(run, inputs, tuner, batches, model, peers, record)
 
 
 def fine_tune(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> int:
@@ -339,7 +335,7 @@ def _fine_tune(config: ml_collections.ConfigDict, opened: OpenFineTuning) -> int
     except Preempted as preempted:
         return end_early(run, state, preempted)
     except NonFiniteUpdates as error:
-        file = run.keep_minibatch(error.minibatch)
+        file = run.keep_minibatch(error.minibatch.named())
         raise RuntimeError(
             f"{error}; the last batch is in {file}. Lower sft.learning_rate, or resume from an "
             "earlier checkpoint."

@@ -32,9 +32,9 @@ from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.sampling.selecting import TooFewGroups
 from semrl_jax.settings.profile import profiled_steps
-from semrl_jax.training.learner import NonFiniteUpdates
 from semrl_jax.training.loop import run_steps
-from semrl_jax.training.state import TrainState
+from semrl_jax.training.state import POLICY, TrainState
+from semrl_jax.training.trainee import NonFiniteUpdates
 
 Opened = TypeVar("Opened")
 
@@ -228,10 +228,10 @@ def _train(config: ml_collections.ConfigDict, opened: OpenRun) -> int:
         run.draw_report()
         raise
     except NonFiniteUpdates as error:
-        file = run.keep_minibatch(error.minibatch)
+        file = run.keep_minibatch(error.minibatch.named())
         run.draw_report()
-        sections = {"policy": "training", "critic": "critic"}
-        rates = " and ".join(f"{sections[model]}.learning_rate" for model in error.models)
+        sections = ("training" if model == POLICY else model for model in error.models)
+        rates = " and ".join(f"{section}.learning_rate" for section in sections)
         raise RuntimeError(
             f"{error} ({' and '.join(error.models)}); the last mini-batch is in {file}. Lower "
             f"{rates}, or resume from an earlier checkpoint."

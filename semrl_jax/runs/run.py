@@ -109,14 +109,12 @@ class Run:
         except Exception as error:
             self.reporter.notice(f"no report: {type(error).__name__}: {error}")
 
-    def keep_minibatch(self, arrays: Any) -> pathlib.Path:
+    def keep_minibatch(self, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
         """Saves the arrays of a mini-batch whose update failed; returns the file."""
         file = self.workdir.path / "nonfinite_batch.npz"
         if self.leads:
-            leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
-            named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
             with replacing(file) as out:
-                np.savez(out, **named)
+                np.savez(out, **arrays)
         return file
 
     def _start(self, first_step: int) -> dict[str, Any]:

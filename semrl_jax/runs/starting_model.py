@@ -17,7 +17,7 @@ from semrl_jax.models import Policy, find_directory, make_mesh, save_directory
 from semrl_jax.runs.export import save_model
 from semrl_jax.runs.policies import PolicySource, find_policies
 from semrl_jax.runs.run_directory import START, names_run
-from semrl_jax.training.supervised import fit_supervised
+from semrl_jax.training.warm_start import fit_demonstrations
 
 
 def with_own_model(
@@ -91,7 +91,7 @@ def starting_directory(
                 if (step + 1) % 100 == 0 or step + 1 == options.num_steps:
                     reporter.line(f"warm start {step + 1:>4}/{options.num_steps}  loss {loss:.4f}")
 
-            params = fit_supervised(
+            params = fit_demonstrations(
                 policy, params, demonstrations,
                 num_steps=options.num_steps, batch_size=options.batch_size,
                 micro_batch_size=options.micro_batch_size, learning_rate=options.learning_rate,

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on conversations: batches, learning rate, one step, held-out loss.
+"""Supervised fine-tuning on conversations: batches, one step, held-out loss.
 
-A step is an update of `training.update` with the likelihood as its loss. A conversation is a row
-with a prompt of one token; of the rest, the tokens to learn are those of the response mask. Rows,
-packing and micro-batches are therefore those of the reinforcement learning.
+The policy is a trainee as in reinforcement learning, with the likelihood as its loss. A
+conversation is a row with a prompt of one token; of the rest, the tokens to learn are those of the
+response mask.
 """
 
 from __future__ import annotations
@@ -10,30 +10,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from semrl_jax import data
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.models import Base, Params, Policy, adapted, from_host, replicated
+from semrl_jax.models import Base, Params, Policy, adapted
 from semrl_jax.training import likelihood
-from semrl_jax.training.learner import NonFiniteUpdates
-from semrl_jax.training.optimizer import Optimizer, clipped
+from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
+from semrl_jax.training.policy import PolicyLoss, batch_logprobs
 from semrl_jax.training.rollout_batch import bucket
-from semrl_jax.training.state import TrainState, num_optimizer_updates
-from semrl_jax.training.update import batch_logprobs, update_policy
+from semrl_jax.training.state import POLICY, TrainState
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import RolloutBatch
 
 LIKELIHOOD = Algorithm(likelihood, None)
-# Settings of `learning_rate_at`.
-RATE = ("num_steps", "learning_rate", "schedule", "warmup_fraction", "final_fraction")
 
 
 def batch_order(
@@ -77,44 +72,6 @@ def batch_order(
             batch.append(index)
             num_tokens += lengths[index]
     return [*found, np.array(batch)]
-
-
-def learning_rate_at(
-    count: Any,
-    *,
-    num_steps: int,
-    learning_rate: float,
-    schedule: str,
-    warmup_fraction: float,
-    final_fraction: float,
-) -> Any:
-    """Rate of the update after `count` others.
-
-    Args:
-      count: may be traced.
-      num_steps: of the whole training.
-      learning_rate: the highest one, after a linear rise over `warmup_fraction` of the steps.
-      schedule: what follows: "constant", or "linear" or "cosine" down to `final_fraction` of the
-        rate, which the step after the last would have.
-      warmup_fraction, final_fraction: in [0, 1].
-    """
-    num_warmup = math.ceil(warmup_fraction * num_steps)
-    # (count + 1): the first update already moves.
-    warmed = jnp.minimum((count + 1) / max(num_warmup, 1), 1.0)
-    progress = jnp.clip((count - num_warmup) / max(num_steps - num_warmup, 1), 0.0, 1.0)
-    left = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
-    }[schedule]
-    return learning_rate * warmed * (final_fraction + (1.0 - final_fraction) * left)
-
-
-@functools.cache  # static under jit: equal settings give one program
-def make_optimizer(**settings: Any) -> Optimizer:
-    """`clipped` at the rate of `learning_rate_at`, which gets the settings in `RATE`."""
-    rate = {name: settings.pop(name) for name in RATE}
-    return clipped(functools.partial(learning_rate_at, **rate), **settings)
 
 
 def conversation_batch(conversations: Sequence[data.Conversation], max_tokens: int) -> RolloutBatch:
@@ -167,6 +124,11 @@ class FineTuner:
     peers: Peers
     base: Base | None = None
 
+    @functools.cached_property
+    def trainee(self) -> Trainee:
+        loss = PolicyLoss(self.policy, 1.0, LIKELIHOOD)
+        return Trainee(POLICY, self.optimizer, loss, Frozen(self.base))
+
     def update(
         self, state: TrainState, conversations: Sequence[data.Conversation]
     ) -> tuple[TrainState, dict[str, float]]:
@@ -182,33 +144,14 @@ class FineTuner:
         Raises:
           NonFiniteUpdates: after `max_skipped_updates` non-finite updates in a row.
         """
-        batch = conversation_batch(conversations, self.max_tokens)
+        rows = conversation_batch(conversations, self.max_tokens)
+        batch = MiniBatch(rows, advantages=np.ones(rows.response_mask.shape, np.float32))
         with self.peers.phase("update"):
-            params, opt_state, scalars, _ = update_policy(
-                state.params,
-                state.optimizer,
-                batch,
-                None,
-                None,
-                np.ones(batch.response_mask.shape, np.float32),
-                base=self.base,
-                policy=self.policy,
-                optimizer=self.optimizer,
-                temperature=1.0,
-                plan=self.plan,
-                algorithm=LIKELIHOOD,
+            state, scalars, _ = update_all(
+                (self.trainee,), state, batch, self.plan, self.max_skipped_updates
             )
-            found = {name: float(value) for name, value in scalars.items()}
-        found["sft/loss"] = found.pop("policy/loss")
-        skipped = int(state.skipped_in_row) + 1 if found["policy/update_skipped"] else 0
-        if skipped >= self.max_skipped_updates:
-            raise NonFiniteUpdates(skipped, batch)
-        state = state._replace(
-            params=params,
-            optimizer=opt_state,
-            skipped_in_row=from_host(np.int32(skipped), replicated(self.plan.mesh)),
-        )
-        return state, found
+        scalars["sft/loss"] = scalars.pop(f"{POLICY}/loss")
+        return state, scalars
 
     def loss(
         self,
@@ -239,8 +182,3 @@ class FineTuner:
             total -= float(np.sum(logprobs, dtype=np.float64))
             num_tokens += int(mask.sum())
         return total / num_tokens
-
-
-def learning_rate_of(state: TrainState, **rate: Any) -> float:
-    """The rate of the next update; skipped updates do not count."""
-    return float(learning_rate_at(num_optimizer_updates(state.optimizer), **rate))

@@ -1,11 +1,12 @@
-"""Owns the policy, the reference, the optimiser and the mesh: forward passes and updates."""
+"""Owns the models, their optimisers and the mesh: forward passes and updates."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,16 @@ from semrl_jax.cluster.peers import Peers
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
-from semrl_jax.training.critic import batch_values, update_critic
+from semrl_jax.training.critic import CriticLoss, batch_values
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
+from semrl_jax.training.policy import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
 from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
 from semrl_jax.training.state import (
-    Trained,
+    POLICY,
     TrainState,
     abstract_copied,
     abstract_everywhere,
@@ -41,26 +43,11 @@ from semrl_jax.training.state import (
     everywhere,
     init_state,
     init_trained,
-    learning_rate_at,
-    num_optimizer_updates,
 )
-from semrl_jax.training.update import TokenPass, batch_logprobs, update_policy
+from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import Rollout, RolloutBatch
 
 _low_confidence = jax.jit(low_confidence, static_argnames="fraction")
-
-
-class NonFiniteUpdates(RuntimeError):
-    """Too many updates in a row were not finite.
-
-    Attributes:
-      minibatch: the arrays of the last one.
-      models: "policy", "critic" or both: whose last update it was.
-    """
-
-    def __init__(self, num_updates: int, minibatch: Any, models: Sequence[str] = ("policy",)):
-        super().__init__(f"the loss or gradient of {num_updates} updates in a row was not finite")
-        self.minibatch, self.models = minibatch, tuple(models)
 
 
 class ForwardPasses(NamedTuple):
@@ -105,6 +92,22 @@ class Learner:
     critic: Critic | None = None  # None if the algorithm has none
     lora: models.Lora | None = None  # None: all parameters are trained
     base: models.Base | None = None  # of the adapters, which are then `state.params`
+
+    @functools.cached_property
+    def trainees(self) -> tuple[Trainee, ...]:
+        """The models that an update trains, in this order."""
+        config, plan, critic = self.config, self.plan, self.critic
+        importance = plan.importance if plan.corrects == UPDATE else ()
+        loss = PolicyLoss(self.policy, config.rollout.temperature, self.algorithm, importance)
+        # With adapters, the base is the reference: it is one argument of the program, not two.
+        takes_reference = plan.reference == UPDATE and self.base is None
+        frozen = Frozen(self.base, self.reference if takes_reference else None)
+        policy = Trainee(POLICY, self.optimizer, loss, frozen, plan.warmup_steps)
+        if critic is None:
+            return (policy,)
+        loss, frozen = CriticLoss(critic.model, self.algorithm), Frozen(critic.base)
+        # In one program, which repeats the numbers of earlier versions.
+        return policy, Trainee("critic", critic.optimizer, loss, frozen, in_parts=False)
 
     def sampling_weights(self, state: TrainState) -> tuple[models.Params, ...]:
         """The weights that batches in work are sampled with: of this step, the last, and earlier.
@@ -216,11 +219,9 @@ class Learner:
         passes: ForwardPasses,
         credit: Credit,
     ) -> tuple[TrainState, dict[str, float], Float[np.ndarray, "B T"] | None]:
-        """One optimiser step per mini-batch of prompts; scalars are means over them.
+        """One optimiser step of every trainee per mini-batch of prompts; scalars are means.
 
-        With a critic, it learns the returns from the same mini-batches, and the policy is left
-        unchanged in the first `critic.warmup_steps` steps. The parameters and optimiser states of
-        `state` are donated.
+        The arrays of the trainees in `state` are donated.
 
         Returns:
           The state; the scalars; and the log-probabilities of the tokens before the update, if one
@@ -229,86 +230,39 @@ class Learner:
         Raises:
           NonFiniteUpdates: after `training.max_skipped_updates` non-finite updates in a row.
         """
-        config, training = self.config, self.config.training
-        size = training.prompts_per_minibatch * config.rollout.group_size
+        training = self.config.training
+        size = training.prompts_per_minibatch * self.config.rollout.group_size
         rows_of = row_plan(self.mesh, training)
-        trains_policy = self.plan.trains_policy(int(state.step))
-        policy, critic = Trained(state.params, state.optimizer), state.critic
-        rates = {}
-        if trains_policy:
-            rates["policy/learning_rate"] = _learning_rate(policy, training)
-        if critic is not None:
-            rates["critic/learning_rate"] = _learning_rate(critic, config.critic)
-        skipped = int(state.skipped_in_row)
-        history = []
-        # With adapters, the base is the reference: it is one argument of the program, not two.
-        takes_reference = self.plan.reference == UPDATE and self.base is None
-        reference = self.reference if takes_reference else None
-        importance = self.plan.importance if self.plan.corrects == UPDATE else ()
-        logprobs = None
+        trainees = [each for each in self.trainees if int(state.step) >= each.first_step]
+        rates = {
+            f"{each.name}/learning_rate": each.learning_rate(state.trained(each.name))
+            for each in trainees
+        }
         if credit.response_mask is not None:
             batch = batch._replace(response_mask=np.asarray(credit.response_mask))
-        arrays = (batch, self.plan.given(passes.arrays()), credit.advantages, credit.returns)
+        old_logprobs, ref_logprobs, values, _ = self.plan.given(passes.arrays())
+        learned = credit.advantages, credit.returns
+        whole = MiniBatch(batch, old_logprobs, ref_logprobs, values, *learned)
+        history = []
         for start in range(0, len(batch.token_ids), size):
-            minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], arrays)  # noqa: B023
-            rows, (old_logprobs, ref_logprobs, values, _), advantages, returns = minibatch
-            scalars: dict[str, Array | float] = {}
+            minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], whole)  # noqa: B023
             with self.peers.phase("update"), self.device_lock:
-                if trains_policy:
-                    params, opt_state, found, logprobs = update_policy(
-                        *policy,
-                        rows,
-                        old_logprobs,
-                        ref_logprobs,
-                        advantages,
-                        reference,
-                        self.base,
-                        policy=self.policy,
-                        optimizer=self.optimizer,
-                        temperature=config.rollout.temperature,
-                        plan=rows_of,
-                        algorithm=self.algorithm,
-                        importance=importance,
-                    )
-                    policy = Trained(params, opt_state)
-                    scalars |= found
-                if critic is not None:
-                    critic, found = update_critic(
-                        critic,
-                        rows,
-                        values,
-                        returns,
-                        **self.critic._asdict(),
-                        plan=rows_of,
-                        algorithm=self.algorithm,
-                    )
-                    scalars |= found
-                jax.block_until_ready((policy, critic))
-            history.append({name: float(value) for name, value in scalars.items()})
-            of = [m for m in ("policy", "critic") if history[-1].get(f"{m}/update_skipped")]
-            skipped = skipped + 1 if of else 0
-            if skipped >= training.max_skipped_updates:
-                raise NonFiniteUpdates(skipped, minibatch, of)
+                state, scalars, outputs = update_all(
+                    trainees, state, minibatch, rows_of, training.max_skipped_updates
+                )
+            history.append(scalars)
         means = {name: float(np.mean([h[name] for h in history])) for name in history[0]}
-        return (
-            state._replace(
-                params=policy.params,
-                optimizer=policy.optimizer,
-                critic=critic,
-                skipped_in_row=everywhere(np.int32(skipped), self.mesh),
-            ),
-            means | rates,
-            None if logprobs is None or len(history) > 1 else np.asarray(logprobs),
-        )
+        logprobs = outputs.get(POLICY) if len(history) == 1 else None
+        return state, means | rates, None if logprobs is None else np.asarray(logprobs)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
         shapes = self._trained_shapes(self.policy)
         state = abstract_state(shapes, self.optimizer, self._first_baselines(), self.mesh)
-        if self.critic is not None:
-            own = self._trained_shapes(self.critic.model)
-            critic = abstract_trained(own, self.critic.optimizer, self.mesh)
-            state = state._replace(critic=critic)
+        for trainee in self.trainees[1:]:
+            own = self._trained_shapes(trainee.loss.model)
+            trained = abstract_trained(own, trainee.optimizer, self.mesh)
+            state = state.with_trained(trainee.name, trained)
         weights = abstract_copied(shapes, self._kept_dtype, self.mesh)
         return state._replace(
             algorithm=abstract_everywhere(self.algorithm.first_state(), self.mesh),
@@ -349,14 +303,3 @@ class Learner:
     def _first_baselines(self) -> ShapingState:
         options = self.config.shaping
         return init_shaping_state(options.indicators, guidance=options.guidance)
-
-
-def _learning_rate(trained: Trained, section: ml_collections.ConfigDict) -> float:
-    """Of the next optimiser step of a model; `section` has its settings."""
-    return float(
-        learning_rate_at(
-            num_optimizer_updates(trained.optimizer),
-            learning_rate=section.learning_rate,
-            learning_rate_warmup_steps=section.learning_rate_warmup_steps,
-        )
-    )

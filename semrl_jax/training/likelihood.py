@@ -1,6 +1,6 @@
 """Maximum likelihood as the loss of an update: what supervised fine-tuning minimises.
 
-It has the functions of an algorithm that `training.update` calls, see `algorithms.algorithm`. There
+It has the functions of an algorithm that `training.policy` calls, see `algorithms.algorithm`. There
 are no rewards, so it is not an algorithm that `algorithms.name` can choose.
 
 loss = -(sum over the tokens to learn of log p) / (number of these tokens in the batch)

@@ -1,5 +1,7 @@
 """The optimiser: clipping, a direction by name, weight decay, rate; its copies and its place.
 
+All models that are trained have one of `clipped`, those of a config that of `make_optimizer`.
+
 A direction is a module with these names:
 
 - `Options`: a frozen dataclass that checks itself. Its fields are settings of `config.optimizer`,
@@ -12,6 +14,7 @@ A direction is a module with these names:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from semrl_jax.training.optimizers import adamw
 
 PARTS = ("Options", "direction")
 OWN = ("adam_b1", "adam_b2")  # options in the section of the trained model
+ALWAYS_1 = optax.constant_schedule(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Optimizer:
     Attributes:
       init: state of float32 parameters; see `init_trained`.
       update: changes of float32 parameters.
+      rate: the learning rate of the update after a number of others.
       param_dtype: of the parameters. Unless it is float32, the state holds float32 masters, from
         which the parameters are rounded after each step.
       is_offloaded: whether the arrays of the state are in the memory of the host between steps.
@@ -66,6 +71,7 @@ class Optimizer:
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Params, Any]]
+    rate: optax.Schedule = ALWAYS_1
     param_dtype: str = "float32"
     is_offloaded: bool = False
 
@@ -121,7 +127,70 @@ def clipped(
             optax.scale_by_learning_rate(rate),
         ),
     )
-    return Optimizer(transformation.init, transformation.update, param_dtype, is_offloaded)
+    return Optimizer(transformation.init, transformation.update, rate, param_dtype, is_offloaded)
+
+
+def schedule(
+    kind: str, *, learning_rate: float, warmup_steps: int, num_steps: int, final_fraction: float
+) -> optax.Schedule:
+    """The learning rate of the update after a number of others.
+
+    Args:
+      kind: what follows the rise: "constant", or "linear" or "cosine" down to `final_fraction` of
+        the rate, which the update after the last would have.
+      learning_rate: the highest one, after a linear rise over `warmup_steps` updates.
+      num_steps: of the whole training; not read for "constant".
+      final_fraction: in [0, 1].
+    """
+    after = {  # of the share of the steps after the rise
+        "constant": optax.constant_schedule(1.0),
+        "linear": optax.linear_schedule(1.0, final_fraction, 1),
+        "cosine": optax.cosine_decay_schedule(1.0, 1, alpha=final_fraction),
+    }[kind]
+    left = max(num_steps - warmup_steps, 1)
+
+    def rate(count: Any) -> Any:
+        # (count + 1): the first update already moves. A product: optax.linear_schedule subtracts
+        # from the highest rate, whose rounding is large beside the first rates.
+        risen = jnp.minimum((count + 1) / max(warmup_steps, 1), 1.0)
+        return learning_rate * risen * after(jnp.clip((count - warmup_steps) / left, 0.0, 1.0))
+
+    return rate
+
+
+@functools.cache  # static under jit: equal settings give one program
+def make_optimizer(
+    *,
+    learning_rate: float,
+    learning_rate_warmup_steps: int,
+    kind: str = "constant",
+    num_steps: int = 0,
+    final_fraction: float = 0.0,
+    **settings: Any,
+) -> Optimizer:
+    """`clipped` with its settings, at the rate of `schedule` with the others."""
+    rate = schedule(
+        kind,
+        learning_rate=learning_rate,
+        warmup_steps=learning_rate_warmup_steps,
+        num_steps=num_steps,
+        final_fraction=final_fraction,
+    )
+    return clipped(rate, **settings)
+
+
+def num_optimizer_updates(optimizer_state: Any) -> int:
+    """Updates made so far; those skipped as non-finite are none."""
+    (count,) = (
+        node.count
+        for node in jax.tree.leaves(optimizer_state, is_leaf=_is_schedule)
+        if _is_schedule(node)
+    )
+    return int(count)
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def load_direction(config: ml_collections.ConfigDict, name: str) -> Direction:
@@ -185,7 +254,7 @@ def _paths(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
 def _check(field: str, direction: Direction) -> None:
     """Traces one step as the update does it."""
     params = {"kernel": jax.ShapeDtypeStruct((2, 256, 128), jnp.float32)}
-    optimizer = clipped(lambda _: 1.0, weight_decay=0.0, max_grad_norm=1.0, direction=direction)
+    optimizer = clipped(ALWAYS_1, weight_decay=0.0, max_grad_norm=1.0, direction=direction)
     state = jax.eval_shape(optimizer.init, params)
     found = jax.eval_shape(optimizer.step, params, state, params)
     before, after = (

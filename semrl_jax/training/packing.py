@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,14 @@ def take_values(
 ) -> Shaped[Array, "*shape"]:
     """Values at an index into all of them, as `Layout.slots` and `Layout.tokens` are; 0 at -1."""
     return jnp.where(index >= 0, values.reshape(-1)[index], 0)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def to_batch(
+    values: Float[Array, "M R U"], index: Int[np.ndarray | Array, "B T"], *, sharding: NamedSharding
+) -> Float[Array, "B T"]:
+    """Values of slots at `Layout.slots`."""
+    return jax.lax.with_sharding_constraint(take_values(values, index), sharding)
 
 
 def lay_out(batch: RolloutBatch, plan: RowPlan, attention_columns: float = 0.0) -> Layout:

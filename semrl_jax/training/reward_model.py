@@ -24,8 +24,7 @@ from semrl_jax.settings.rewards import (
     split_functions,
 )
 from semrl_jax.training.critic import row_values
-from semrl_jax.training.packing import RowPlan, lay_out, row_plan
-from semrl_jax.training.update import to_batch
+from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
 from semrl_jax.types import RolloutBatch
 
 

@@ -1,4 +1,4 @@
-"""The train state: plain nested dicts of arrays with stable names, and the optimiser."""
+"""The train state: plain nested dicts of arrays with stable names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from semrl_jax.algorithms.credit import Memory
 from semrl_jax.models import Params, from_host, parameter_shardings, replicated
 from semrl_jax.shaping import ShapingState
 from semrl_jax.training.offload import on_host
-from semrl_jax.training.optimizer import Optimizer, clipped, rounded
+from semrl_jax.training.optimizer import Optimizer, rounded
+
+POLICY = "policy"  # name of the first trainee
 
 
 class DataPosition(NamedTuple):
@@ -71,6 +73,14 @@ class TrainState(NamedTuple):
         """What `assign_credit` keeps from step to step."""
         return Memory(self.shaping, self.algorithm)
 
+    def trained(self, name: str) -> Trained:
+        """The arrays of a `Trainee`. Those of the policy have two fields, as in old checkpoints."""
+        return Trained(self.params, self.optimizer) if name == POLICY else getattr(self, name)
+
+    def with_trained(self, name: str, trained: Trained) -> TrainState:
+        """The state with other arrays of a trainee."""
+        return self._replace(**(trained._asdict() if name == POLICY else {name: trained}))
+
     def after(
         self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
     ) -> TrainState:
@@ -81,40 +91,6 @@ class TrainState(NamedTuple):
             step=self.step + 1,
             earlier=earlier,
         )
-
-
-def learning_rate_at(count: Any, *, learning_rate: float, learning_rate_warmup_steps: int) -> Any:
-    """Rate of the update after `count` others: constant after a linear warm-up."""
-    # (count + 1): the first update already moves.
-    warmed = (count + 1) / max(learning_rate_warmup_steps, 1)
-    return learning_rate * jnp.minimum(warmed, 1.0)
-
-
-def num_optimizer_updates(optimizer_state: Any) -> int:
-    """Updates made so far; those skipped as non-finite are none."""
-    (count,) = (
-        node.count
-        for node in jax.tree.leaves(optimizer_state, is_leaf=_is_schedule)
-        if _is_schedule(node)
-    )
-    return int(count)
-
-
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
-
-
-@functools.cache  # static under jit: equal settings give one program
-def make_optimizer(
-    *, learning_rate: float, learning_rate_warmup_steps: int, **settings: Any
-) -> Optimizer:
-    """`clipped` with its settings, at the rate of `learning_rate_at`."""
-    rate = functools.partial(
-        learning_rate_at,
-        learning_rate=learning_rate,
-        learning_rate_warmup_steps=learning_rate_warmup_steps,
-    )
-    return clipped(rate, **settings)
 
 
 def init_state(

@@ -13,7 +13,7 @@ def main() -> int:
     from launch import cli, train
     from semrl_jax.training import learner
 
-    update, calls = learner.update_policy, itertools.count(1)
+    update, calls = learner.update_all, itertools.count(1)
 
     def hanging(*args, **kwargs):
         if next(calls) == 2:
@@ -21,7 +21,7 @@ def main() -> int:
             time.sleep(3600)
         return update(*args, **kwargs)
 
-    learner.update_policy = hanging
+    learner.update_all = hanging
     return cli.run(train.main, train.__doc__)
 
 

@@ -18,7 +18,7 @@ import time
 RUNS, SAMPLING = "semrl_jax.runs", "semrl_jax.sampling"
 # Where the function is looked up when it is called: "module:name" or "module:Class.name".
 PHASES = {
-    "warm_start": f"{RUNS}.starting_model:fit_supervised",
+    "warm_start": f"{RUNS}.starting_model:fit_demonstrations",
     "warm_start_saved": f"{RUNS}.starting_model:save_directory",
     "resume": f"{RUNS}.checkpoints:Checkpoints.restore",
     "cut_log": f"{RUNS}.records:MetricWriter.__init__",

@@ -26,10 +26,11 @@ from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.shaping import ShapingState, compute_signal, init_shaping_state
 from semrl_jax.training.packing import row_plan
 from semrl_jax.training.plan import PassPlan, credit_rules
+from semrl_jax.training.policy import batch_logprobs
 from semrl_jax.training.rollout_batch import credited_tokens, pad_batch
-from semrl_jax.training.update import batch_logprobs, update_policy
 from semrl_jax.types import Rollout, RolloutBatch
 from tests.parity.models import EOS, PAD
+from tests.training.updates import update_policy
 
 Tensors = dict[str, np.ndarray]
 

@@ -20,8 +20,8 @@ from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.learner import ForwardPasses, Learner
 from semrl_jax.training.plan import PassPlan
+from semrl_jax.training.policy import TokenPass
 from semrl_jax.training.state import init_state
-from semrl_jax.training.update import TokenPass
 from tests.parity import reference, system
 from tests.parity.models import EOS, disturbed, random_model
 

@@ -30,13 +30,12 @@ from semrl_jax.runs.checkpoint_files import (
 )
 from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.optimizer import Optimizer
+from semrl_jax.training.optimizer import Optimizer, make_optimizer
 from semrl_jax.training.state import (
     DataPosition,
     everywhere,
     init_state,
     init_trained,
-    make_optimizer,
 )
 from tests.cases import slow_after
 from tests.training.recorded import record

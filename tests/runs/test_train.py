@@ -389,7 +389,10 @@ def test_a_run_that_only_makes_nonfinite_updates_stops_with_its_batch(
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 1 and rows[0]["policy/update_skipped"] == 1
     saved = np.load(tmp_path / "run" / "nonfinite_batch.npz")
-    assert any(np.isinf(saved[name]).any() for name in saved)
+    assert [name for name in saved if np.isinf(saved[name]).any()] == ["advantages"]
+    num_responses = 4 * config.rollout.group_size
+    assert len(saved["token_ids"]) == len(saved["response_mask"]) == num_responses
+    assert "returns" not in saved  # nothing learns them
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from configs.default import get_config
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
+from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.shaping import init_shaping_state
 from semrl_jax.training.fine_tuning import (
     FineTuner,
     batch_order,
     conversation_batch,
-    learning_rate_at,
-    make_optimizer,
 )
-from semrl_jax.training.learner import NonFiniteUpdates
-from semrl_jax.training.optimizer import Optimizer
+from semrl_jax.training.optimizer import Optimizer, make_optimizer, schedule
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.state import init_state
+from semrl_jax.training.trainee import NonFiniteUpdates
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}a:{% endif %}"
@@ -220,24 +220,33 @@ def test_a_number_of_steps_replaces_epochs():
 
 
 def test_the_rate_rises_and_falls():
-    options = {"num_steps": 10, "learning_rate": 2.0, "warmup_fraction": 0.2}
+    options = {"num_steps": 10, "learning_rate": 2.0}
     rates = {
-        schedule: [
-            float(learning_rate_at(i, schedule=schedule, final_fraction=0.5, **options))
+        kind: [
+            float(schedule(kind, final_fraction=0.5, warmup_steps=2, **options)(i))
             for i in (0, 1, 2, 6, 10)
         ]
-        for schedule in ("constant", "linear", "cosine")
+        for kind in ("constant", "linear", "cosine")
     }
     np.testing.assert_allclose(rates["constant"], [1.0, 2.0, 2.0, 2.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose(rates["linear"], [1.0, 2.0, 2.0, 1.5, 1.0], rtol=1e-6)
     np.testing.assert_allclose(rates["cosine"], [1.0, 2.0, 2.0, 1.5, 1.0], rtol=1e-6)
-    assert learning_rate_at(0, schedule="linear", final_fraction=0.0, **options | {
-        "warmup_fraction": 0.0}) == 2.0  # fmt: skip
+    assert schedule("linear", final_fraction=0.0, warmup_steps=0, **options)(0) == 2.0
+
+
+def test_the_optimizer_of_a_config_has_its_schedule():
+    config = get_config()
+    config.sft.update(
+        {"learning_rate": 2.0, "schedule": "linear", "warmup_fraction": 0.11, "final_fraction": 0.1}
+    )
+    rate = optimizer_of(config, "sft", 10).rate
+    # The rise takes ceil(1.1) steps.
+    np.testing.assert_allclose([rate(i) for i in (0, 1, 2, 6, 10)], [1, 2, 2, 1.1, 0.2], rtol=1e-6)
 
 
 def test_the_optimizer_is_adamw_at_that_rate():
     options = {
-        "num_steps": 4, "learning_rate": 0.1, "schedule": "linear", "warmup_fraction": 0.0,
+        "num_steps": 4, "learning_rate": 0.1, "kind": "linear", "learning_rate_warmup_steps": 0,
         "final_fraction": 0.0, "adam_b1": 0.9, "adam_b2": 0.9, "weight_decay": 0.5,
         "max_grad_norm": 1.0,
     }  # fmt: skip

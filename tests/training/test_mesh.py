@@ -1,7 +1,7 @@
 """Three steps of training on every mesh against one device, and what the compiled passes hold.
 
 A step is what the loop does with a recorded batch: `batch_logprobs` of the policy, with states and
-entropies, and of a fixed reference, then `update_policy`.
+entropies, and of a fixed reference, then an update of the policy.
 """
 
 import functools
@@ -17,16 +17,13 @@ from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.planning import hlo
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training.optimizer import make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
-from semrl_jax.training.state import abstract_state, init_state, make_optimizer
-from semrl_jax.training.update import (
-    SlotValues,
-    batch_logprobs,
-    row_logprobs,
-    update_policy,
-    update_rows,
-)
+from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
+from semrl_jax.training.state import abstract_state, init_state
+from semrl_jax.training.trainee import update_rows
 from tests.training.test_packing import batch_of
+from tests.training.updates import update_policy
 
 VOCAB, WIDTH, LAYERS = 56, 32, 2
 OPTIMIZER = make_optimizer(
@@ -236,18 +233,19 @@ def compiled(case, program):
     plan, batch = plan_of(case), recorded()[0]
     layout = lay_out(batch, plan)
     state = abstract_state(case.policy().shapes(), OPTIMIZER, init_shaping_state(), plan.mesh)
-    settings = {"policy": case.policy(), "temperature": TEMPERATURE}
     rows, num_micro = plan.put(layout.rows), np.int32(layout.num_micro)
     if program == "row_logprobs":
+        settings = {"policy": case.policy(), "temperature": TEMPERATURE}
         settings |= {"with_states": True, "with_entropies": True}
         return row_logprobs.lower(state.params, rows, num_micro, **settings).compile()
     values = plan.put(
         SlotValues(*[np.asarray(take_values(batch.rollout_logprobs, layout.tokens()))] * 5)
     )
-    settings |= {"optimizer": OPTIMIZER, "algorithm": ALGORITHM}
+    loss = PolicyLoss(case.policy(), TEMPERATURE, ALGORITHM)
     return update_rows.lower(
-        state.params, state.optimizer, rows, values, num_micro, **settings
-    ).compile()
+        state.params, state.optimizer, (rows, values), num_micro, loss=loss, optimizer=OPTIMIZER,
+        prefix="policy",
+    ).compile()  # fmt: skip
 
 
 def moved(case, program):

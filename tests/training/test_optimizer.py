@@ -15,20 +15,19 @@ from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.errors import UserError
 from semrl_jax.runs.config import validate
-from semrl_jax.training.critic import update_critic
 from semrl_jax.training.offload import KIND, check_offload
-from semrl_jax.training.optimizer import WithMasters, load_direction
-from semrl_jax.training.optimizers import adafactor
-from semrl_jax.training.packing import RowPlan
-from semrl_jax.training.state import (
-    abstract_trained,
-    init_trained,
+from semrl_jax.training.optimizer import (
+    WithMasters,
+    load_direction,
     make_optimizer,
     num_optimizer_updates,
 )
-from semrl_jax.training.update import update_policy
+from semrl_jax.training.optimizers import adafactor
+from semrl_jax.training.packing import RowPlan
+from semrl_jax.training.state import abstract_trained, init_trained
 from tests.training.test_critic import check_layout
 from tests.training.test_mesh import PLANS, TEMPERATURE, Case, recorded
+from tests.training.updates import update_critic, update_policy
 
 RATE = {"learning_rate": 1e-2, "learning_rate_warmup_steps": 2}
 REST = {"weight_decay": 0.1, "max_grad_norm": 1.0}

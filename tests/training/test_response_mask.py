@@ -13,8 +13,8 @@ from semrl_jax.analysis import runs
 from semrl_jax.metrics import MetricKey
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.runs import train
+from semrl_jax.training.policy import TokenPass, batch_logprobs
 from semrl_jax.training.probes.tokens import token_indicators
-from semrl_jax.training.update import TokenPass, batch_logprobs
 from tests.cases import slow_after
 from tests.fixtures import read_rows
 from tests.oracles import algorithms as oracle

@@ -15,25 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semrl_jax import models
+from semrl_jax import models, programs
 from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import experts
 from semrl_jax.models.attention import BRANCHES
-from semrl_jax.training import update as update_module
-from semrl_jax.training.optimizer import Optimizer
+from semrl_jax.training.micro_batches import split_rows
+from semrl_jax.training.optimizer import Optimizer, make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values
-from semrl_jax.training.state import make_optimizer
-from semrl_jax.training.update import (
-    SlotValues,
-    batch_logprobs,
-    row_logprobs,
-    split_rows,
-    update_policy,
-    update_rows,
-)
+from semrl_jax.training.policy import PolicyLoss, SlotValues, batch_logprobs, row_logprobs
+from semrl_jax.training.trainee import update_rows
 from tests.cases import slow_after
 from tests.training.test_packing import batch_of, mesh_of
+from tests.training.updates import update_policy
 
 OPTIMIZER = make_optimizer(
     learning_rate=1e-2, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.99,
@@ -429,9 +423,9 @@ def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
         )  # fmt: skip
         return jax.device_get((results, passed))
 
-    monkeypatch.setattr(update_module, "num_side_by_side", lambda mesh: 1)
+    monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 1)
     alone = found()
-    monkeypatch.setattr(update_module, "num_side_by_side", lambda mesh: 2)
+    monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 2)
     first, second = found(), found()
     # Sums in another order: a few float32 roundings of values up to 3.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-6), alone, first)
@@ -441,15 +435,24 @@ def test_programs_side_by_side_change_nothing_but_rounding(name, monkeypatch):
 def test_a_large_model_and_a_single_micro_batch_have_one_program(monkeypatch):
     params = {"kernel": np.zeros(2**16, np.float32)}  # 256 KiB
     layout = lay_out(make_batch(), plan := plan_of(PLANS["one row"]))
-    monkeypatch.setattr(update_module, "num_side_by_side", lambda mesh: 4)
-    assert [part.first for part in update_module._parts(params, layout, plan)] == [0, 1, 2, 3]
-    monkeypatch.setattr(update_module, "MAX_PART_BYTES", 3 * 2**18)
-    assert [part.stride for part in update_module._parts(params, layout, plan)] == [3, 3, 3]
-    monkeypatch.setattr(update_module, "MAX_PART_BYTES", 2 * 2**18 - 1)
-    assert update_module._parts(params, layout, plan) == [None]
-    monkeypatch.setattr(update_module, "MAX_PART_BYTES", 2**28)
+    monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 4)
+    assert [part.first for part in programs.parts_of(layout.num_micro, params, plan.mesh)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    monkeypatch.setattr(programs, "MAX_PART_BYTES", 3 * 2**18)
+    assert [part.stride for part in programs.parts_of(layout.num_micro, params, plan.mesh)] == [
+        3,
+        3,
+        3,
+    ]
+    monkeypatch.setattr(programs, "MAX_PART_BYTES", 2 * 2**18 - 1)
+    assert programs.parts_of(layout.num_micro, params, plan.mesh) == [None]
+    monkeypatch.setattr(programs, "MAX_PART_BYTES", 2**28)
     whole = lay_out(make_batch(), plan_of(PLANS["all rows at once"]))
-    assert update_module._parts(params, whole, plan) == [None]
+    assert programs.parts_of(whole.num_micro, params, plan.mesh) == [None]
 
 
 def test_a_nonfinite_update_is_skipped():
@@ -578,8 +581,9 @@ def compiled_update(policy, optimizer=OPTIMIZER, num_shards=1, response_tokens=1
     params = policy.shapes()
     opt_state = jax.eval_shape(optimizer.init, params)
     compiled = update_rows.lower(
-        params, opt_state, *plan.put((layout.rows, values)), np.int32(layout.num_micro),
-        policy=policy, optimizer=optimizer, temperature=1.0, algorithm=Algorithm(grpo, OPTIONS),
+        params, opt_state, plan.put((layout.rows, values)), np.int32(layout.num_micro),
+        loss=PolicyLoss(policy, 1.0, Algorithm(grpo, OPTIONS)), optimizer=optimizer,
+        prefix="policy",
     ).compile()  # fmt: skip
     donated = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, opt_state)))
     return compiled.memory_analysis(), donated

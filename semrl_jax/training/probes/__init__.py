@@ -24,7 +24,7 @@ from semrl_jax.modules import load_module, running
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.training.plan import NOTHING, PassNeeds, PassPlan
-from semrl_jax.training.update import TokenPass
+from semrl_jax.training.policy import TokenPass
 from semrl_jax.types import RolloutBatch
 
 FIELD = "metrics.probes"

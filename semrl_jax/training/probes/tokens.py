@@ -11,8 +11,8 @@ from jaxtyping import Bool
 from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.training.plan import PassNeeds
+from semrl_jax.training.policy import TokenPass
 from semrl_jax.training.probes import Probe, Seen, Tools
-from semrl_jax.training.update import TokenPass
 
 
 def probe(tools: Tools) -> Probe | None:

@@ -20,7 +20,8 @@ from semrl_jax import models
 from semrl_jax.runs.checkpoint_files import FORMAT_VERSION
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
-from semrl_jax.training.state import DataPosition, TrainState, init_state, make_optimizer
+from semrl_jax.training.optimizer import make_optimizer
+from semrl_jax.training.state import DataPosition, TrainState, init_state
 
 HERE = pathlib.Path(__file__).parent
 STEP = 3

@@ -1,0 +1,229 @@
+"""The policy: log-probabilities of a batch, and the loss of its update; both in micro-batches.
+
+`batch_logprobs` and `PolicyLoss` take and return values of response tokens as [B, T] on the
+devices; the layout of `packing.py` puts them into rows. `row_logprobs` and `trainee.update_rows`
+are the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from semrl_jax.algorithms import importance_weights
+from semrl_jax.algorithms.algorithm import Algorithm
+from semrl_jax.models import Params, Policy, ValueModel, adapted, replicated
+from semrl_jax.models.hosts import own_rows
+from semrl_jax.programs import Part, compiled_once, parts_of, side_by_side, total
+from semrl_jax.training.micro_batches import over_micro_batches
+from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values, to_batch
+from semrl_jax.training.trainee import Frozen, Inputs, MiniBatch
+from semrl_jax.types import RolloutBatch
+
+Options = tuple[tuple[str, Any], ...]  # static arguments of a program
+
+
+class TokenPass(NamedTuple):
+    """What a forward pass computes of B responses; 0 at padding.
+
+    Attributes:
+      logprobs: of each token, float32 nats, on every device of the mesh.
+      entropies: of the distribution each token was drawn from, float32 nats, on every device; None
+        unless asked for.
+      states: [T, D] of responses, without padding, in the compute dtype, in NumPy, by their index:
+        of those that lie in a data shard of this process; None unless asked for.
+    """
+
+    logprobs: Float[Array, "B T"]
+    entropies: Float[Array, "B T"] | None
+    states: Mapping[int, Float[np.ndarray, "_ D"]] | None
+
+
+class RowPass(NamedTuple):
+    """The values of `TokenPass` in rows; finite but without meaning in slots without a token.
+
+    M micro-batches, R rows per micro-batch, U slots per row.
+    """
+
+    logprobs: Float[Array, "M R U"]
+    entropies: Float[Array, "M R U"] | None
+    states: Float[Array, "M R U D"] | None
+
+
+class SlotValues(NamedTuple):
+    """Inputs of the loss other than the policy's own values; float32, weight 0 without a token.
+
+    Log-probabilities are None if the algorithm does not need them or the update computes them;
+    those of the engine also without a correction in the update.
+    """
+
+    old_logprobs: Float[Array, "M R U"] | None
+    ref_logprobs: Float[Array, "M R U"] | None
+    rollout_logprobs: Float[Array, "M R U"] | None
+    advantages: Float[Array, "M R U"]
+    weights: Float[Array, "M R U"]
+
+
+def batch_logprobs(
+    params: Params,
+    batch: RolloutBatch,
+    *,
+    policy: Policy,
+    temperature: float,
+    plan: RowPlan,
+    with_states: bool = False,
+    with_entropies: bool = False,
+) -> TokenPass:
+    """Log-probabilities of all responses under `params`, and whatever else is asked for.
+
+    Args:
+      params: of `policy`, on the mesh of the plan.
+      batch: NumPy arrays.
+    """
+    layout = lay_out(batch, plan, policy.attention_columns)
+    program = functools.partial(
+        row_logprobs,
+        policy=policy,
+        temperature=temperature,
+        with_states=with_states,
+        with_entropies=with_entropies,
+    )
+    inputs = params, plan.put(layout.rows), np.int32(layout.num_micro)
+    parts = parts_of(layout.num_micro, params, plan.mesh)
+    found = total(side_by_side(program, [(*inputs, part) for part in parts]))
+    in_batch = functools.partial(to_batch, index=layout.slots, sharding=replicated(plan.mesh))
+    return TokenPass(
+        in_batch(found.logprobs),
+        in_batch(found.entropies) if with_entropies else None,
+        layout.responses(own_rows(found.states, plan.mesh)) if with_states else None,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("algorithm", "sharding"))
+def to_slots(
+    arrays: tuple[Float[Array | np.ndarray, "B T"] | None, ...],
+    mask: Bool[Array | np.ndarray, "B T"],
+    index: Int[Array, "M R U"],
+    *,
+    algorithm: Algorithm,
+    sharding: NamedSharding,
+) -> tuple[Float[Array, "M R U"] | None, ...]:
+    """The arrays at `Layout.tokens`, and the token weights of the mini-batch after them."""
+    arrays = (*arrays, algorithm.token_weights(mask))
+    slots = jax.tree.map(lambda values: take_values(values, index), arrays)
+    return jax.lax.with_sharding_constraint(slots, sharding)
+
+
+def response_states(
+    params: Params, rows: TokenRows, model: Policy | ValueModel
+) -> Float[Array, "R U D"]:
+    """Final states in the compute dtype of one micro-batch: those that produced its responses."""
+    states = model.final_states(params, rows.token_ids, rows.positions, rows.segment_ids)
+    return model.states_at(states, rows.sources)
+
+
+@compiled_once
+@functools.partial(
+    jax.jit, static_argnames=("policy", "temperature", "with_states", "with_entropies")
+)
+def row_logprobs(
+    params: Params,
+    rows: TokenRows,
+    num_micro: Int[np.ndarray | Array, ""],
+    part: Part | None = None,
+    *,
+    policy: Policy,
+    temperature: float,
+    with_states: bool = False,
+    with_entropies: bool = False,
+) -> RowPass:
+    """`batch_logprobs` of a part of the first `num_micro` micro-batches; 0 in the others."""
+
+    def of_micro_batch(micro: TokenRows) -> RowPass:
+        states = response_states(params, micro, policy)
+        logprobs, entropies = policy.token_logprobs(
+            params, states, micro.response_ids, temperature=temperature
+        )
+        return RowPass(
+            logprobs, entropies if with_entropies else None, states if with_states else None
+        )
+
+    return over_micro_batches(of_micro_batch, rows, num_micro, part)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of an algorithm; see `trainee.Loss`. It returns log-probabilities before the step.
+
+    Log-probabilities that the algorithm needs and the mini-batch lacks are those of the update's
+    own forward pass. The old ones are the same in the first optimiser step on a batch, which saves
+    a pass.
+
+    Attributes:
+      model: the policy.
+      importance: options of `importance_weights`, of a level by token, to multiply the advantages
+        by these weights here, from this step's own forward pass. Empty: they are what they are.
+    """
+
+    model: Policy
+    temperature: float
+    algorithm: Algorithm
+    importance: Options = ()
+
+    def inputs(self, batch: MiniBatch, plan: RowPlan) -> Inputs:
+        rows = batch.rows
+        layout = lay_out(rows, plan, self.model.attention_columns)
+        values = SlotValues(
+            *to_slots(
+                (
+                    batch.old_logprobs,
+                    batch.ref_logprobs,
+                    rows.rollout_logprobs if self.importance else None,
+                    batch.advantages,
+                ),
+                rows.response_mask,
+                plan.put(layout.tokens()),
+                algorithm=self.algorithm,
+                sharding=plan.sharding,
+            )
+        )
+        arrays = plan.put(layout.rows), values
+        return Inputs(arrays, layout.num_micro, layout.scalars(), layout.slots)
+
+    def __call__(
+        self, params: Params, frozen: Frozen, micro: tuple[TokenRows, SlotValues]
+    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, "R U"]]]:
+        needs, (rows, values) = self.algorithm.needs, micro
+        logprobs, entropy = self._tokens(adapted(params, frozen.base), rows)
+        before = jax.lax.stop_gradient(logprobs)
+        if needs.old_logprobs and values.old_logprobs is None:
+            values = values._replace(old_logprobs=before)
+        if needs.reference and values.ref_logprobs is None:
+            reference = frozen.reference if frozen.base is None else frozen.base.params
+            values = values._replace(ref_logprobs=self._tokens(reference, rows)[0])
+        given = values._asdict()
+        rollout_logprobs = given.pop("rollout_logprobs")
+        if self.importance:  # advantages are 0 without a token, whatever the weight is there
+            everywhere = jnp.ones(before.shape, bool)
+            weights, _ = importance_weights(
+                before, rollout_logprobs, everywhere, **dict(self.importance)
+            )
+            given["advantages"] *= weights
+        ids = {"sequence_ids": rows.sequence_ids} if needs.sequence_ids else {}
+        loss, scalars = self.algorithm.loss(logprobs, entropy, **given, **ids)
+        return loss, (scalars, before)
+
+    def _tokens(self, params, rows):
+        """Log-probabilities and entropies of the responses of a micro-batch."""
+        states = response_states(params, rows, self.model)
+        return self.model.token_logprobs(
+            params, states, rows.response_ids, temperature=self.temperature
+        )
