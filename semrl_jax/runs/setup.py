@@ -55,7 +55,9 @@ from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.opening import check_memory, open_source
 from semrl_jax.sampling.prompt_sources import check_files, check_prompts, training_prompts
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
+from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Source
+from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rewards import reward_functions, split_functions
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
@@ -333,21 +335,10 @@ def open_run(
             lora=lora,
             base=base,
         )
+        sync = WeightSync(config, policy.config, client, peers, stop, reporter)
+        sampler = Sampler(config, tokenizer, inputs.end_token_ids, sync, verifier, sampling)
         source, sampler = stack.enter_context(
-            open_source(
-                config,
-                architecture=policy.config,
-                tokenizer=tokenizer,
-                end_token_ids=inputs.end_token_ids,
-                prompts=inputs.prompts,
-                client=client,
-                verifier=verifier,
-                measurer=measurer,
-                peers=peers,
-                sampling=sampling,
-                stop=stop,
-                reporter=reporter,
-            )
+            open_source(config, sampler, inputs.prompts, measurer)
         )
         run = Run(
             config=config,

@@ -1,1 +1,1 @@
-"""Responses for a trainer: prompts, replicas, verdicts and metrics behind one object."""
+"""Responses for a trainer: prompts, replicas, verdicts and metrics behind one source."""

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from semrl_jax import models
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import is_agreed, run_phase
+from semrl_jax.data.prompts import Position
 from semrl_jax.errors import Preempted
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.sampling.source import Batches, Position, Sample
+from semrl_jax.sampling.source import Batches, Sample
 from semrl_jax.sampling.weights import Weights
 from semrl_jax.types import SampleRequest
 
@@ -148,7 +149,7 @@ class Ahead:
     def sample(
         self, requests: Sequence[SampleRequest], references: Mapping[int, str], **options: Any
     ) -> Scored:
-        """As `Sampler.sample`, with the newest weights, once nothing else is being sampled."""
+        """Calls `Sampler.sample` with the newest weights, once nothing else is being sampled."""
         self._await(list(self._begun.values()), options.get("clock"))
         began = time.monotonic()
         if self.sampler.weights is None:

@@ -17,12 +17,13 @@ from jaxtyping import Shaped
 from semrl_jax import data
 from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import run_phase
+from semrl_jax.data.prompts import Position
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.exchange import of_all, own_requests
 from semrl_jax.sampling.requests import Draw, counter, stream_seed, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
-from semrl_jax.sampling.source import Position, Sample
+from semrl_jax.sampling.source import Sample
 from semrl_jax.settings.rollout import num_parts, part_tokens
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan
 

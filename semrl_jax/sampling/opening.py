@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.cluster.peers import Peers, Processes
-from semrl_jax.cluster.preemption import StopElsewhere, StopRequest
-from semrl_jax.console import Reporter
+from semrl_jax.cluster.peers import Processes
 from semrl_jax.errors import UserError
-from semrl_jax.rewards import VerifierPool
-from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.sampling.ahead import Ahead
 from semrl_jax.sampling.counters import Events, ReplicaFigures
-from semrl_jax.sampling.episodes import Episodes, SingleTurn
+from semrl_jax.sampling.episodes import Episodes
 from semrl_jax.sampling.in_parts import InParts
 from semrl_jax.sampling.rewards import unshuffled_rewards
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.selecting import Selecting
 from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source
-from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rollout import num_parts, weight_dtype
 
 TOKEN_BYTES = 12  # an id and two log-probabilities
@@ -36,37 +31,20 @@ TOKEN_BYTES = 12  # an id and two log-probabilities
 @contextlib.contextmanager
 def open_source(
     config: ml_collections.ConfigDict,
-    *,
-    architecture: models.DecoderConfig,
-    tokenizer: Any,
-    end_token_ids: tuple[int, ...],
+    sampler: Sampler,
     prompts: data.PromptDataset,
-    client: RolloutClient | None,
-    verifier: VerifierPool,
     measurer: Measurer | None,
-    peers: Peers,
-    sampling: tuple[int, ...],
-    stop: StopRequest,
-    reporter: Reporter,
-    episodes: Episodes = SingleTurn(),  # noqa: B008 - has no state
 ) -> Iterator[tuple[Source, Sampler | Ahead]]:
     """The source of a run, and what evaluations sample with; all processes call it together.
 
     Args:
-      client: None if this process does not sample.
       measurer: None: no hidden states are measured while responses arrive.
-      sampling: the processes that sample.
-      episodes: how one response comes about.
 
     Raises:
-      UserError: if this source cannot play such episodes.
+      UserError: if the source cannot play the sampler's episodes.
     """
-    lag, parts = config.rollout.max_staleness, num_parts(config.rollout)
-    check_episodes(config, episodes)
-
-    def sampler_on(peers: Processes, stop: StopRequest | StopElsewhere) -> Sampler:
-        sync = WeightSync(config, architecture, client, peers, stop, reporter)
-        return Sampler(config, tokenizer, end_token_ids, sync, verifier, sampling, episodes)
+    check_episodes(config, sampler.episodes)
+    sync, lag, parts = sampler.sync, config.rollout.max_staleness, num_parts(config.rollout)
 
     def batches_of(sampler: Sampler) -> Batches:
         of = config, prompts, sampler, measurer
@@ -78,15 +56,17 @@ def open_source(
         return Rounds(*of)
 
     def events_on(peers: Processes) -> Events:
-        return Events(client, verifier, peers, bool(config.rollout.groups_per_call))
+        may_take_over = bool(config.rollout.groups_per_call)
+        return Events(sync.client, sampler.verifier, peers, may_take_over)
 
-    sampler, figures = sampler_on(peers, stop), ReplicaFigures(client, peers, sampling)
+    figures = ReplicaFigures(sync.client, sync.peers, sampler.sampling)
     if not lag:
-        source = Now(sampler, batches_of(sampler))
-        yield Counted(source, (events_on(peers), figures)), sampler
+        now = Now(sampler, batches_of(sampler))
+        yield Counted(now, (events_on(sync.peers), figures)), sampler
         return
-    channel = peers.channel("sampling")
-    beside = sampler_on(channel, stop.elsewhere())
+    channel = sync.peers.channel("sampling")
+    sync_beside = dataclasses.replace(sync, peers=channel, stop=sync.stop.elsewhere())
+    beside = dataclasses.replace(sampler, sync=sync_beside)
     ahead = Ahead(
         lag=lag,
         ready=1 if parts > 1 else lag,

@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from semrl_jax.clock import Clock
+from semrl_jax.data.prompts import Position
 from semrl_jax.errors import UserError
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
-from semrl_jax.sampling.source import Position, Rounds, Sample
+from semrl_jax.sampling.source import Rounds, Sample
 
 Rewards = Callable[[Sequence[ScoredRollout]], Float[np.ndarray, "P G"]]
 
@@ -41,7 +42,7 @@ class Selecting:
     rewards_of: Rewards
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
-        """As `Batches.next`. Raises TooFewGroups if the rounds do not give P groups."""
+        """See `Batches.next`. Raises TooFewGroups if the rounds do not give P groups."""
         count, rules = self.config.data.prompts_per_step, self.config.algorithms.batch_rules
 
         def sample_round(number: int, num_kept: int) -> Scored:

@@ -10,12 +10,11 @@ import ml_collections
 
 from semrl_jax import data, models
 from semrl_jax.clock import Clock
+from semrl_jax.data.prompts import Position
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
-
-Position = tuple[int, int]  # (epoch, prompts taken of it)
 
 
 class Sample(NamedTuple):
@@ -23,7 +22,7 @@ class Sample(NamedTuple):
 
     Attributes:
       scored: B = P * G, in (group, sample) order.
-      position: in the data, after this step.
+      position: (epoch, prompts taken of it) after this step.
       scalars: all that the log says about the sampling, apart from the responses.
     """
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import ml_collections
@@ -23,6 +24,8 @@ from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import weight_dtype
 from semrl_jax.types import WeightVersion
+
+T = TypeVar("T")
 
 
 class Weights(NamedTuple):
@@ -90,12 +93,6 @@ class WeightSync:
         Raises:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
-        check_time = self._deadline(f"no replica took the weights of step {weights.step}")
-        reason = None
-
-        def may_begin() -> None:
-            self.stop.check()
-            check_time(reason)
 
         def send() -> WeightVersion | None:
             if weights.read_together:
@@ -106,15 +103,17 @@ class WeightSync:
             with self.stop.interruptible():
                 return self.send_here(weights.step, weights.read)
 
-        while True:
+        def attempt(check_time: Callable[[], None]) -> WeightVersion | None:
+            def may_begin() -> None:
+                self.stop.check()
+                check_time()
+
             # Agree first: a process that stops here alone would block the others in a gather.
             run_phase(self.peers, "sync_weights", may_begin)
-            try:
-                version = run_phase(self.peers, "sync_weights", send)
-                return weights._replace(version=version)
-            except Retry as retry:
-                reason = retry
-                self.reporter.line(f"the weights of step {weights.step} are sent again: {reason}")
+            return run_phase(self.peers, "sync_weights", send)
+
+        failure = f"no replica took the weights of step {weights.step}"
+        return weights._replace(version=self._repeated(attempt, weights.step, failure))
 
     def send_here(self, step: int, read: Callable[[], Iterator[np.ndarray]]) -> WeightVersion:
         """Sends weights to the replicas of this process alone."""
@@ -127,33 +126,40 @@ class WeightSync:
         Raises:
           RuntimeError: if all attempts together take longer than `rollout.call_timeout_s`.
         """
-        check_time = self._deadline(f"the responses of step {weights.step} did not come")
-        reason = None
+        num_attempts = itertools.count()
 
-        def attempt() -> None:
-            check_time(reason)
-            sample_here()
+        def attempt(check_time: Callable[[], None]) -> None:
+            def work() -> None:
+                check_time()
+                sample_here()
 
-        while True:
-            try:
-                return run_phase(self.peers, "sample", attempt)
-            except Retry as retry:
-                reason = retry
-                self.reporter.line(f"the weights of step {weights.step} are sent again: {reason}")
+            if next(num_attempts):
                 self.send(weights)
+            run_phase(self.peers, "sample", work)
 
-    def _deadline(self, failure: str) -> Callable[[Retry | None], None]:
-        """A function that raises RuntimeError if an attempt failed and the time is over."""
-        timeout_s = self.config.rollout.call_timeout_s
+        failure = f"the responses of step {weights.step} did not come"
+        self._repeated(attempt, weights.step, failure)
+
+    def _repeated(self, attempt: Callable[[Callable[[], None]], T], step: int, failure: str) -> T:
+        """What an attempt returns, the first that ends without a Retry.
+
+        Each gets a function that raises RuntimeError if another one failed and the time is over.
+        """
+        timeout_s, reason = self.config.rollout.call_timeout_s, None
         deadline = time.monotonic() + timeout_s
 
-        def check(reason: Retry | None) -> None:
+        def check_time() -> None:
             if reason is not None and time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{failure} within rollout.call_timeout_s={timeout_s:g} s ({reason})."
                 )
 
-        return check
+        while True:
+            try:
+                return attempt(check_time)
+            except Retry as retry:
+                reason = retry
+                self.reporter.line(f"the weights of step {step} are sent again: {reason}")
 
 
 def send_together(
