@@ -87,9 +87,8 @@ def run_steps(
         with clock("metrics"):
             seen = probes.before(seen)
         with clock("advantages"):
-            tokens = credited_tokens(batch, scored)
-            measured = (rewards, seen.scored.metrics, passes.arrays(), tokens)
-            credit = assign_credit(rules, *measured, state.memory)
+            given = rewards, seen.scored.metrics, passes.arrays(), credited_tokens(batch, scored)
+            credit = assign_credit(rules, *given, state.memory)
             credited = floats(credit.scalars)
         check_stop()  # the last moment at which the state before this step still exists
         with clock("update"):
