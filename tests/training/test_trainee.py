@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from semrl_jax import models
+from semrl_jax import models, programs
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.training import trainee as trainee_module
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer
 from semrl_jax.training.packing import RowPlan
@@ -94,6 +95,21 @@ def test_a_good_update_forgets_the_skipped_ones():
     assert int(state.skipped_in_row) == 1
     state, _, _ = update_all(trainees, state, batch, plan, 2)
     assert int(state.skipped_in_row) == 0
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_programs_run_side_by_side_only_where_they_may(in_parts, monkeypatch):
+    trainees, state, batch, plan = setup()
+    called = []
+    real = trainee_module.row_gradients
+    monkeypatch.setattr(programs, "num_side_by_side", lambda mesh: 2)
+    monkeypatch.setattr(
+        trainee_module, "row_gradients", lambda *a, **k: called.append(0) or real(*a, **k)
+    )
+    trainee = dataclasses.replace(trainees[0], in_parts=in_parts)
+    state, _, _ = update_all([trainee], state, batch, plan, 2)
+    assert len(called) == (2 if in_parts else 0)
+    np.testing.assert_allclose(scales(state)[0], [1.5, 2.0])
 
 
 def test_arrays_of_a_batch_have_names():
