@@ -21,7 +21,6 @@ from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
-from semrl_jax.metrics.records import Metrics
 from semrl_jax.modules import running
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.measurer import Measurer
@@ -200,8 +199,9 @@ class Evaluator:
         items: Scored,
     ) -> list[list[Sample]]:
         """The responses as samples, one list per problem at `places` of the benchmark."""
-        found: dict[int, list[tuple[ScoredRollout, Metrics]]] = collections.defaultdict(list)
-        for item, metrics in zip(items, items.rows()):
+        found: dict[int, list[tuple[ScoredRollout, dict[str, float]]]]
+        found = collections.defaultdict(list)
+        for item, metrics in zip(items, items.labelled_rows()):
             found[item.rollout.group_id].append((item, metrics))
         first = benchmark.first_sample(plan)
         lists = []

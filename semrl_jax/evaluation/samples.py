@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from semrl_jax import data
-from semrl_jax.metrics.records import Metrics
 from semrl_jax.sampling.scoring import ScoredRollout
 
 NOT_SAMPLED = "prompt_too_long"  # finish reason of the samples of a problem that was not sampled
@@ -54,14 +53,15 @@ class Sample(NamedTuple):
 
 def sampled(
     item: ScoredRollout,
-    metrics: Metrics,
+    metrics: Mapping[str, float],
     problem: data.PromptExample,
     place: int,
     first_sample: int = 0,
 ) -> Sample:
     """The sample of a scored response to the problem at `place` of its benchmark.
 
-    `metrics` are the response's, and `first_sample` is the smallest sample index of the rollouts.
+    `metrics` are the response's, by label; `first_sample` is the smallest sample index of the
+    rollouts.
     """
     rollout, verdict = item.rollout, item.verdict
     logprobs = rollout.rollout_logprobs[rollout.response_mask]
@@ -82,10 +82,7 @@ def sampled(
         finish_reason=rollout.finish_reason,
         num_tokens=len(logprobs),
         mean_logprob=float(logprobs.mean()) if len(logprobs) else float("nan"),
-        metrics={
-            key.label: float(value) if valid else float("nan")
-            for key, (value, valid) in metrics.items()
-        },
+        metrics=metrics,
     )
 
 

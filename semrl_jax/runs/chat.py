@@ -229,7 +229,7 @@ def talk(conversation: Conversation, questions: Callable[[], str], reporter: Rep
 
 def figures(scored: Scored, seconds: float) -> str:
     """Length, speed, how the response ended, mean log-probability and metrics."""
-    rollout, (metrics,) = scored[0].rollout, scored.rows()
+    rollout = scored[0].rollout
     sampled = rollout.rollout_logprobs[rollout.response_mask]
     mean = float(sampled.mean()) if len(sampled) else math.nan
     speed = rollout.num_policy_tokens / max(seconds, 1e-9)
@@ -241,10 +241,10 @@ def figures(scored: Scored, seconds: float) -> str:
     ]
     orders = list(ORDERS)
     found = sorted(
-        metrics.items(),
+        scored.metrics.items(),
         key=lambda entry: (entry[0].layer, entry[0].name, orders.index(entry[0].order)),
     )
-    for key, (value, valid) in found:
+    for key, ((value,), (valid,)) in found:
         name = SHORT_NAMES.get(key.label, key.label)
         parts.append(f"{name} {value:.3g}" if valid else f"{name} too short")
     return ", ".join(parts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from semrl_jax.metrics.records import Measurement, MetricKey, Metrics, joined
+from semrl_jax.metrics.records import Measurement, Metrics, joined
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rollout.measurer import Measured, Measurer, join_layers
 from semrl_jax.types import Rollout
@@ -107,12 +107,13 @@ class Scored(Sequence[ScoredRollout]):
         metrics = {**self.metrics, **joined([(1, found.metrics) for found in measured])}
         return Scored(items, metrics, _stacked([found.mean_states for found in measured]))
 
-    def rows(self) -> list[dict[MetricKey, Measurement]]:
-        """The metrics of each response."""
-        return [
-            {key: Measurement(value[i], valid[i]) for key, (value, valid) in self.metrics.items()}
-            for i in range(len(self))
-        ]
+    def labelled_rows(self) -> list[dict[str, float]]:
+        """The metrics of each response by label; NaN where not valid."""
+        columns = {
+            key.label: np.where(valid, values.astype(float), np.nan).tolist()
+            for key, (values, valid) in self.metrics.items()
+        }
+        return [{name: column[i] for name, column in columns.items()} for i in range(len(self))]
 
 
 def _stacked(

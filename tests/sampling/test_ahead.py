@@ -12,6 +12,7 @@ from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, tensor_specs
 from semrl_jax.sampling import ahead, opening, replicas
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
 from semrl_jax.sampling.statistics import staleness
 from semrl_jax.sampling.weights import WeightSync

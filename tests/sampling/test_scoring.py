@@ -152,7 +152,7 @@ def test_only_policy_tokens_are_measured_in_each_layer():
             )
         )
     found, expected = (score(rollouts, layers=(-1, 0)) for rollouts in (with_context, without))
-    assert found.rows() == expected.rows()  # bit for bit
+    np.testing.assert_equal(found.metrics, expected.metrics)  # bit for bit
     np.testing.assert_array_equal(found.mean_states, expected.mean_states)
     assert np.isfinite(found.mean_states).all()  # no row of context
 

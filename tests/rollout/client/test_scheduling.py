@@ -224,8 +224,8 @@ def test_an_aborted_response_is_sampled_again_in_the_same_call(world):
 
 
 def test_a_replica_runs_as_many_calls_as_it_says(world):
-    several = world.replica(FakeScript(delay_s=0.02), calls_at_once=3)
-    one = world.replica(FakeScript(delay_s=0.02))
+    several = world.replica(FakeScript(delay_s=0.2), calls_at_once=3)
+    one = world.replica(FakeScript(delay_s=0.2))
     client = world.client(one, several)
     version, requests = sync(client), make_requests(12, 2)
     rollouts = list(client.generate(requests, SAMPLING, version=version, groups_per_call=1))
@@ -235,7 +235,7 @@ def test_a_replica_runs_as_many_calls_as_it_says(world):
 
 
 def test_a_replica_that_claims_many_calls_gets_a_few(world):
-    replica = world.replica(FakeScript(delay_s=0.2), calls_at_once=2**31 - 1)
+    replica = world.replica(FakeScript(delay_s=0.5), calls_at_once=2**31 - 1)
     client = world.client(replica)
     rollouts = client.generate(
         make_requests(12, 1), SAMPLING, version=sync(client), groups_per_call=1
