@@ -116,7 +116,7 @@ def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(monkeypatch):
 
 
 def test_a_row_has_the_events_of_its_batch_and_of_the_evaluations_before(monkeypatch):
-    monkeypatch.setattr(Sampler, "sample", lambda self, requests, references: [])
+    monkeypatch.setattr(Sampler, "sample", lambda self, requests, references: Scored(()))
     monkeypatch.setattr(Sampler, "send", lambda self, weights: None)
     monkeypatch.setattr(WeightSync, "read", lambda self, params: iter(()))
     numbers, rows = itertools.count(), []
