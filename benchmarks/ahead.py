@@ -183,7 +183,7 @@ class Runs:
         self._environment = {TOKEN_VARIABLE: token, "JAX_COMPILATION_CACHE_DIR": f"{directory}/jax"}
 
     def delayed(self, lag: int, delay_s: float) -> list[dict[str, float]]:
-        """As `rows`, with a sleeping replica."""
+        """See `rows`; here with a sleeping replica."""
         with sleeping_replica(self._token, delay_s) as address:
             flags = (f"--config.rollout.addresses={address}", *LONG)
             return self.rows("quickstart", lag, *flags, prefix=("taskset", "-c", str(CORES[0])))

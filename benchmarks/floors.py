@@ -32,7 +32,7 @@ Params = Any
 
 
 class Sizes(NamedTuple):
-    """Of the model and the step; hashable, so that programs can depend on it."""
+    """Sizes of the model and the step; hashable, so that programs can depend on them."""
 
     layers: int
     width: int
@@ -66,8 +66,8 @@ class Sizes(NamedTuple):
 
     @property
     def forward_flops(self) -> float:
-        """Of one forward pass over the batch: 2 per weight and token, attention over the causal
-        half, the head only for response tokens."""
+        """Operations of one forward pass over the batch: 2 per weight and token, attention over the
+        causal half, the head only for response tokens."""
         tokens = self.responses * (self.prompt + self.response)
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         weights = self.layers * self.width * (2 * queries + 2 * keys + 3 * self.inner)

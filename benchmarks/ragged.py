@@ -137,7 +137,7 @@ class Floor:
             found.append(self._generate(tokens))
 
     def seconds(self, lengths: np.ndarray) -> float:
-        """Of responses of these lengths."""
+        """Seconds for responses of these lengths."""
         medians = [0.0, *map(statistics.median, self._seconds.values())]
         return float(np.interp(lengths, [0, *FLOOR_TOKENS], medians).sum()) / self._num_rows
 

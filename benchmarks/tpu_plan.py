@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the file with its program."""
+        """Name of the file with its program."""
         mesh = f"{self.replica}x{self.fsdp}x{self.tensor}"
         return f"{self.topology.replace(':', '_')}_{mesh}_{self.remat}"
 
@@ -91,8 +91,8 @@ def compiled(case: Case, directory: pathlib.Path) -> dict:
     return json.loads(gzip.decompress(file.read_bytes()))
 
 
-def needed_flops(num_chips: int) -> float:
-    """Of a chip: 6 N per token and attention, by the closed form."""
+def needed_flops() -> float:
+    """Operations of a chip: 6 N per token and attention, by the closed form."""
     from semrl_jax.planning import roofline
     from semrl_jax.planning.architectures import find_architecture
 
@@ -134,7 +134,7 @@ def row(name: str, case: Case, kept: dict) -> list[str]:
     sent = dict.fromkeys(hlo.COLLECTIVES, 0.0)
     for (kind, _), (_, num_bytes) in hlo.by_kind_and_axis(program.collectives, mesh).items():
         sent[kind] += num_bytes / 2**30
-    mfu = needed_flops(where.num_chips) / times.total / where.chip.flops
+    mfu = needed_flops() / times.total / where.chip.flops
     return [
         case.topology,
         f"{case.replica} x {case.fsdp} x {case.tensor}",
@@ -161,7 +161,7 @@ def scaling_rows(kept: dict) -> list[list[str]]:
         mesh = here | {"replica": num_chips // fsdp, "fsdp": fsdp}
         there = on_chips(program, here, mesh)
         times = roofline.times(there, where, places_of(where))
-        mfu = needed_flops(num_chips) / times.total / where.chip.flops
+        mfu = needed_flops() / times.total / where.chip.flops
         sent = sum(one.sent_bytes for one in there.collectives) / 2**30
         found.append(
             [f"{num_chips} ({topology})", f"{mesh['replica']} x {fsdp}", f"{sent:.0f}",

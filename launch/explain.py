@@ -83,7 +83,7 @@ def explain(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As a flag takes it; an empty text is visible."""
+    """The value as a flag takes it; an empty text is visible."""
     return repr(value) if value == "" or not isinstance(value, str) else value
 
 

@@ -37,7 +37,7 @@ def config_of_policy() -> bool:
 
 
 def template_of_run(config: ml_collections.ConfigDict, file: str) -> str:
-    """That of the built-in task if `file`, the value of --config, is the record of such a run."""
+    """The built-in task's template if `file`, the value of --config, is a record of such a run."""
     is_record = pathlib.Path(file.partition(":")[0]).name == "recorded.py"
     if is_record and config.data.task == "arithmetic":
         return QUESTION_TEMPLATE

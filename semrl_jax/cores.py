@@ -10,7 +10,7 @@ from semrl_jax.errors import UserError
 
 
 def usable_cores() -> int:
-    """Those that it is bound to, where the system can tell; otherwise all of the machine."""
+    """Cores that the process is bound to, if the system can tell; else all of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

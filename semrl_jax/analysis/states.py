@@ -50,7 +50,7 @@ def read_states(
 def read_arrays(
     path: str | os.PathLike[str], optional: Mapping[str, tuple[int, str]] = MappingProxyType({})
 ) -> dict[str, np.ndarray]:
-    """As `read_states`, by name, with further arrays of the file.
+    """Reads what `read_states` reads, by name, and further arrays of the file.
 
     Args:
       path: as in `read_states`.

@@ -347,7 +347,7 @@ class Channel:
         return contextlib.nullcontext()
 
     def gather(self, phase: str, value: Any) -> list:
-        """As `Peers.gather`, of the values that this channel sends."""
+        """See `Peers.gather`; gathers the values that this channel sends."""
         if self.count == 1:
             return [value]
         return self._peers._gather(self._name, phase, value)

@@ -134,7 +134,7 @@ class StopElsewhere:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """As `StopRequest.interruptible`; the caller ends the waits in the block."""
+        """See `StopRequest.interruptible`; here the caller ends the waits in the block."""
         self.check()
         try:
             yield

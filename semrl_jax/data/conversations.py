@@ -328,7 +328,7 @@ class MessagesReader:
         return conversation_of(token_ids, mask)
 
     def _marked_tokens(self, messages: Sequence[Message]):
-        """By the {% generation %} blocks of the template."""
+        """Token ids and mask, from the {% generation %} blocks of the template."""
         ((text, marks),) = self._render([(messages, False)], with_marks=True)
         token_ids, mask = encode_spans(self.tokenizer, text, marks)
         num_runs = np.count_nonzero(np.diff(mask.astype(np.int8), prepend=0) == 1)

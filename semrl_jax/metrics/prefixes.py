@@ -224,7 +224,8 @@ def _measure_short(
 
     def of_sums(rows):
         # The mean of all rows, not of the first prefix, is subtracted. If the spectrum is narrow,
-        # rounding beside the response's largest value is small beside all values of all prefixes.
+        # the rounding error, relative to the largest singular value of the response, is smaller
+        # than every singular value of every prefix.
         gram = symmetric_product(anchor(rows, rows.states.shape[0]))
         sums, narrow = narrow_sums(gram, rows.num_tokens, width)
         metrics = static["value_metrics"], static["series_metrics"]

@@ -225,7 +225,7 @@ def read_tensors(
     others: Mapping[str, tuple[int, ...]],
     names: Sequence[str],
 ) -> dict[str, np.ndarray]:
-    """Those of the named tensors that a directory has, as float32; raises as `check_params`."""
+    """The named tensors, if the directory has them, as float32; raises as `check_params`."""
     found = {}
     for file in sorted(set(check_params(path, config, others).values())):
         with _open(file) as weights:
@@ -394,7 +394,7 @@ def _open(file: pathlib.Path) -> safe_open:
 
 
 def _save_tokenizer(directory: pathlib.Path, tokenizer: Any) -> None:
-    """As transformers does, without the settings that say how this tokenizer was loaded."""
+    """Saves as transformers does, but without the settings of how this tokenizer was loaded."""
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

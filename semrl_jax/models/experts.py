@@ -26,7 +26,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128  # rows
 
 
 class Kernels(NamedTuple):
-    """Of one layer, in the compute dtype; all experts, or those of this device."""
+    """Kernels of one layer, in the compute dtype; all experts, or those of this device."""
 
     router: Float[Array, "D E"]
     gate: Float[Array, "X D F"]

@@ -262,7 +262,7 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _experts_from_hf(hf: Mapping[str, Any]) -> Experts:
-    """By the names of Qwen3. Absent sizes are those of one large model, so they are required."""
+    """Reads the names of Qwen3. Defaults are sizes of one large model, so all are required."""
     hf = {"num_experts": hf.get("num_local_experts"), "decoder_sparse_step": 1, **hf}
     if hf["num_experts"] is None:
         raise KeyError("num_experts")

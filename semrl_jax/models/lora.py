@@ -63,7 +63,7 @@ class Lora:
         return {"layers": {name: of(base["layers"][name]["kernel"]) for name in self.modules}}
 
     def trained_shapes(self, model: Params) -> Params:
-        """Of what is trained of a policy or a value model: adapters, and a value head."""
+        """Shapes of what is trained in a policy or a value model: adapters, and a value head."""
         head = {name: model[name] for name in (VALUE_HEAD,) if name in model}
         return self.shapes(model) | head
 

@@ -168,7 +168,7 @@ def adapter_hash(adapter: Params) -> str:
 
 
 def num_parameters(config: DecoderConfig, lora: Lora) -> int:
-    """Of an adapter."""
+    """Number of parameters of an adapter."""
     kernels = layer_kernels(config)
     return lora.rank * config.num_layers * sum(sum(kernels[m].shape) for m in lora.modules)
 

@@ -223,7 +223,7 @@ class Policy:
 
     @property
     def _platform(self) -> str:
-        """Of the devices that run the program, which may not be those that compile it."""
+        """Platform of the devices that run the program; others may compile it."""
         return platform_of(self.mesh)
 
     def _bind(self, params: Params) -> Decoder:

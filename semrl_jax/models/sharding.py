@@ -183,7 +183,7 @@ def check_mesh(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Of the devices of a mesh, or of JAX's default without one."""
+    """Platform of the devices of a mesh; without a mesh, JAX's default."""
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 

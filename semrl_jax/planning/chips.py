@@ -94,12 +94,12 @@ class Slice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the flag takes it."""
+        """The name, as the flag takes it."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def hbm_bytes(self) -> float | int:
-        """Of all chips."""
+        """The memory of all chips."""
         return self.num_chips * self.chip.hbm_bytes
 
 

@@ -84,7 +84,7 @@ class Plan(NamedTuple):
 
     @property
     def peak_bytes(self) -> float | int:
-        """Of a chip: what is kept, and what the largest program adds."""
+        """Bytes of a chip: what is kept, and what the largest program adds."""
         kept = dict(self.held)
         for part in self.programs.values():
             kept |= {k: v for k, v in part.compiled.arguments.items() if k in KEPT}
@@ -198,7 +198,7 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
 def state_bytes(
     config: ml_collections.ConfigDict, architecture: models.DecoderConfig
 ) -> float | int:
-    """Of all chips: what is trained, and the frozen base of adapters."""
+    """Bytes of all chips: what is trained, and the frozen base of adapters."""
     lora, count = lora_of(config, architecture), num_parameters(architecture)
     if lora is None:
         return STATE_BYTES_PER_PARAMETER * count

@@ -6,8 +6,7 @@ products and transformers, for the formulas and for the cost of collectives on a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from semrl_jax.models import DecoderConfig
@@ -134,7 +133,7 @@ class Times(NamedTuple):
         return Times(*(a + b for a, b in zip(self, other)))
 
     def times(self, count: float | int) -> Times:
-        """Of so many runs."""
+        """The times of this many runs."""
         return Times(*(count * seconds for seconds in self))
 
 
@@ -180,41 +179,3 @@ def collective_s(
         own = collective.num_bytes * collective.times
         return own * extent / (8 if is_ring else 4) / link
     return collective.sent_bytes / (link * sum(2 if is_ring else 1 for _, is_ring in rings))
-
-
-class ScalingPoint(NamedTuple):
-    """A number of chips, and the predicted time of a micro-batch there."""
-
-    num_chips: int
-    seconds: float | int
-    mfu: float | int
-    bound: str
-
-
-def weak_scaling(
-    here: Times,
-    collectives_s: Mapping[int, tuple[float, float]],
-    flops: float | int,
-    peak: float | int,
-) -> list[ScalingPoint]:
-    """Times with the same work per chip and the collectives of other numbers of chips.
-
-    Args:
-      here: of one chip's work.
-      collectives_s: (async, sync) seconds of the collectives by number of chips.
-      flops: that a chip's work needs, by the closed form.
-      peak: of a chip.
-    """
-    found = []
-    for num_chips, (overlapped, waited) in collectives_s.items():
-        there = here._replace(ici_async=overlapped, ici_sync=waited)
-        mfu = flops / there.total / peak
-        found.append(ScalingPoint(num_chips, there.total, mfu, there.bound))
-    return found
-
-
-def gather_s(num_bytes: float | int, shape: Sequence[int], where: Slice) -> float | int:
-    """Seconds to gather (or to scatter sums of) so many bytes over chips of that shape."""
-    links = sum(2 if where.chip.has_ring(size) else 1 for size in shape if size > 1)
-    share = 1 - 1 / math.prod(shape)
-    return share * num_bytes / (max(links, 1) * where.chip.link_bandwidth)

@@ -61,7 +61,7 @@ def base_name(path: str, directory: pathlib.Path) -> str:
 
 
 def adapter_record(folder: pathlib.Path) -> AdapterRecord | None:
-    """Of a valid checkpoint; None if it holds all parameters.
+    """The record of a valid checkpoint; None if it holds all parameters.
 
     Raises:
       UserError: if this version cannot read it.

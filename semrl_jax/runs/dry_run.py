@@ -247,7 +247,7 @@ def check_replicas(
 
 
 def _checkpoint_bytes(config: ml_collections.ConfigDict, inputs: Inputs) -> float:
-    """Of the policy and the critic; with LoRA, of their adapters."""
+    """Size of a checkpoint of the policy and the critic; with LoRA, of their adapters."""
     size = 0.0
     for name, model in (("training", inputs.policy), ("critic", inputs.critic)):
         if model is not None:

@@ -130,7 +130,7 @@ def least_parts_sft(
     lora: models.Lora | None,
     mesh: Mesh,
 ) -> dict[str, float | int]:
-    """As `least_parts`, of a supervised fine-tuning."""
+    """See `least_parts`; here for a supervised fine-tuning."""
     sizes = _Sizes(config, mesh, lora)
     parts = sizes.of_update("training", policy)
     if lora is not None:
@@ -265,6 +265,6 @@ def width(dtype: str) -> int:
 
 
 def size_text(num_bytes: float | int) -> str:
-    """As 3.2 GiB or 5.1 MiB."""
+    """A size as text, such as 3.2 GiB or 5.1 MiB."""
     power = 4 if num_bytes >= 1000 * 2**30 else 3 if num_bytes >= 2**30 else 2
     return f"{num_bytes / 1024**power:.3g} {'MGT'[power - 2]}iB"

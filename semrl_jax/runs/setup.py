@@ -109,7 +109,7 @@ class OpenRun:
         return learner.first_state(params, critic)
 
     def _first_adapters(self) -> tuple[models.Params, models.Params | None]:
-        """Those of the policy, and those of the critic with its head."""
+        """Adapters of the policy, and adapters of the critic with its head."""
         learner, seed = self.learner, self.run.config.seed
         policy = self.adapter or learner.lora.init(learner.base.params, seed)
         if learner.critic is None:

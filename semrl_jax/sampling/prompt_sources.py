@@ -153,9 +153,8 @@ def held_out_problems(
 ) -> Sequence[data.PromptExample]:
     """Problems of the task or of `evaluation.files`; those of one data source are one benchmark.
 
-    Problems above the token limit are included, because they count as wrong, see
-    `sampled_problems`. `report` gets a line about them. With `keep_columns`, they keep the rows of
-    the files.
+    Problems above the token limit are included: they count as wrong without a response.
+    `report` gets a line about them. With `keep_columns`, they keep the rows of the files.
 
     Raises:
       UserError: for a file, row or template that cannot be used, or two files with one data source.
@@ -259,17 +258,6 @@ def check_prompts(
         vocab_size,
         ((f"{of} prompt {e.index} of {e.data_source!r:.100}", e.prompt_ids) for e in examples),
     )
-
-
-def sampled_problems(
-    problems: Sequence[data.PromptExample], max_prompt_tokens: int
-) -> dict[int, data.PromptExample]:
-    """The problems within the limit, by index; the others count as wrong without a response."""
-    return {
-        place: problem
-        for place, problem in enumerate(problems)
-        if len(problem.prompt_ids) <= max_prompt_tokens
-    }
 
 
 def evaluation_files(entries: Sequence[str]) -> list[EvaluationFile]:

@@ -83,7 +83,7 @@ class Scored(Sequence[ScoredRollout]):
         )
 
     def in_order(self) -> Scored:
-        """By group, and within a group by sample."""
+        """The responses by group, and within a group by sample."""
         order = [(item.rollout.group_id, item.rollout.sample_index) for item in self]
         return self.take(sorted(range(len(self)), key=order.__getitem__))
 

@@ -164,7 +164,7 @@ def _check_processes(rollout: Section) -> None:
 
 
 def weight_dtype(config: ml_collections.ConfigDict) -> str:
-    """Of the weights that replicas get."""
+    """Dtype of the weights that replicas get."""
     return config.rollout.weight_dtype or config.model.compute_dtype
 
 

@@ -125,7 +125,7 @@ class Learner:
 
     @property
     def _kept_dtype(self) -> str:
-        """Of `TrainState.earlier`: that of weight sync; adapters are merged before the cast."""
+        """The dtype of `TrainState.earlier`, as in weight sync; adapters merge before the cast."""
         return weight_dtype(self.config) if self.base is None else "float32"
 
     def batch(self, rollouts: Sequence[Rollout]) -> RolloutBatch:
@@ -297,7 +297,7 @@ class Learner:
         )
 
     def _trained_shapes(self, model: models.Policy | models.ValueModel) -> models.Params:
-        """Of the parameters of a model that are in the train state."""
+        """Shapes of the parameters of a model that are in the train state."""
         return model.shapes() if self.lora is None else self.lora.trained_shapes(model.shapes())
 
     def _first_baselines(self) -> ShapingState:

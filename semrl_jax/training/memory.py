@@ -29,7 +29,7 @@ class PerParameter(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer, shapes: Params) -> PerParameter:
-        """Of an optimiser of parameters of these shapes."""
+        """The bytes that an optimiser keeps for parameters of these shapes."""
         state = jax.eval_shape(optimizer.first_state, shapes)
         count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / count

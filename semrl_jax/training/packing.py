@@ -97,7 +97,7 @@ class RowPlan:
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of arrays [M, R, ...]: rows over the data axes."""
+        """The layout of arrays [M, R, ...]: rows over the data axes."""
         return NamedSharding(self.mesh, PartitionSpec(None, DATA_AXES))
 
     def put(self, tree: Any) -> Any:

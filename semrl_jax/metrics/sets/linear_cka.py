@@ -6,7 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_states, compact
 from semrl_jax.metrics.spectrum import symmetric_product, with_float64
@@ -38,10 +38,10 @@ def linear_cka(
     check_states(first, mask, fields=("first", "mask"))
     check_states(second, mask, fields=("second", "mask"))
     rows = compact(first, mask), compact(second, mask)
-    return with_float64(_alignment)(*rows, rows[0].num_tokens)
+    return with_float64(_alignment)(*rows)
 
 
-def _alignment(first: Rows, second: Rows, num_rows: Int[Array, ""]) -> Float[Array, ""]:
+def _alignment(first: Rows, second: Rows) -> Float[Array, ""]:
     grams = []
     for rows in (first, second):
         states = rows.states.astype(jnp.float64)

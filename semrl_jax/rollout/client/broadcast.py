@@ -123,7 +123,7 @@ def hand_over(
     *,
     deadline: float,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
-    """As `send_weights`, to a replica of this process. The version has no digest."""
+    """Does what `send_weights` does, to a replica of this process. The version has no digest."""
     # As in `send_weights`, `zip` reads the arrays first.
     tensors = (
         (spec.name, _checked(spec, array)) for array, spec in zip(_exactly(specs, arrays), specs)
@@ -348,7 +348,7 @@ class _ThroughMemory:
         _put_all(self._receivers, message)
 
     def send(self, index: int, data: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, " bytes"]:
-        """As `_InChunks.send`."""
+        """See `_InChunks.send`."""
         start = self._starts[index]
         copy = self._memory[start : start + len(data)]
         copy[:] = data

@@ -70,7 +70,7 @@ class TensorChecks:
             await self._start()
 
     async def results(self) -> Mapping[str, Checked]:
-        """By name, when all tensors are checked and loaded."""
+        """The results by name, when all tensors are checked and loaded."""
         await self._start()
         while self._running:
             await self._wait()

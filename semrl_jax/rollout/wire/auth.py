@@ -86,7 +86,7 @@ def read_file(field: str, path: str) -> bytes:
 
 
 def read_certificates(field: str, path: str) -> bytes:
-    """As `read_file`; also raises UserError if the file has no PEM certificate."""
+    """Reads a file as `read_file`; also raises UserError if it has no PEM certificate."""
     data = read_file(field, path)
     try:
         text = data.decode("ascii", "ignore")  # comments may have any encoding

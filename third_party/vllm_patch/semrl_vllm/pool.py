@@ -96,7 +96,7 @@ class RowPool:
         return self._read(slot, tag, slice(count))
 
     def take_prompt(self, slot: int, tag: int, count: int) -> np.ndarray:
-        """As `read`, for the first `count` prompt tokens; then frees the memory of all prompt rows.
+        """Reads the first `count` prompt tokens, then frees the memory of all prompt rows.
 
         Few calls ask for prompt states, so the memory is not kept for the next request.
         """
