@@ -60,10 +60,11 @@ class Ahead:
 
     Attributes:
       lag: above 0.
-      ready: steps from the weights with which a batch is completed to the batch.
+      ready: number of steps between the newest weights that sample tokens of a batch and the step
+        that trains on it: `lag`, or 1 if a batch is sampled in parts.
       num_steps: of the run.
-      sampler: of the main thread, for evaluations.
-      beside: of the other thread, with a channel of its own to the other processes.
+      sampler: used by the main thread, for evaluations.
+      beside: used by the other thread, with a channel of its own to the other processes.
       batches: what `beside` samples.
       count: counts of events since its last call, on the channel of `beside`.
     """
@@ -119,8 +120,9 @@ class Ahead:
         """The batch of this step; begins the batches up to step + lag.
 
         The `scalars` contain the events of the batch and of the evaluations since the last call,
-        and `time/..._s`: `sample_ahead` for what was sampled with the weights that completed the
-        batch, `replicas_idle` before that, `queued` from its end to this call.
+        and three times in seconds. `time/sample_ahead_s`: the job that completed the batch, from
+        the transfer of its weights on. `time/replicas_idle_s`: the time without any sampling
+        before this job. `time/queued_s`: from the end of the job to this call.
         """
         first = step
         if self._position is None:
@@ -162,7 +164,8 @@ class Ahead:
     def _await(self, futures: Sequence[Future], clock: Clock | None) -> None:
         """Waits until they are done, in all processes; a signal ends the wait.
 
-        An error of this process alone is raised at once: the others wait for its other thread.
+        An error that only this process knows of is raised at once: the threads `sampling` of the
+        other processes wait for the one of this process, so their futures may never be done.
         """
         preempted, peers = None, self.sampler.sync.peers
         try:

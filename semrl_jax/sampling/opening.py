@@ -46,14 +46,14 @@ def open_source(
     check_episodes(config, sampler.episodes)
     sync, lag, parts = sampler.sync, config.rollout.max_staleness, num_parts(config.rollout)
 
-    def batches_of(sampler: Sampler) -> Batches:
-        of = config, prompts, sampler, measurer
+    def batches_from(sampler: Sampler) -> Batches:
+        shared = config, prompts, sampler, measurer
         if parts > 1:
-            return InParts(*of)
+            return InParts(*shared)
         if config.algorithms.batch_rules.max_sampling_rounds:
             rewards_of = functools.partial(unshuffled_rewards, config=config)
-            return Selecting(config, Rounds(*of), rewards_of)
-        return Rounds(*of)
+            return Selecting(config, Rounds(*shared), rewards_of)
+        return Rounds(*shared)
 
     def events_on(peers: Processes) -> Events:
         may_take_over = bool(config.rollout.groups_per_call)
@@ -61,7 +61,7 @@ def open_source(
 
     figures = ReplicaFigures(sync.client, sync.peers, sampler.sampling)
     if not lag:
-        now = Now(sampler, batches_of(sampler))
+        now = Now(sampler, batches_from(sampler))
         yield Counted(now, (events_on(sync.peers), figures)), sampler
         return
     channel = sync.peers.channel("sampling")
@@ -73,7 +73,7 @@ def open_source(
         num_steps=config.training.num_steps,
         sampler=sampler,
         beside=beside,
-        batches=batches_of(beside),
+        batches=batches_from(beside),
         count=events_on(channel),
     )
     with ahead:
@@ -91,11 +91,11 @@ def check_episodes(config: ml_collections.ConfigDict, episodes: Episodes) -> Non
 
 
 def check_memory(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> None:
-    """Checks that what waits for the updates fits into the memory of this process.
+    """Checks that a run ahead of its updates fits into the memory of this process.
 
-    These are copies of the weights of max_staleness + 1 steps, and the tokens of max_staleness
-    batches; their hidden states are dropped once they are measured, which is when a response is
-    complete. If the cores are the devices, the copies of `TrainState.earlier` are here too.
+    The process keeps copies of the weights of max_staleness + 1 steps, and the tokens of
+    max_staleness batches. Hidden states are dropped once they are measured, which is when a
+    response is complete. On a CPU, the copies of `TrainState.earlier` are in the same memory.
 
     Raises:
       UserError: if it does not fit.

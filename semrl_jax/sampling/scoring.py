@@ -33,8 +33,8 @@ class Scored(Sequence[ScoredRollout]):
     Attributes:
       items: the responses; their rollouts hold no metrics.
       metrics: [B] values and validities by key.
-      mean_states: float32 means of the hidden states, of each measured layer; None if there is a
-        response without.
+      mean_states: float32 means of the hidden states, of each measured layer; None if a response
+        has none.
     """
 
     items: Sequence[ScoredRollout]
@@ -43,7 +43,7 @@ class Scored(Sequence[ScoredRollout]):
 
     @classmethod
     def of(cls, items: Sequence[ScoredRollout]) -> Scored:
-        """The columns of what the replicas measured."""
+        """Scored responses, with what the replicas measured moved from the rollouts to columns."""
         rollouts = [item.rollout for item in items]
         plain = [dataclasses.replace(r, metrics={}, mean_state=None) for r in rollouts]
         means = _stacked([rollout.mean_state for rollout in rollouts])
@@ -88,7 +88,7 @@ class Scored(Sequence[ScoredRollout]):
         return self.take(sorted(range(len(self)), key=order.__getitem__))
 
     def with_items(self, items: Sequence[ScoredRollout]) -> Scored:
-        """The same columns, of the same responses with other verdicts."""
+        """The same responses and columns, with other verdicts."""
         return dataclasses.replace(self, items=items)
 
     def with_metrics(self, metrics: Metrics) -> Scored:

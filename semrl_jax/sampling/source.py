@@ -46,8 +46,9 @@ class Source(Protocol):
         """Gives the weights of this step, the last of `weights`.
 
         Args:
-          weights: of this step and those before it that batches in work are sampled with; before
-            step 0, those of step 0. A source that starts in the middle of a run uses all.
+          weights: of consecutive steps, this step's last. The earlier ones are those that sampled
+            batches which are not trained on yet; before step 0, the weights of step 0 take their
+            place. Only a source that starts in the middle of a run uses the earlier ones.
         """
 
     def next(self, step: int, position: Position, clock: Clock) -> Sample:
@@ -130,9 +131,9 @@ class Rounds:
         """The responses to P prompts, scored and measured as they arrive.
 
         Args:
-          number: of the round in its step, from 0; its prompts follow those of earlier rounds.
+          number: of the round in its step, from 0. Round n skips n * P prompts after `position`.
           position: in the data, before the step.
-          what: is shown with the number of responses that have arrived.
+          what: text that is shown before the number of responses that have arrived.
         """
         count = self.config.data.prompts_per_step
         start = self.after(position, number * count)

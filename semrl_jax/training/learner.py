@@ -151,7 +151,7 @@ class Learner:
         clock: Clock,
         asked: PassNeeds = NOTHING,
     ) -> ForwardPasses:
-        """The forward passes before the update: those of the plan, and what else is asked for.
+        """The forward passes before the update: those of the plan, and those that probes ask for.
 
         Args:
           state: before the update.
@@ -240,9 +240,15 @@ class Learner:
         }
         if credit.response_mask is not None:
             batch = batch._replace(response_mask=np.asarray(credit.response_mask))
-        old_logprobs, ref_logprobs, values, _ = self.plan.given(passes.arrays())
-        learned = credit.advantages, credit.returns
-        whole = MiniBatch(batch, old_logprobs, ref_logprobs, values, *learned)
+        given = self.plan.given(passes.arrays())
+        whole = MiniBatch(
+            rows=batch,
+            old_logprobs=given.old_logprobs,
+            ref_logprobs=given.ref_logprobs,
+            values=given.values,
+            advantages=credit.advantages,
+            returns=credit.returns,
+        )
         history = []
         for start in range(0, len(batch.token_ids), size):
             minibatch = jax.tree.map(lambda leaf: leaf[start : start + size], whole)  # noqa: B023

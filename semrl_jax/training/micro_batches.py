@@ -1,7 +1,8 @@
 """Sums and results over the micro-batches of a batch, one after the other in one program.
 
-Arrays of M micro-batches have the shape [M, ...]. The number of those that count is traced: places
-that are left over for larger batches cost no arithmetic.
+Arrays of M micro-batches have the shape [M, ...]. Only the first `num_micro` of them hold tokens.
+This number is an argument of the program. One program therefore serves batches of several sizes,
+and the empty micro-batches cost no arithmetic. A `part` is every n-th micro-batch, see `programs`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def zeros_of(shapes: Any) -> Any:
 def split_rows(tree: Any, micro_batch_size: int) -> Any:
     """[B, ...] leaves to [M, b, ...]; micro-batch m holds rows m, m + M, ...
 
-    Rows sharded over the data axes stay where they are.
+    Every device has rows of each micro-batch, so no row of a sharded array has to move.
     """
 
     def split(leaf):

@@ -18,6 +18,8 @@ NONE, PASS, UPDATE = "none", "pass", "update"
 class PassNeeds(NamedTuple):
     """What a step needs of the policy's own pass before its update, or of the reference's.
 
+    `docs/extending.md` lists the places that a new field needs.
+
     Attributes:
       logprobs: of the policy before the update. The update gives them after it, without a pass, if
         a step has one update.

@@ -211,7 +211,7 @@ class PolicyLoss:
             values = values._replace(ref_logprobs=self._tokens(reference, rows)[0])
         given = values._asdict()
         rollout_logprobs = given.pop("rollout_logprobs")
-        if self.importance:  # advantages are 0 without a token, whatever the weight is there
+        if self.importance:  # padding has advantage 0, so its weight has no effect
             everywhere = jnp.ones(before.shape, bool)
             weights, _ = importance_weights(
                 before, rollout_logprobs, everywhere, **dict(self.importance)

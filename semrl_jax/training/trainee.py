@@ -30,7 +30,8 @@ class MiniBatch(NamedTuple):
     """B responses to learn from; [B, T] on every device or in NumPy, None where nothing needs it.
 
     Attributes:
-      rows: NumPy arrays.
+      rows: the tokens of the responses, one response per row, in NumPy. The loss lays them out in
+        the packed rows of `packing.TokenRows`.
       old_logprobs, ref_logprobs, values: from the passes before the update.
       advantages: of the tokens, for a policy.
       returns: what a critic learns.
@@ -55,7 +56,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       arrays: tree of [M, ...], what the loss takes.
-      num_micro: micro-batches that count, which come first.
+      num_micro: number of micro-batches that hold tokens. They come first of the M; the others are
+        skipped.
       layout: scalars of how the mini-batch is laid out, for the log.
       slots: where `to_batch` finds the tokens of the batch in what the loss returns; None if it
         returns nothing.
@@ -71,20 +73,24 @@ class Frozen(NamedTuple):
     """Parameters that a loss reads and no update changes.
 
     Attributes:
-      base: what the trained parameters are adapters of, and the reference then.
-      reference: for log-probabilities that the update computes itself.
+      base: with LoRA, the parameters below the adapters. The policy's are the reference too.
+      reference: without LoRA, for reference log-probabilities that the update computes itself.
     """
 
     base: Base | None = None
     reference: Params | None = None
 
 
-NOTHING = Frozen()
+NOTHING_FROZEN = Frozen()
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """What a trainee minimises; hashable, because it is static under `jax.jit`."""
+    """What a trainee minimises; hashable, because it is static under `jax.jit`.
+
+    The losses of `Learner.trainees` also have an attribute `model`, whose `shapes()` are those of
+    the parameters.
+    """
 
     def inputs(self, batch: Any, plan: RowPlan) -> Inputs:
         """A mini-batch as its loss takes it, on the devices of the plan."""
@@ -105,19 +111,19 @@ class Trainee:
     """A model that updates train.
 
     Attributes:
-      name: of its arrays in `TrainState`, and the prefix of its scalars.
+      name: of its field in `TrainState` (the policy has two), and the prefix of its scalars.
       optimizer: with the schedule of its learning rate.
       loss: what it minimises.
       frozen: on the mesh of the trained parameters.
       first_step: of the training loop; in earlier steps the model is left unchanged.
-      in_parts: whether programs may run side by side on a CPU. Their gradients are summed in
-        another order, which changes numbers within rounding.
+      in_parts: whether several programs may share the micro-batches on a CPU, see `programs.py`.
+        Their gradients are summed in another order, which changes numbers within rounding.
     """
 
     name: str
     optimizer: Optimizer
     loss: Loss
-    frozen: Frozen = NOTHING
+    frozen: Frozen = NOTHING_FROZEN
     first_step: int = 0
     in_parts: bool = True
 
@@ -134,7 +140,7 @@ class Trainee:
         rounding.
 
         Args:
-          batch: a `MiniBatch`, or what else the loss takes.
+          batch: a `MiniBatch`, or another type that the loss takes.
 
         Returns:
           The model, unchanged if the loss or the gradient is not finite; scalars, `grad_norm` and
@@ -212,7 +218,7 @@ def update_rows(
     opt_state: Any,
     inputs: Any,
     num_micro: Int[np.ndarray | Array, ""],
-    frozen: Frozen = NOTHING,
+    frozen: Frozen = NOTHING_FROZEN,
     *,
     loss: Loss,
     optimizer: Optimizer,

@@ -35,13 +35,13 @@ BUILT_IN = (
 
 
 class Tools(NamedTuple):
-    """What a probe may be made of.
+    """What `probe(tools)` can use to make a probe.
 
     Attributes:
-      config: of the run.
-      plan: of its passes.
-      peers: its processes.
-      measurer: of hidden states; None if none are measured.
+      config: the config of the run.
+      plan: which passes the run has.
+      peers: the processes of the run.
+      measurer: measures hidden states; None if none are measured.
       stop: tells that the run is to end.
     """
 
@@ -59,14 +59,15 @@ class Seen(NamedTuple):
       step: of the row of the log.
       scored: B responses with verdicts and metrics, in (group, sample) order.
       batch: their tokens, in NumPy.
-      tokens: the policy's own pass before the update; None if there is none.
+      tokens: results of the policy's own pass before the update, with the `entropies` and `states`
+        that a probe asked for; None if the step has no such pass.
       reference_states: final states [T, D] of responses under the reference, by index, in this
         process; None unless asked for.
-      logprobs: nats, of the policy before the update; None if nobody computed them, and before the
-        update if the update computes them.
+      logprobs: nats, of the policy before the update. None if nothing computes them; in `before`,
+        None also if the update is going to compute them.
       counted: True on the tokens that `logprobs` has. A batch rule may leave responses out of an
         update.
-      scalars: for the row of the log.
+      scalars: for the row of the log, from the probes so far.
     """
 
     step: int
@@ -143,7 +144,7 @@ class Probes(Probe):
         return seen
 
     def after(self, seen: Seen) -> dict[str, float]:
-        """The scalars of all, those of `before` among them."""
+        """The scalars of all probes, from `before` and from `after`."""
         found = dict(seen.scalars)
         for module, probe in self._probes:
             with running(FIELD, module, "after"):
@@ -180,5 +181,5 @@ def load_probes(tools: Tools) -> Probes:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether a step is one of every `every`; 0: none is."""
+    """Whether the number of a step is a multiple of `every`; never if `every` is 0."""
     return bool(every) and step % every == 0
