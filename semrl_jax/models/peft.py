@@ -91,12 +91,12 @@ def target_names(config: DecoderConfig, modules: Sequence[str]) -> tuple[str, ..
     return tuple(kernels[module].name.rpartition(".")[2] for module in modules)
 
 
-def check_rank(config: DecoderConfig, lora: Lora, field: str = "lora.rank") -> None:
+def check_rank(config: DecoderConfig, lora: Lora) -> None:
     """Raises UserError if the rank is larger than a dimension of a module."""
     for module, kernel in layer_kernels(config).items():
         if module in lora.modules and lora.rank > min(kernel.shape):
             raise UserError(
-                f"{field}={lora.rank} must be at most {min(kernel.shape)}, the smaller dimension "
+                f"lora.rank={lora.rank} must be at most {min(kernel.shape)}, the smaller dimension "
                 f"of {kernel.name} {kernel.shape}."
             )
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from semrl_jax.errors import UserError
@@ -125,10 +124,10 @@ def find_slice(text: str) -> Slice:
     return Slice(CHIPS[name], tuple(int(size) for size in shape.split("x")))
 
 
-def smallest_that_holds(num_bytes: float | int, chips: Sequence[str] = tuple(CHIPS)) -> list[str]:
+def smallest_that_holds(num_bytes: float | int) -> list[str]:
     """For each chip the name of its smallest slice with so much memory; none if there is none."""
     found = []
-    for name in chips:
-        slices = [find_slice(f"{name}:{shape}") for shape in CHIPS[name].topologies]
+    for name, chip in CHIPS.items():
+        slices = [find_slice(f"{name}:{shape}") for shape in chip.topologies]
         found += [slice_.name for slice_ in slices if slice_.hbm_bytes >= num_bytes][:1]
     return found
