@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
 from semrl_jax.errors import UserError
-from semrl_jax.metrics.records import Metrics
+from semrl_jax.metrics.records import Measurement, Metrics
 from semrl_jax.modules import load_module, running
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.scoring import Scored
@@ -101,8 +101,23 @@ class Seen(NamedTuple):
         return self._replace(logprobs=logprobs, counted=np.asarray(trained))
 
     def with_metrics(self, metrics: Metrics) -> Seen:
-        """Adds metrics: [B] values and validities."""
-        return self._replace(scored=self.scored.with_metrics(metrics))
+        """Adds metrics: [B] values and validities, or what NumPy makes arrays of.
+
+        Raises:
+          ValueError: if a column has not one entry per response.
+        """
+        columns = {
+            key: Measurement(np.asarray(value), np.asarray(valid, bool))
+            for key, (value, valid) in metrics.items()
+        }
+        for key, column in columns.items():
+            shapes = [each.shape for each in column]
+            if shapes != [(len(self.scored),)] * 2:
+                raise ValueError(
+                    f"the values and validities of {key.label!r} have the shapes {shapes}; both "
+                    f"must have one entry for each of the {len(self.scored)} responses."
+                )
+        return self._replace(scored=self.scored.with_metrics(columns))
 
     def with_scalars(self, scalars: Mapping[str, float]) -> Seen:
         return self._replace(scalars={**self.scalars, **scalars})

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from semrl_jax.metrics import Measurement, MetricKey
 from semrl_jax.modules import module_names
 from semrl_jax.runs import validate
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.training.probes import (
     BUILT_IN,
     NOTHING,
@@ -103,3 +105,26 @@ def test_log_probabilities_are_those_of_the_pass_or_else_of_the_update():
     assert after.logprobs is ours and after.counted is trained
     passed = seen._replace(logprobs=ours + 1, counted=~trained)
     assert passed.updated(ours, trained) is passed
+
+
+def test_columns_are_what_numpy_makes_arrays_of():
+    for values, valid in (
+        ([1, 2, 3, 4], [1, 0, 1, 1]),
+        (jnp.arange(1, 5), jnp.array([True, False, True, True])),
+    ):
+        found = SEEN.with_metrics({KEY: Measurement(values, valid)}).scored
+        scalars = metric_scalars(found)
+        assert scalars["metrics/length/mean"] == pytest.approx(8 / 3)
+        assert scalars["metrics/length/valid_fraction"] == 0.75
+        assert [type(column) for column in found.metrics[KEY]] == [np.ndarray] * 2
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (4, 1)])
+def test_a_column_of_another_shape_names_the_probe(shape):
+    class Wrong(Probe):
+        def before(self, seen):
+            return seen.with_metrics({KEY: Measurement(np.ones(shape), np.ones(shape, bool))})
+
+    probes = Probes([(sys.modules[__name__], Wrong())])
+    with pytest.raises(UserError, match=r"before of .*test_probes failed .ValueError: .*'length'"):
+        probes.before(SEEN)
