@@ -28,9 +28,8 @@ from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.statistics import (
     batch_scalars,
-    logprob_mismatch,
-    state_differences,
 )
+from semrl_jax.training.probes.mismatch import logprob_mismatch, state_differences
 from semrl_jax.training.rollout_batch import bucket, pad_batch
 from semrl_jax.types import FINISH_REASONS, Annealing
 from tests.fixtures import make_scored

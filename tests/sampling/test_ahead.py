@@ -14,8 +14,8 @@ from semrl_jax.sampling import ahead, opening, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
-from semrl_jax.sampling.statistics import staleness
 from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored
 from tests.rollout.fake_engine import FakeEngine

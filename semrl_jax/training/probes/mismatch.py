@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
+from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.sampling.annealing import distribution_at
-from semrl_jax.sampling.statistics import logprob_mismatch, state_differences, state_mismatch
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.training.plan import PassNeeds
 from semrl_jax.training.probes import Probe, Seen, Tools, is_due
+from semrl_jax.types import Annealing, Rollout
 
 
 def probe(tools: Tools) -> Probe:
@@ -42,3 +46,77 @@ class Mismatch(Probe):
             own = state_differences(seen.scored, seen.tokens.states)
             scalars |= state_mismatch(self.tools.peers.gather("mismatch", own))
         return scalars
+
+
+def logprob_mismatch(
+    rollouts: Sequence[Rollout],
+    old_logprobs: Float[np.ndarray, "B T"],
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    annealing: Annealing | None = None,
+) -> dict[str, float]:
+    """Absolute difference of the log-probabilities of engine and training model, in nats.
+
+    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k,
+    the engine samples from a part of the vocabulary, and with an annealed temperature at others.
+    Then its raw log-probabilities are compared, which are over the whole vocabulary at
+    temperature 1. Returns {} if the temperatures differ or an engine sends no raw
+    log-probabilities.
+
+    Args:
+      rollouts: B responses.
+      old_logprobs: of the training model; padding and context may hold anything.
+      temperature, top_p, top_k, annealing: of the sampling.
+    """
+    differs = top_p < 1 or top_k > 0 or annealing is not None
+    if differs and temperature != 1:
+        return {}
+    theirs = [r.rollout_raw_logprobs if differs else r.rollout_logprobs for r in rollouts]
+    if any(logprobs is None for logprobs in theirs):
+        return {}
+    masks = [rollout.response_mask for rollout in rollouts]
+    ours = [row[: len(mask)][mask] for row, mask in zip(old_logprobs, masks)]
+    theirs = [logprobs[mask] for logprobs, mask in zip(theirs, masks)]
+    difference = np.abs(np.concatenate(ours) - np.concatenate(theirs))
+    return {
+        "rollout/logprob_mismatch/mean": float(difference.mean()),
+        "rollout/logprob_mismatch/max": float(difference.max()),
+    }
+
+
+def state_differences(
+    scored: Sequence[ScoredRollout], states: Mapping[int, Float[np.ndarray, "_ D"]]
+) -> dict[str, float]:
+    """Relative difference of the hidden states of engine and training model, per token.
+
+    Args:
+      scored: B responses; those with hidden states are compared.
+      states: of the training model, by index of the response; those that this process has.
+
+    Returns:
+      `count`, `sum` and `max` of |ours - theirs| / |ours| over the compared tokens.
+    """
+    relative = [np.zeros(0)]
+    for index, row in states.items():
+        rollout = scored[index].rollout
+        if rollout.hidden_states is None:
+            continue
+        ours = row.astype(np.float32)
+        theirs = rollout.policy_states(FINAL_LAYER).astype(np.float32)
+        relative.append(np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(ours, axis=1))
+    values = np.concatenate(relative)
+    total, largest = float(values.sum()), float(values.max(initial=0.0))
+    return {"count": float(len(values)), "sum": total, "max": largest}
+
+
+def state_mismatch(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`state_differences` of all processes as log scalars; {} if nothing was compared."""
+    count = sum(part["count"] for part in parts)
+    if not count:
+        return {}
+    return {
+        "rollout/hidden_state_mismatch/mean": sum(part["sum"] for part in parts) / count,
+        "rollout/hidden_state_mismatch/max": max(part["max"] for part in parts),
+    }

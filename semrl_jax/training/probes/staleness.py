@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from semrl_jax.sampling.statistics import staleness
+import numpy as np
+
+from semrl_jax.sampling.scoring import ScoredRollout
 from semrl_jax.settings.rollout import num_parts
 from semrl_jax.training.probes import Probe, Seen, Tools
 
@@ -19,3 +22,19 @@ class Staleness(Probe):
 
     def after(self, seen: Seen) -> dict[str, float]:
         return staleness(seen.scored, seen.step, by_token=self.by_token)
+
+
+def staleness(
+    scored: Sequence[ScoredRollout], step: int, *, by_token: bool = False
+) -> dict[str, float]:
+    """`rollout/staleness`, the mean, and `.../max`: steps from the weights of a response to `step`.
+
+    Those of its oldest token count. With `by_token` also `.../tokens`, the mean over all tokens.
+    """
+    spans = [span for item in scored for span in item.rollout.versions]
+    ages = [step - min(span.version.step for span in item.rollout.versions) for item in scored]
+    found = {"rollout/staleness": float(np.mean(ages)), "rollout/staleness/max": float(max(ages))}
+    if by_token:
+        each, lengths = zip(*((step - s.version.step, s.end - s.start) for s in spans))
+        found["rollout/staleness/tokens"] = float(np.average(each, weights=lengths))
+    return found
