@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from semrl_jax.data import Demonstrations
+from semrl_jax.errors import UserError
 from semrl_jax.models import AXES, Params, Policy, make_mesh
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import clipped
@@ -76,7 +77,7 @@ def fit_demonstrations(
     seed: int,
     report: Callable[[int, float], None],
 ) -> Params:
-    """Trains a policy on one device with AdamW; an update that is not finite is skipped.
+    """Trains a policy on one device with AdamW.
 
     Args:
       policy: the architecture.
@@ -88,6 +89,9 @@ def fit_demonstrations(
 
     Returns:
       The trained parameters.
+
+    Raises:
+      UserError: if a loss or gradient is not finite.
     """
     optimizer = clipped(schedule(learning_rate, num_steps), **OPTIMIZER)
     trainee = Trainee(POLICY, optimizer, DemonstrationLoss(policy))
@@ -103,5 +107,10 @@ def fit_demonstrations(
         rows = order[step * batch_size : (step + 1) * batch_size]
         columns = {name: column[rows] for name, column in vars(demonstrations).items()}
         trained, scalars, _ = trainee.update(trained, Demonstrations(**columns), plan)
+        if scalars[f"{POLICY}/update_skipped"]:
+            raise UserError(
+                f"warm_start.learning_rate={learning_rate}: the loss or gradient of step {step} is "
+                "not finite; lower it."
+            )
         report(step, float(scalars[f"{POLICY}/loss"]))
     return trained.params

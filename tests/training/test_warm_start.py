@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from semrl_jax import data, models
+from semrl_jax.errors import UserError
 from semrl_jax.training.warm_start import fit_demonstrations
 
 
@@ -19,13 +20,14 @@ def make_policy():
     )  # fmt: skip
 
 
-def fit(seed=0, num_steps=30):
+def fit(seed=0, num_steps=30, learning_rate=1e-2):
     tokenizer, policy = data.character_tokenizer(), make_policy()
     losses = []
     params = fit_demonstrations(
         policy, policy.init(jax.random.key(seed)),
         data.arithmetic_demonstrations(tokenizer, 0, 64),
-        num_steps=num_steps, batch_size=16, micro_batch_size=8, learning_rate=1e-2, seed=seed,
+        num_steps=num_steps, batch_size=16, micro_batch_size=8, learning_rate=learning_rate,
+        seed=seed,
         report=lambda step, loss: losses.append(loss),
     )  # fmt: skip
     return params, losses
@@ -41,6 +43,14 @@ def test_loss_falls_from_the_uniform_one_and_repeats_exactly():
     jax.tree.map(np.testing.assert_array_equal, params, again)
     other, _ = fit(seed=1)
     assert not np.allclose(params["embed"]["embedding"], other["embed"]["embedding"])
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_too_high_ends_it():
+    with pytest.raises(
+        UserError, match=r"learning_rate=1e\+30: the loss or gradient of step"
+    ):
+        fit(learning_rate=1e30)
 
 
 @pytest.mark.slow
