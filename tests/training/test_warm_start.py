@@ -47,9 +47,7 @@ def test_loss_falls_from_the_uniform_one_and_repeats_exactly():
 
 @pytest.mark.slow
 def test_a_rate_that_is_too_high_ends_it():
-    with pytest.raises(
-        UserError, match=r"learning_rate=1e\+30: the loss or gradient of step"
-    ):
+    with pytest.raises(UserError, match=r"learning_rate=1e\+30: the loss or gradient of step"):
         fit(learning_rate=1e30)
 
 
