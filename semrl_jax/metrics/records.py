@@ -77,8 +77,11 @@ Metrics = Mapping[MetricKey, Measurement]
 def joined(parts: Sequence[tuple[int, Metrics]]) -> dict[MetricKey, Measurement]:
     """One column per metric, from parts of so many responses each.
 
-    A part holds a column per metric, or of one response the numbers. Responses of a part without a
-    metric have no valid one.
+    A part has the metrics of `size` responses as columns; a part of one response may have numbers.
+    If a part lacks a metric, its responses have no valid value of it.
+
+    Args:
+      parts: (size, metrics) of each part.
     """
     keys = dict.fromkeys(key for _, metrics in parts for key in metrics)
     found = {}

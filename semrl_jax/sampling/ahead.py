@@ -1,4 +1,4 @@
-"""Sampling beside the updates: the batch of step s has the weights of step max(0, s - lag)."""
+"""Sampling at the same time as the updates: the batch of step s has the weights of step max(0, s - lag)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from semrl_jax.sampling.weights import Weights
 from semrl_jax.types import SampleRequest
 
 POLL_S = 0.002  # of the main thread: a signal in the wait for a lock could leave it unheld
-CLOSE_S = 10.0  # for the other thread to end
+CLOSE_S = 10.0  # for the sampling thread to end
 
 
 class _Job(NamedTuple):
@@ -64,16 +64,16 @@ class Ahead:
         that trains on it: `lag`, or 1 if a batch is sampled in parts.
       num_steps: of the run.
       sampler: used by the main thread, for evaluations.
-      beside: used by the other thread, with a channel of its own to the other processes.
-      batches: what `beside` samples.
-      count: counts of events since its last call, on the channel of `beside`.
+      thread_sampler: used by the sampling thread, with its own channel to the other processes.
+      batches: the batches that `thread_sampler` samples.
+      count: returns the counts of events since its last call; it uses the same channel.
     """
 
     lag: int
     ready: int
     num_steps: int
     sampler: Sampler
-    beside: Sampler
+    thread_sampler: Sampler
     batches: Batches
     count: Callable[[], dict[str, float]]
 
@@ -84,7 +84,7 @@ class Ahead:
         self._position: Position | None = None  # after the last batch
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._events: collections.Counter[str] = collections.Counter()  # of evaluations
-        self._evaluated_s = 0.0  # since the last batch, while the other thread has none
+        self._evaluated_s = 0.0  # since the last batch, while the sampling thread has no batch
         self._status = ""
         self._thread = threading.Thread(target=self._work, name="sampling", daemon=True)
 
@@ -95,7 +95,7 @@ class Ahead:
         self.close()
 
     def close(self) -> None:
-        """Ends the calls of the other thread, and the thread."""
+        """Ends the calls of the sampling thread, and the thread."""
         self._jobs.put(None)
         if (client := self.sampler.sync.client) is not None:
             client.close()
@@ -214,7 +214,8 @@ class Ahead:
 
     def _sampled(self, job: _Job) -> tuple[Sample | None, dict[str, float]]:
         clock = Clock(self._show)
-        self.beside.send(job.weights)  # also equal ones, so that each row counts the same bytes
+        # Equal weights are sent again too, so that each row of the log counts the same bytes.
+        self.thread_sampler.send(job.weights)
         with clock("sample"):
             sample = self.batches.next(job.begins, self._position, clock)
         if sample is not None:

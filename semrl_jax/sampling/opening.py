@@ -65,15 +65,15 @@ def open_source(
         yield Counted(now, (events_on(sync.peers), figures)), sampler
         return
     channel = sync.peers.channel("sampling")
-    sync_beside = dataclasses.replace(sync, peers=channel, stop=sync.stop.elsewhere())
-    beside = dataclasses.replace(sampler, sync=sync_beside)
+    thread_sync = dataclasses.replace(sync, peers=channel, stop=sync.stop.elsewhere())
+    thread_sampler = dataclasses.replace(sampler, sync=thread_sync)
     ahead = Ahead(
         lag=lag,
         ready=1 if parts > 1 else lag,
         num_steps=config.training.num_steps,
         sampler=sampler,
-        beside=beside,
-        batches=batches_from(beside),
+        thread_sampler=thread_sampler,
+        batches=batches_from(thread_sampler),
         count=events_on(channel),
     )
     with ahead:

@@ -85,7 +85,7 @@ class Instant:
 
 def ahead_of(**parts):
     """A source that samples one step ahead, and takes no time for it."""
-    names = {"lag": 1, "ready": 1, "num_steps": 9, "beside": Instant(), "batches": Instant()}
+    names = {"lag": 1, "ready": 1, "num_steps": 9, "thread_sampler": Instant(), "batches": Instant()}
     return made(ahead.Ahead, **names | {"count": dict} | parts)
 
 
