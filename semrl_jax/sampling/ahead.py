@@ -1,4 +1,4 @@
-"""Sampling at the same time as the updates: the batch of step s has the weights of step max(0, s - lag)."""
+"""Sampling during the updates: the batch of step s has the weights of step max(0, s - lag)."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Ahead:
             time.sleep(POLL_S)
 
     def _work(self) -> None:
-        """The other thread. After a failure, every later batch has failed too."""
+        """Runs in the sampling thread. After a failure, every later batch has failed too."""
         ended, failure, self._evaluated_s = time.monotonic(), None, 0.0
         while (job := self._jobs.get()) is not None:
             began = time.monotonic()

@@ -85,8 +85,8 @@ class Instant:
 
 def ahead_of(**parts):
     """A source that samples one step ahead, and takes no time for it."""
-    names = {"lag": 1, "ready": 1, "num_steps": 9, "thread_sampler": Instant(), "batches": Instant()}
-    return made(ahead.Ahead, **names | {"count": dict} | parts)
+    names = {"lag": 1, "ready": 1, "num_steps": 9, "count": dict}
+    return made(ahead.Ahead, **names | {"thread_sampler": Instant(), "batches": Instant()} | parts)
 
 
 def test_an_evaluation_is_no_idle_time_and_keeps_no_weights(monkeypatch):
