@@ -90,9 +90,9 @@ def test_a_chat_with_a_random_model(config, tmp_path, capsys, monkeypatch):
         return found
 
     def remember_response(self, question):
-        item, seconds = ask(self, question)
-        responses.append(item.response)
-        return item, seconds
+        scored, seconds = ask(self, question)
+        responses.append(scored[0].response)
+        return scored, seconds
 
     monkeypatch.setattr(chat.Conversation, "_prompt_ids", remember)
     monkeypatch.setattr(chat.Conversation, "ask", remember_response)
