@@ -302,11 +302,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.overlong_tokens = 0
     # True: a response cut off at its limit is not trained on, but counts in its group
     config.algorithms.batch_rules.mask_truncated = False
-    # Penalty of confident errors, before the shaping; loads a reference. 0: off. docs/algorithms.md
-    config.algorithms.batch_rules.ace_alpha = 0.0
-    # Bonus for responses that are less sure, before the shaping. 0: off. docs/algorithms.md
-    config.algorithms.batch_rules.arm_alpha = 0.0
-    config.algorithms.batch_rules.arm_low_fraction = 0.2  # share of tokens that say how sure
     # Dynamic sampling: a step samples rounds of prompts_per_step prompts until prompts_per_step
     # groups have unequal rewards, and trains on these. The run ends if so many rounds do not
     # suffice. 0: off.

@@ -99,20 +99,6 @@ in the next step. If N rounds are not enough, the run saves the last finished st
 exit code 2; the same command with more rounds, or with 0, continues. `reward/mean_sampled` and
 `reward/correct_sampled` of the log are over all sampled groups ([keys](log_keys.md)).
 
-Two rules change the advantages of any algorithm, before the shaping. alpha is not published for
-either; 0 switches a rule off.
-
-- `algorithms.batch_rules.ace_alpha`: negative advantages are multiplied by 1 + alpha softplus(c), c
-  the mean over the response of old_logprobs - ref_logprobs, so that confident errors cost more
-  (ACE, arXiv:2602.21420). Row `advantage/ace_factor/mean` of the log is the mean factor. The
-  reference is loaded, also with `loss.kl_coefficient=0`.
-- `algorithms.batch_rules.arm_alpha`: in a group with a reward above 0, every response gets alpha
-  (c_prompt - c_response), c the geometric mean of the probabilities of the least probable fifth of
-  the tokens (`arm_low_fraction`), so that the policy keeps several solutions (ARM of ProGRPO,
-  arXiv:2602.05281). Row `advantage/arm_bonus/mean`. It costs a forward pass over the prompts.
-
-`semrl_jax/algorithms/error_penalty.py` and `confidence.py` say what the papers leave open.
-
 ## Annealed temperature
 
 `rollout.annealing.enabled=True` lowers the temperature along each response (EAD, arXiv:2510.05251):

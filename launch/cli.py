@@ -338,7 +338,7 @@ def _check_fields() -> None:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code
             if places := _places_in(error):
-                raise UserError(f"--config={path} sets a field that has moved: {places}.") from None
+                raise UserError(f"--config={path} sets a field of an earlier version: {places}.") from None
             (*_, reason) = str(error).strip().splitlines() or [""]
             # ml_collections puts the traceback and the name of the type into the text.
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")
@@ -351,7 +351,7 @@ def _check_fields() -> None:
 
 
 def _places_in(error: Exception) -> str:
-    """The new names of fields that have moved and that the failing line of a config file uses."""
+    """What became of the fields of an earlier version that a failing line of a config file uses."""
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     names = {name for line in lines for name in re.findall(r"\bconfig\.([\w.]+)", line)}
     return "; ".join(filter(None, map(new_places, sorted(names))))
@@ -368,7 +368,7 @@ def _check_field(config: ConfigDict, field: str) -> None:
             f"{', '.join(inside)}."
         )
     if places := new_places(field):
-        raise UserError(f"--config.{field} has moved: {places}.")
+        raise UserError(f"--config.{field} is of an earlier version: {places}.")
     near = [name for name in names if name.endswith(f".{field}")]
     near = near or difflib.get_close_matches(field, names, n=1, cutoff=0.8)
     hint = f"did you mean {' or '.join(near)}?" if near else "see configs/default.py."

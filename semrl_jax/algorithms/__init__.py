@@ -1,7 +1,5 @@
 """Pure advantage estimators, policy losses and KL estimators."""
 
-from semrl_jax.algorithms.confidence import confidence_reweighting, low_confidence
-from semrl_jax.algorithms.error_penalty import error_penalty
 from semrl_jax.algorithms.gae import generalized_advantages, whiten
 from semrl_jax.algorithms.groups import (
     broadcast_to_tokens,
@@ -29,15 +27,12 @@ __all__ = [
     "Bounds",
     "broadcast_to_tokens",
     "check_importance",
-    "confidence_reweighting",
-    "error_penalty",
     "explained_variance",
     "generalized_advantages",
     "group_relative_advantages",
     "importance_weights",
     "kl_estimate",
     "penalised_rewards",
-    "low_confidence",
     "policy_loss",
     "sum_over_sequences",
     "token_entropy",

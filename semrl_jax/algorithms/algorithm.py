@@ -89,13 +89,11 @@ class Passes(NamedTuple):
     Attributes:
       old_logprobs, ref_logprobs: nats.
       values: of the critic before each token, in the unit of the rewards.
-      prompt_confidence: `low_confidence` of the prompts, for `batch_rules.arm_alpha`.
     """
 
     old_logprobs: Float[Array, "B T"] | None = None
     ref_logprobs: Float[Array, "B T"] | None = None
     values: Float[Array, "B T"] | None = None
-    prompt_confidence: Float[Array, " P"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

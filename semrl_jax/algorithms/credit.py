@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, State
-from semrl_jax.algorithms.confidence import confidence_reweighting
-from semrl_jax.algorithms.error_penalty import error_penalty
 from semrl_jax.algorithms.importance import importance_weights
 from semrl_jax.algorithms.values import explained_variance
 from semrl_jax.metrics.records import Metrics
@@ -34,34 +32,19 @@ Options = tuple[tuple[str, Any], ...]  # keywords of a function, as a static arg
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchRules:
-    """Rules for the advantages and tokens of a batch. An alpha of 0 switches its rule off.
-
-    Attributes:
-      mask_truncated: whether responses that were truncated are not trained on. They still count in
-        the statistics of their group.
-      ace_alpha: of `error_penalty`.
-      arm_alpha, arm_low_fraction: of `confidence_reweighting`.
-    """
-
-    mask_truncated: bool = False
-    ace_alpha: float | int = 0.0
-    arm_alpha: float | int = 0.0
-    arm_low_fraction: float | int = 0.2
-
-
-@dataclasses.dataclass(frozen=True)
 class CreditRules:
     """How credit is assigned; hashable, so that it can be static under `jax.jit`.
 
     Attributes:
+      mask_truncated: whether responses that were truncated are not trained on. They still count in
+        the statistics of their group.
       importance: options of `importance_weights`; empty: the advantages are not multiplied by these
         weights here.
     """
 
     algorithm: Algorithm
     shaping: ShapingOptions
-    batch: BatchRules = BatchRules()
+    mask_truncated: bool = False
     importance: Options = ()
 
 
@@ -133,10 +116,9 @@ def assign_credit(
         credited = rewards + reward_bonus(metrics, baselines, **shaping).reshape(rewards.shape)
         scalars |= extent("reward/shaped", credited, jnp.ones_like(credited, bool))
     plain = algorithm.advantages(credited, passes, mask, memory.algorithm)
-    plain, of_rules = reweighted(plain, rewards, passes, mask, rules.batch)
     shaped, of_shaping = shape_advantages(plain, metrics, mask, baselines, **shaping)
     scalars |= extent("advantage", plain, mask) | extent("advantage/shaped", shaped, mask)
-    scalars |= of_rules | of_shaping
+    scalars |= of_shaping
     if rules.importance:
         weights, _ = importance_weights(
             passes.old_logprobs, tokens.rollout_logprobs, mask, **dict(rules.importance)
@@ -149,45 +131,10 @@ def assign_credit(
         scalars |= {"critic/explained_variance": explained}
         scalars |= extent("critic/return", returns, mask)
         scalars |= extent("critic/value", passes.values, mask)
-    if rules.batch.mask_truncated:
+    if rules.mask_truncated:
         mask = mask & ~tokens.truncated[:, None]
     after, of_state = _remembered(rules, rewards, metrics, passes, tokens, memory)
     return Credit(shaped, returns, mask, scalars | of_state, after)
-
-
-def reweighted(
-    advantages: Float[Array, "B T"],
-    rewards: Float[Array, "P G"],
-    passes: Passes,
-    response_mask: Bool[Array, "B T"],
-    rules: BatchRules,
-) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """The advantages after `error_penalty` and then `confidence_reweighting`, and scalars of both.
-
-    A rule whose alpha is 0 does nothing and logs nothing.
-    """
-    scalars = {}
-    if rules.ace_alpha:
-        advantages, mean = error_penalty(
-            advantages,
-            passes.old_logprobs,
-            passes.ref_logprobs,
-            response_mask,
-            alpha=rules.ace_alpha,
-        )
-        scalars["advantage/ace_factor/mean"] = mean
-    if rules.arm_alpha:
-        advantages, mean = confidence_reweighting(
-            advantages,
-            rewards,
-            passes.old_logprobs,
-            passes.prompt_confidence,
-            response_mask,
-            alpha=rules.arm_alpha,
-            low_fraction=rules.arm_low_fraction,
-        )
-        scalars["advantage/arm_bonus/mean"] = mean
-    return advantages, scalars
 
 
 def extent(prefix: str, values: Array, mask: Array) -> dict[str, Float[Array, ""]]:

@@ -52,7 +52,7 @@ def check_sections(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first wrong field, whatever the others are."""
     for field, value in flatten(config).items():
         if place := moved.new_places(field):
-            raise UserError(f"the config sets a field that has moved: {place}.")
+            raise UserError(f"the config sets a field of an earlier version: {place}.")
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{field}={value} must be a finite number.")
         limit = 2**63 if field == "seed" else 2**31  # above, clocks and arrays overflow

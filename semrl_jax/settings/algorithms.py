@@ -7,7 +7,6 @@ from typing import Any
 import ml_collections
 
 from semrl_jax.choices import IMPORTANCE_LEVELS, KEEP_GROUPS_BY
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, at_least_zero, at_most, one_of
 
 TOKEN_LEVELS = ("token", "total_variation")  # weights that follow from one token alone
@@ -19,14 +18,9 @@ def check(algorithms: Section) -> None:
     for field in ("level", "level_ahead"):
         one_of(f"algorithms.importance.{field}", algorithms["importance"][field], levels)
     name, rules = "algorithms.batch_rules", algorithms["batch_rules"]
-    at_least_zero(name, rules, "overlong_tokens", "max_sampling_rounds", "ace_alpha", "arm_alpha")
+    at_least_zero(name, rules, "overlong_tokens", "max_sampling_rounds")
     at_most(f"{name}.max_sampling_rounds", rules["max_sampling_rounds"], MAX_ROUNDS)
     one_of(f"{name}.keep_groups_by", rules["keep_groups_by"], KEEP_GROUPS_BY)
-    if not 0 < rules["arm_low_fraction"] <= 1:
-        raise UserError(
-            f"{name}.arm_low_fraction={rules['arm_low_fraction']} must be in (0, 1]: it is a share "
-            "of the tokens."
-        )
 
 
 def importance_options(config: ml_collections.ConfigDict) -> dict[str, Any]:

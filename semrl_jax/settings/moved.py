@@ -1,4 +1,4 @@
-"""Fields that had another name in an earlier release."""
+"""Fields that an earlier version had: under another name, or that no longer exist."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ from typing import Any
 
 # Old name -> present name, both in full.
 MOVED: dict[str, str] = {}
+# Removed name -> the value with which it did nothing. A run with that value goes on without it.
+REMOVED: dict[str, Any] = {
+    "algorithms.batch_rules.ace_alpha": 0.0,
+    "algorithms.batch_rules.arm_alpha": 0.0,
+    "algorithms.batch_rules.arm_low_fraction": 0.2,
+}
 
 
 def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, perhaps of an earlier release, by their present names."""
-    return {MOVED.get(name, name): value for name, value in fields.items()}
+    """The fields of a record, perhaps of an earlier version, by their present names.
+
+    A removed field stays only if it did something.
+    """
+    return {
+        MOVED.get(name, name): value
+        for name, value in fields.items()
+        if name not in REMOVED or REMOVED[name] != value
+    }
 
 
 def new_places(name: str) -> str:
-    """The new name of a field, or of each field of a former section; "" if none has moved."""
+    """What became of a field, or of each field of a former section; "" if nothing is known."""
+    moved = {old: f"is now {new}" for old, new in MOVED.items()}
+    gone = dict.fromkeys(REMOVED, "was removed, see docs/changelog.md")
     return "; ".join(
-        f"{old} is now {new}"
-        for old, new in MOVED.items()
+        f"{old} {what}"
+        for old, what in (moved | gone).items()
         if old == name or old.startswith(f"{name}.")
     )

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from semrl_jax import models
-from semrl_jax.algorithms import low_confidence
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
 from semrl_jax.clock import Clock
@@ -31,7 +30,7 @@ from semrl_jax.training.packing import row_plan
 from semrl_jax.training.plan import NOTHING, PASS, UPDATE, PassNeeds, PassPlan
 from semrl_jax.training.policy import PolicyLoss, TokenPass, batch_logprobs
 from semrl_jax.training.reward_model import RewardModel
-from semrl_jax.training.rollout_batch import pad_batch, prompts_alone
+from semrl_jax.training.rollout_batch import pad_batch
 from semrl_jax.training.state import (
     POLICY,
     TrainState,
@@ -47,8 +46,6 @@ from semrl_jax.training.state import (
 from semrl_jax.training.trainee import Frozen, MiniBatch, Trainee, update_all
 from semrl_jax.types import Rollout, RolloutBatch
 
-_low_confidence = jax.jit(low_confidence, static_argnames="fraction")
-
 
 class ForwardPasses(NamedTuple):
     """The passes over one batch before the update; None where nothing needs one."""
@@ -56,13 +53,12 @@ class ForwardPasses(NamedTuple):
     old: TokenPass | None
     ref_logprobs: Float[Array, "B T"] | None
     values: Float[Array, "B T"] | None = None
-    prompt_confidence: Float[Array, " P"] | None = None  # see `algorithms.low_confidence`
     reference_states: Mapping[int, Float[np.ndarray, "_ D"]] | None = None
 
     def arrays(self) -> Passes:
         """What credit is assigned by."""
         old_logprobs = None if self.old is None else self.old.logprobs
-        return Passes(old_logprobs, self.ref_logprobs, self.values, self.prompt_confidence)
+        return Passes(old_logprobs, self.ref_logprobs, self.values)
 
 
 class Critic(NamedTuple):
@@ -159,7 +155,7 @@ class Learner:
         """
         plan, step = self.plan, int(state.step)
         needs = plan.needs(step, asked)
-        old = reference = values = confidence = None
+        old = reference = values = None
         if needs.logprobs or needs.entropies or needs.states:
             with clock("old_logprobs"):
                 also = {"with_states": needs.states, "with_entropies": needs.entropies}
@@ -170,14 +166,11 @@ class Learner:
         if plan.values:
             with clock("values"):
                 values = self.values(state.critic.params, batch)
-        if plan.prompts:
-            with clock("prompt_logprobs"):
-                confidence = self.prompt_confidence(self.whole(state.params), batch)
         states = None
         if needs.reference_states:
             with clock("drift"):
                 states = self.logprobs(fetched(self.reference), batch, with_states=True).states
-        return ForwardPasses(old, reference, values, confidence, states)
+        return ForwardPasses(old, reference, values, states)
 
     def logprobs(self, params: models.Params, batch: RolloutBatch, **with_also: bool) -> TokenPass:
         """Log-probabilities of the responses under `params`, and what `batch_logprobs` can add."""
@@ -193,15 +186,6 @@ class Learner:
                     **with_also,
                 )
             )
-
-    def prompt_confidence(self, params: models.Params, batch: RolloutBatch) -> Float[Array, " P"]:
-        """`low_confidence` of the prompts, for `batch_rules.arm_alpha`."""
-        prompts = prompts_alone(batch, self.config.rollout.group_size)
-        return _low_confidence(
-            self.logprobs(params, prompts).logprobs,
-            prompts.response_mask,
-            fraction=self.config.algorithms.batch_rules.arm_low_fraction,
-        )
 
     def values(self, params: models.Params, batch: RolloutBatch) -> Float[Array, "B T"]:
         """The critic's values before the tokens of the responses."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import ml_collections
 
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
-from semrl_jax.algorithms.credit import BatchRules, CreditRules, Options
+from semrl_jax.algorithms.credit import CreditRules, Options
 from semrl_jax.settings.algorithms import TOKEN_LEVELS, importance_options
 from semrl_jax.shaping import ShapingOptions
 
@@ -47,9 +47,7 @@ class PassPlan:
       old: who computes `old_logprobs`: NONE, a PASS before the update, or the UPDATE in its own
         forward pass, which has the same parameters if a step has one update.
       reference: who computes `ref_logprobs`: NONE, a PASS before the update, or the UPDATE.
-      reference_in_loss: whether the loss takes them; only a batch rule may need them.
       values: whether a critic gives values.
-      prompts: whether a pass over the prompts alone gives their confidence.
       states: whether the policy's own states are measured in every step.
       importance: options of `importance_weights`; empty: no correction.
       corrects: who multiplies the advantages by these weights: NONE, PASS: `assign_credit` from the
@@ -61,9 +59,7 @@ class PassPlan:
 
     old: str
     reference: str
-    reference_in_loss: bool
     values: bool
-    prompts: bool
     states: bool
     importance: Options
     corrects: str
@@ -73,7 +69,7 @@ class PassPlan:
     @classmethod
     def of(cls, algorithm: Algorithm, config: ml_collections.ConfigDict) -> PassPlan:
         """The plan of a checked config."""
-        needs, rules = algorithm.needs, config.algorithms.batch_rules
+        needs = algorithm.needs
         importance = importance_options(config)
         several = config.data.prompts_per_step > config.training.prompts_per_minibatch
         # A single update corrects by itself, token by token.
@@ -83,22 +79,18 @@ class PassPlan:
             needs.early_old_logprobs
             or (needs.old_logprobs and several)
             or (importance["level"] != "none" and early_weights)
-            or rules.ace_alpha
-            or rules.arm_alpha
         ):
             old = PASS
         reference = UPDATE if needs.reference else NONE
         # An offloaded reference has a pass of its own: it is not on the device during the update.
         is_away = needs.reference and "reference" in config.training.offload
-        if needs.early_reference or rules.ace_alpha or is_away:
+        if needs.early_reference or is_away:
             reference = PASS
         corrects = PASS if old == PASS else UPDATE
         return cls(
             old=old,
             reference=reference,
-            reference_in_loss=needs.reference,
             values=needs.values,
-            prompts=bool(rules.arm_alpha),
             states=config.hidden_states.source == "policy",
             importance=() if importance["level"] == "none" else tuple(importance.items()),
             corrects=NONE if importance["level"] == "none" else corrects,
@@ -129,7 +121,7 @@ class PassPlan:
         """The results of passes that the losses take; the update computes what it lacks."""
         return Passes(
             passes.old_logprobs if self.old == PASS else None,
-            passes.ref_logprobs if self.reference_in_loss else None,
+            passes.ref_logprobs,
             passes.values,
         )
 
@@ -138,11 +130,9 @@ def credit_rules(
     algorithm: Algorithm, config: ml_collections.ConfigDict, plan: PassPlan
 ) -> CreditRules:
     """How a run assigns credit."""
-    rules = config.algorithms.batch_rules
-    fields = [field.name for field in dataclasses.fields(BatchRules)]
     return CreditRules(
         algorithm,
         ShapingOptions(**config.shaping),
-        BatchRules(**{field: rules[field] for field in fields}),
+        config.algorithms.batch_rules.mask_truncated,
         plan.importance if plan.corrects == PASS else (),
     )

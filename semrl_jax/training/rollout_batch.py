@@ -52,26 +52,6 @@ def pad_batch(
     )
 
 
-def prompts_alone(batch: RolloutBatch, group_size: int) -> RolloutBatch:
-    """The prompt of each group as one row, in which every token but the first is a response token.
-
-    A pass over it gives the log-probability of each prompt token after those before it.
-    """
-    num_columns = batch.token_ids.shape[1] - batch.response_mask.shape[1]
-    token_ids, segment_ids, positions = (
-        array[::group_size, :num_columns]
-        for array in (batch.token_ids, batch.segment_ids, batch.positions)
-    )
-    follows = positions[:, 1:] > 0  # it is 0 at the first token and on padding
-    return RolloutBatch(
-        token_ids=token_ids,
-        positions=positions,
-        segment_ids=segment_ids,
-        response_mask=follows,
-        rollout_logprobs=np.zeros(follows.shape, np.float32),
-    )
-
-
 def credited_tokens(batch: RolloutBatch, scored: Sequence[ScoredRollout]) -> Tokens:
     """What `assign_credit` reads of a batch."""
     truncated = np.array([item.rollout.finish_reason == "length" for item in scored])

@@ -365,7 +365,7 @@ def test_a_moved_field_is_named_with_its_new_place(monkeypatch, tmp_path):
     config = quickstart.get_config()
     validate(config)
     config.training.rate = 0.5
-    with pytest.raises(UserError, match=r"has moved: training.rate is now training.learning_rate"):
+    with pytest.raises(UserError, match=r"of an earlier version: training.rate is now training.learning_rate"):
         validate(config)
     record = tmp_path / "config.json"  # of a run of an earlier release
     record.write_text(json.dumps({"config": {"training": {"rate": 0.5}}}))

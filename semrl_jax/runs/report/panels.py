@@ -56,7 +56,6 @@ STAGES = {
     "time/evaluate_s": "evaluate",
     "time/sample_s": "sample",
     "time/reward_model_s": "reward model",
-    "time/prompt_logprobs_s": "log-probs of prompts",
     "time/old_logprobs_s": "log-probs",
     "time/ref_logprobs_s": "log-probs of the reference",
     "time/drift_s": "states of the reference",
