@@ -3,8 +3,7 @@
     python -m benchmarks.metrics
     python -m benchmarks.metrics --shapes 64x512x896 16x1536x3584
     python -m benchmarks.metrics --accuracy
-    python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank --growth 1.25
-    python -m benchmarks.metrics --growths 1.1 1.25 1.5
+    python -m benchmarks.metrics --lengths 256 512 1024 --names effective_rank
     python -m benchmarks.metrics --costs 512x896 2048x896
 
 The release's algorithm computes the singular values of the centred response for all five values.
@@ -19,8 +18,7 @@ and with one column so large that every response is recomputed in float64.
 thread, and the functions of sets of responses.
 
 Without options, one batch is measured with the first spectrum, and long responses on one thread.
-PyTorch (`pip install -e '.[test]'`) is needed except for `--accuracy`, `--growths`, `--lengths` and
-`--costs`.
+PyTorch (`pip install -e '.[test]'`) is needed except for `--accuracy`, `--lengths` and `--costs`.
 """
 
 import os
@@ -43,7 +41,6 @@ import numpy as np
 
 from benchmarks import machine, results
 from semrl_jax import metrics
-from semrl_jax.analysis.growth import growing_states, sampled_states, wide_states
 from semrl_jax.metrics import hidden_state_metrics
 from tests.oracles import metrics as oracle
 
@@ -236,22 +233,17 @@ def accuracy() -> None:
             print(f"{method:8}{name:22}{values}", flush=True)
 
 
-def lengths(
-    sizes: Sequence[int], width: int, names: Sequence[str], growths: Sequence[float], turns: int
-) -> str:
+def lengths(sizes: Sequence[int], width: int, names: Sequence[str], turns: int) -> str:
     """Seconds per response under the `exact` window on one thread, as Markdown."""
-    rows = []
-    for growth in growths:
-        measure = measurement(tuple(names), "exact", window_growth=growth)
-        rows.append(["every window" if growth == 1 else f"`window_growth={growth:g}`"])
-        for length in sizes:
-            states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
-            arrays = jnp.asarray(states), jnp.ones((1, length), bool)
-            seconds(measure, *arrays)
-            took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
-            rows[-1].append(f"{took:.3f}")
+    measure, row = measurement(tuple(names), "exact"), ["every window"]
+    for length in sizes:
+        states = np.random.default_rng(0).normal(size=(1, length, width)).astype(np.float32)
+        arrays = jnp.asarray(states), jnp.ones((1, length), bool)
+        seconds(measure, *arrays)
+        took = statistics.median(seconds(measure, *arrays) for _ in range(turns))
+        row.append(f"{took:.3f}")
     header = ("Seconds per response", *(f"{length} tokens" for length in sizes))
-    return results.table(header, rows) + (
+    return results.table(header, [row]) + (
         f"\n\nOne call of `hidden_state_metrics` for one Gaussian response of width {width} under "
         f"the `exact` window: {', '.join(names)}, with orders of the effective rank; medians of "
         f"{turns}."
@@ -316,46 +308,6 @@ def costs(length: int, width: int, turns: int) -> str:
     )
 
 
-def growths(values: list[float], num_tokens: int = 2048, num_responses: int = 6) -> None:
-    """Prints errors of ERV, ERA and beta with interpolated windows, and the time saved."""
-    rng = np.random.default_rng(0)
-    sources = {
-        "directions like sqrt t": lambda rate: growing_states(
-            "square root", num_tokens=num_tokens, rate=rate * 3, width=128, rng=rng
-        ),
-        "directions like t": lambda rate: growing_states(
-            "linear", num_tokens=num_tokens, rate=rate / 16, width=128, rng=rng
-        ),
-        "768 directions": lambda rate: wide_states(num_tokens=num_tokens, decay=rate / 2, rng=rng),
-    }
-    responses = {
-        name: [make(rate) for rate in np.linspace(0.2, 1, num_responses)]
-        for name, make in sources.items()
-    }
-    responses["sampled by a model"] = sampled_states(
-        num_responses=num_responses, num_tokens=num_tokens
-    )
-    for name, found in responses.items():
-        states = np.stack([rows[:num_tokens] for rows in found])
-        arrays = states, np.ones(states.shape[:2], bool)
-        exact = measurement(ORDERS, "exact")
-        expected, took = exact(*arrays), seconds(exact, *arrays)
-        for growth in values:
-            measure = measurement(ORDERS, "exact", window_growth=growth)
-            actual = measure(*arrays)
-            erv, era = (
-                np.abs(actual[key] / expected[key] - 1).max()
-                for key in ("effective_rank_velocity", "effective_rank_acceleration")
-            )
-            # beta = sigmoid(2 d): at the baseline, a relative error of ERA changes d by as much.
-            beta = 1 / (1 + math.exp(-2 * era)) - 0.5
-            print(
-                f"{took / seconds(measure, *arrays):5.1f}x  growth {growth:<5} {name:24}"
-                f"largest error of ERV {erv:.1e}, ERA {era:.1e}, beta {beta:.1e}",
-                flush=True,
-            )
-
-
 def shape_of(text: str) -> tuple[int, int]:
     """Tokens and width of an argument such as "512x896"; ValueError for any other text."""
     tokens, width = map(int, text.split("x"))
@@ -366,10 +318,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--accuracy", action="store_true", help="errors against float64, no times")
     parser.add_argument("--lengths", type=int, nargs="*", help="growth of the `exact` window")
-    parser.add_argument(
-        "--growth", type=float, nargs="+", default=[1.0, 1.25], help="window_growth of --lengths"
-    )
-    parser.add_argument("--growths", type=float, nargs="*", help="errors of window_growth")
     parser.add_argument(
         "--names", nargs="*", default=list(metrics.RELEASE_METRICS), help="for --lengths"
     )
@@ -383,9 +331,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.accuracy:
         accuracy()
-    elif arguments.growths:
-        growths(arguments.growths)
-    if arguments.accuracy or arguments.growths:
         print(machine.description())
         return
     versions = {}
@@ -403,7 +348,7 @@ def main() -> None:
         tables = [costs(*shape, arguments.turns) for shape in arguments.costs]
     elif arguments.lengths:
         width, names = arguments.width, arguments.names
-        tables = [lengths(arguments.lengths, width, names, arguments.growth, arguments.turns)]
+        tables = [lengths(arguments.lengths, width, names, arguments.turns)]
     elif arguments.shapes:
         tables = []
         for shape in (tuple(map(int, text.split("x"))) for text in arguments.shapes):
@@ -412,7 +357,7 @@ def main() -> None:
     else:
         tables = [
             compared(SHAPE, RESOLVED),
-            lengths(LONG, SHAPE[-1], ORDERS, arguments.growth, turns=1),
+            lengths(LONG, SHAPE[-1], ORDERS, turns=1),
         ]
     results.show("Speed of the metrics", "\n\n".join(tables), arguments.json, versions)
 

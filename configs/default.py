@@ -188,9 +188,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.metrics.dataset_stride = 20  # between two measured prefixes of a batch; 0: not measured
     # Which prefixes velocity and acceleration compare: exact, release or later
     config.metrics.window = "exact"
-    # Above 1, skip prefixes so that each measured one is at most this factor longer than the last.
-    # The skipped ones are interpolated. The first four and the last are always measured.
-    config.metrics.window_growth = 1.0
     config.metrics.method = "gram"  # decomposition: gram, or svd, which is slower and has 5 digits
     # Metrics of a response's hidden states: built in, or of your own; docs/extending.md.
     config.metrics.names = ("effective_rank",)

@@ -338,7 +338,9 @@ def _check_fields() -> None:
             config = flags.FLAGS["config"].parser.parse(path)
         except Exception as error:  # of the user's own code
             if places := _places_in(error):
-                raise UserError(f"--config={path} sets a field of an earlier version: {places}.") from None
+                raise UserError(
+                    f"--config={path} sets a field of an earlier version: {places}."
+                ) from None
             (*_, reason) = str(error).strip().splitlines() or [""]
             # ml_collections puts the traceback and the name of the type into the text.
             reason = reason.removeprefix(f"{UserError.__module__}.{UserError.__name__}: ")

@@ -143,7 +143,7 @@ class MetricParams:
 
     Attributes:
       names: of the replica's `metric_kinds`.
-      stride, window, method, window_growth: as in `metrics.hidden_state_metrics`.
+      stride, window, method: as in `metrics.hidden_state_metrics`.
       dtype: "bfloat16" or "float32", of the states it measures.
       num_threads: responses measured at the same time; at most the replica's processors.
     """
@@ -152,7 +152,6 @@ class MetricParams:
     stride: int
     window: str = "exact"
     method: str = "gram"
-    window_growth: float = 1.0
     dtype: str = "bfloat16"
     num_threads: int = 1
 

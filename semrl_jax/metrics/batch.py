@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.metrics.inputs import (
     AnyArray,
     check_choice,
-    check_growth,
     check_states,
     check_stride,
     compact,
@@ -43,7 +42,6 @@ def hidden_state_metrics(
     names: Sequence[str] = RELEASE_METRICS,
     method: str = "gram",
     orders: Sequence[str] | None = None,
-    window_growth: float = 1.0,
     side_by_side: bool = False,
     series: Sequence[str] = (),
 ) -> dict[MetricKey, Measurement]:
@@ -57,7 +55,6 @@ def hidden_state_metrics(
       method: as in `effective_rank`.
       orders: which of `names` get velocity and acceleration too; None: all of them. Windows cost
         more than all values, so name only what is used.
-      window_growth: as in `rank_dynamics`, for metrics of the spectrum.
       side_by_side: one batch of decompositions per window, for accelerators, instead of one
         response after the other. A short response then costs as much as a long one.
       series: which of `orders` are returned for every prefix too.
@@ -70,7 +67,7 @@ def hidden_state_metrics(
       valid in a response with a non-finite row under the mask. Invalid values are 0.0.
 
     Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window, name, method, order or growth.
+      ValueError: for a wrong rank, shape, dtype, stride, window, name, method or order.
     """
     check_states(
         hidden_states, response_mask, axes="[B, T, D], one layer of a batch: add an axis to one "
@@ -92,7 +89,6 @@ def hidden_state_metrics(
         names=names,
         method=method,
         orders=orders,
-        growth=check_growth(window_growth),
         side_by_side=bool(side_by_side),
         series=tuple(series),
     )
@@ -178,7 +174,6 @@ def check_users_metrics(names: Sequence[str], width: int, **options) -> None:
         "names",
         "method",
         "orders",
-        "growth",
         "side_by_side",
         "series",
     ),
@@ -207,13 +202,12 @@ def _measure(
     names: tuple[str, ...],
     method: str,
     orders: tuple[str, ...],
-    growth: float,
     batched: bool,
     series: tuple[str, ...],
 ) -> dict[MetricKey, Measurement]:
     """All metrics of one response."""
     rows = compact(*response)
-    windows = split_windows(rows, stride, window, growth)
+    windows = split_windows(rows, stride, window)
     metrics = {name: load_metric(name) for name in names}
     values: dict[str, Float[Array, ""]] = {}
     of_prefixes: dict[str, Float[Array, " K"]] = {}

@@ -52,15 +52,12 @@ def rank_dynamics(
         ... below their number; none if there are fewer than 2 stride. "later": as "release" without
         the limit of 512 tokens, and the whole response as one more prefix.
       method: as in `effective_rank`.
-      window_growth: at least 1 (default), which measures every window. Above 1, windows are skipped
-        from the fifth on: each measured one is at most this factor longer than the last. The last
-        window is always measured. The skipped ones are interpolated.
 
     Returns:
       Float32 scalars; an order is 0.0 below its number of windows (see `PrefixDynamics`).
 
     Raises:
-      ValueError: for a wrong rank, shape, dtype, stride, window, method or window_growth.
+      ValueError: for a wrong rank, shape, dtype, stride, window or method.
 
     Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is this project's,
     "release" is that of the reference implementation, "later" that of its later revisions.
@@ -117,11 +114,10 @@ def _effective_ranks(
     stride: int,
     window: str = "exact",
     method: str = "svd",
-    window_growth: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, " K"], Windows]:
     """ER of the whole response, ER of its windows, and the windows."""
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
-    windows = split_windows(rows, stride, window, window_growth)
+    windows = split_windows(rows, stride, window)
     value, series = spectral_series(rows, windows, (METRIC,), (METRIC,), method=method)
     return value[0], series[:, 0], windows

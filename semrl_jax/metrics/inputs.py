@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -89,16 +87,6 @@ def whole_number(value: Any) -> int:
         return 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return 0
-
-
-def check_growth(growth: Any) -> float:
-    """Returns the growth as a float; ValueError unless it is finite and at least 1."""
-    is_number = isinstance(growth, numbers.Real) and not isinstance(growth, bool)
-    if not (is_number and 1 <= growth < math.inf):
-        raise ValueError(
-            f"window_growth={growth!r} must be a number of at least 1; 1 measures every window."
-        )
-    return float(growth)
 
 
 def compact(hidden_states: Float[AnyArray, "T D"], response_mask: Bool[AnyArray, " T"]) -> Rows:

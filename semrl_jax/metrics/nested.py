@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from semrl_jax.metrics.spectrum import cholesky_factor
 
@@ -30,7 +30,6 @@ from semrl_jax.metrics.spectrum import cholesky_factor
 LARGEST = 1.5
 # From this shift on, the rounding of a factorisation of G + s I in float32 is small beside s.
 FLOAT32_FROM = 5e-5
-MAX_PRODUCT = 512  # rows: up to here, contrasts by a matrix product take less time than by sums
 POWER_STEPS = 12
 # What is left of the power method's error for a flat spectrum.
 POWER_MARGIN = 1.3
@@ -38,37 +37,15 @@ POWER_MARGIN = 1.3
 CONVERGED = 0.02
 
 
-class Fit(NamedTuple):
-    """Shifts whose sums of log(1 + lambda / s) give sums of sigma.
-
-    Attributes:
-      shifts: relative to the largest eigenvalue, descending. They minimise the errors of
-        `fitted_weights`.
-      smallest: the smallest eigenvalue that is covered, relative to the largest.
-      relative_from: above this share of the largest sigma the errors are relative, below absolute.
-    """
-
-    shifts: tuple[float, ...]
-    smallest: float
-    relative_from: float
-
-
-# For any spectrum. Errors of 1.5e-5 of sigma and 5e-5 of sigma log sigma.
-WIDE = Fit(
-    (
-        1.8, 0.24, 4.3e-2, 8.2e-3, 1.6e-3, 3.2e-4, 6.3e-5, 1.3e-5,
-        2.6e-6, 5e-7, 9.4e-8, 1.6e-8, 2.4e-9, 3.1e-10, 2.9e-11, 4.9e-13,
-    ),
-    smallest=1e-11,
-    relative_from=1e-3,
+# Shifts, relative to the largest eigenvalue, whose sums of log(1 + lambda / s) give sums of sigma.
+# They minimise the errors for any spectrum: 1.5e-5 of sigma and 5e-5 of sigma log sigma.
+SHIFTS = (
+    1.8, 0.24, 4.3e-2, 8.2e-3, 1.6e-3, 3.2e-4, 6.3e-5, 1.3e-5,
+    2.6e-6, 5e-7, 9.4e-8, 1.6e-8, 2.4e-9, 3.1e-10, 2.9e-11, 4.9e-13,
 )  # fmt: skip
-# For eigenvalues within five decades, which float32 resolves. Errors of 1.6e-5 of sigma
-# and of sigma log sigma.
-NARROW = Fit(
-    (1.66, 0.195, 3.08e-2, 5.32e-3, 9.49e-4, 1.71e-4, 2.88e-5, 3.1e-6, 3.46e-8),
-    smallest=1e-5,
-    relative_from=0.0,
-)
+SMALLEST = 1e-11  # the smallest eigenvalue that is covered, relative to the largest
+# Above this share of the largest sigma the errors are relative, below absolute.
+RELATIVE_FROM = 1e-3
 
 
 class SpectralSums(NamedTuple):
@@ -89,16 +66,16 @@ class SpectralSums(NamedTuple):
 
 
 @functools.cache
-def fitted_weights(fit: Fit) -> Float[np.ndarray, "N 2"]:
+def fitted_weights() -> Float[np.ndarray, "N 2"]:
     """Weights of log(1 + x / s) for each shift, then of x, to get x^(1/2) and x^(1/2) log x^(1/2).
 
     Least squares with points equally spaced in log x.
     """
-    x = np.geomspace(fit.smallest, LARGEST, 1000)
+    x = np.geomspace(SMALLEST, LARGEST, 1000)
     sigma = np.sqrt(x)
-    terms = np.column_stack([np.log1p(x[:, None] / np.array(fit.shifts)), x])
+    terms = np.column_stack([np.log1p(x[:, None] / np.array(SHIFTS)), x])
     targets = np.stack([sigma, sigma * np.log(sigma)], axis=1)
-    scale = np.maximum(sigma, fit.relative_from)[:, None]
+    scale = np.maximum(sigma, RELATIVE_FROM)[:, None]
     return np.linalg.lstsq(terms / scale, targets / scale, rcond=1e-13)[0]
 
 
@@ -120,11 +97,11 @@ def prefix_sums(
     gram, largest = _scaled_contrasts(gram, num_rows)
     single = gram.astype(jnp.float32)
 
-    weights = fitted_weights(WIDE)
+    weights = fitted_weights()
     values = weights[-1][:, None] * _of_prefixes(jnp.diagonal(gram))[None]
     earlier: list[tuple[float, Array]] = []
     done = jnp.bool_(False)
-    for shift, weight in zip(WIDE.shifts, weights):
+    for shift, weight in zip(SHIFTS, weights):
 
         def factorise(shift=shift):
             matrix = single if shift >= FLOAT32_FROM else gram
@@ -154,64 +131,12 @@ def prefix_sums(
     others = jnp.maximum(directions - slopes[0], 0.0)
     (before, _), (last, _) = earlier[-2:]
     below = jnp.sqrt(others * grown * (np.log(before / last) * last))
-    return _sums(values, largest, slopes[1], below)
-
-
-def narrow_sums(
-    gram: Float[Array, "T T"], num_rows: Int[Array, ""], width: int
-) -> tuple[SpectralSums, Bool[Array, ""]]:
-    """Float32 sums over the spectra of all centred prefixes, with the errors of NARROW.
-
-    A response whose spectrum is not narrow costs one factorisation instead of all.
-
-    Args:
-      gram: float32, otherwise as in `prefix_sums`.
-      num_rows: valid rows.
-      width: D, at least num_rows: a prefix has t - 1 directions.
-
-    Returns:
-      The sums, and whether they are right: whether there are at least two rows, and all eigenvalues
-      of the response are in the range of the fit. Then those of every prefix are, because the
-      eigenvalues interlace.
-    """
-    gram, largest = _scaled_contrasts(gram, num_rows)
-    # A Cholesky factor is NaN unless all eigenvalues are positive. Here, these are the eigenvalues
-    # of the response less the smallest of the fit, and 1 for rows past the valid ones.
-    valid = jnp.arange(1, gram.shape[0] + 1) < num_rows
-    lowered = gram + jnp.diag(jnp.where(valid, -NARROW.smallest, 1.0).astype(gram.dtype))
-    narrow = jnp.all(jnp.isfinite(jnp.diagonal(cholesky_factor(lowered)))) & (num_rows >= 2)
-    # Products below `tiny` were lost. Is their sum below a rounding of the largest eigenvalue?
-    limits = jnp.finfo(gram.dtype)
-    narrow &= largest >= num_rows * (width * float(limits.tiny) / float(limits.eps))
-
-    shifts = jnp.asarray(NARROW.shifts, gram.dtype)
-
-    def factorise(index, log_pivots):
-        return log_pivots.at[index].set(_log_pivots(gram, shifts[index]))
-
-    # A loop, because `lax.cond` starts threads on a CPU, which costs more than the arithmetic.
-    none = jnp.zeros((len(NARROW.shifts), gram.shape[0]), gram.dtype)
-    log_pivots = jax.lax.fori_loop(0, jnp.where(narrow, len(none), 0), factorise, none)
-    terms = jnp.concatenate([log_pivots, jnp.diagonal(gram)[None]])
-    weights = jnp.asarray(fitted_weights(NARROW).T, gram.dtype)
-    values = jnp.matmul(weights, terms, precision=jax.lax.Precision.HIGHEST)
-    count = jnp.arange(gram.shape[0] + 1, dtype=gram.dtype)
-    return _sums(_of_prefixes(values), largest, count, jnp.zeros_like(count)), narrow
-
-
-def _sums(
-    values: Float[Array, "2 T"],
-    largest: Float[Array, ""],
-    count: Float[Array, " T"],
-    below: Float[Array, " T"],
-) -> SpectralSums:
-    """The sums over spectra that were divided by `largest`."""
     total, weighted = values
-    root = jnp.sqrt(largest)
+    root = jnp.sqrt(largest)  # the sums are over spectra divided by `largest`
     return SpectralSums(
         total=root * total,
         weighted=root * (weighted + total * jnp.log(root)),
-        count=count,
+        count=slopes[1],
         unresolved=root * below,
     )
 
@@ -221,8 +146,7 @@ def _scaled_contrasts(
 ) -> tuple[Float[Array, "N N"], Float[Array, ""]]:
     """The Gram matrix of the T - 1 contrasts, divided by about its largest eigenvalue; and that."""
     size = gram.shape[0]
-    combine = _contrasts_by_product if size <= MAX_PRODUCT else _contrasts_by_sums
-    gram = combine(combine(gram).T)
+    gram = _contrasts(_contrasts(gram).T)
     valid = jnp.arange(1, size) < num_rows
     gram = jnp.where(valid[:, None] & valid[None], gram, 0.0)
     unit = _positive(jnp.max(jnp.diagonal(gram), initial=0.0))
@@ -232,16 +156,8 @@ def _scaled_contrasts(
     return gram / largest, largest * unit
 
 
-def _contrasts_by_product(rows: Float[Array, "T K"]) -> Float[Array, "N K"]:
+def _contrasts(rows: Float[Array, "T K"]) -> Float[Array, "N K"]:
     """The T - 1 contrasts."""
-    count, column = np.arange(1, len(rows))[:, None], np.arange(len(rows))[None]
-    matrix = np.where(column < count, 1 / count, 0.0) - (column == count)
-    matrix = jnp.asarray(np.sqrt(count / (count + 1)) * matrix, rows.dtype)
-    return jnp.matmul(matrix, rows, precision=jax.lax.Precision.HIGHEST)
-
-
-def _contrasts_by_sums(rows: Float[Array, "T K"]) -> Float[Array, "N K"]:
-    """The T - 1 contrasts, in fewer operations."""
     count = jnp.arange(1, len(rows), dtype=rows.dtype)[:, None]
     means = jax.lax.associative_scan(jnp.add, rows[:-1]) / count
     return jnp.sqrt(count / (count + 1)) * (means - rows[1:])

@@ -13,17 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 from semrl_jax.metrics.inputs import AnyArray, Rows, anchor, check_choice, compact
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS
-from semrl_jax.metrics.nested import SpectralSums, narrow_sums, prefix_sums
+from semrl_jax.metrics.nested import SpectralSums, prefix_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product, with_float64
-from semrl_jax.metrics.windows import Windows, chunks, interpolated
+from semrl_jax.metrics.windows import Windows, chunks
 
 # Windows are padded to at most this many sizes, which bounds the compile time.
 MAX_SIZES = {jnp.dtype(jnp.float32): 16, jnp.dtype(jnp.float64): 6}
 
 EPSILON = 1e-8  # in units of the hidden states, as in the reference implementation
 
-# Up to here `narrow_sums` measures the prefixes of a response if it can, and else each one is
-# decomposed: `prefix_sums` would gain nothing.
+# Up to here each prefix is decomposed: `prefix_sums` would gain nothing.
 MAX_SHORT = 512
 # The sums of a response take at most as long as this many decompositions of T x T matrices.
 NESTED_DECOMPOSITIONS = 2
@@ -41,7 +40,7 @@ def whole_response(
     """A function of the spectrum of all valid rows; 0.0 if a valid row is not finite."""
     check_choice("method", method, METHODS)
     rows = compact(hidden_states, response_mask)
-    windows = Windows(rows, (), (), jnp.int32(0), False)
+    windows = Windows(rows, (), jnp.int32(0), False)
     values, _ = spectral_series(rows, windows, (metric,), (), method=method, centred=metric.centred)
     return values[0]
 
@@ -65,8 +64,7 @@ def spectral_series(
       method: "svd": in float64, with an SVD where float64 does not resolve the spectrum. "gram": in
         float32 if that resolves the spectra of the response and of all prefixes, else all in
         float64. Where sums over the spectra suffice for the metrics (`of_sums`) and are faster,
-        they are used instead, see `nested`: in windows of more than 512 tokens, and in shorter
-        responses with a narrow spectrum. No such window is interpolated.
+        they are used for windows of more than 512 tokens instead, see `nested`.
       batched: whether `vmap` measures the responses side by side; see `symmetric_eigenvalues`.
       centred: as all of the metrics are.
     """
@@ -78,7 +76,6 @@ def spectral_series(
         _measure,
         batched=batched,
         sizes=windows.sizes if series_metrics else (),
-        measured=windows.measured if series_metrics else (),
         window_rows=windows.rows.states.shape[0],
         value_metrics=value_metrics,
         series_metrics=series_metrics,
@@ -103,8 +100,6 @@ def _measure(
 ) -> tuple[Float[Array, "*B V"], Float[Array, "*B K M"]]:
     """Values and series of responses; `over_batch`: all arrays have a leading batch axis."""
     decompose = functools.partial(_decompose, method=method, over_batch=over_batch)
-    if _sums_suffice(*rows.states.shape[-2:], method=method, **static):
-        return _measure_short(decompose, rows, window_tokens, num_windows, over_batch, **static)
     num_short = _num_short(*rows.states.shape[-2:], method=method, **static)
     if num_short is None:
         return decompose(rows, window_tokens, num_windows, **static)
@@ -119,12 +114,7 @@ def _measure(
             jnp.minimum(num_windows, num_short),
             method=method,
             over_batch=over_batch,
-            **static
-            | {
-                "sizes": sizes[:num_short],
-                "measured": tuple(index for index in static["measured"] if index < num_short),
-                "window_rows": MAX_SHORT,
-            },
+            **static | {"sizes": sizes[:num_short], "window_rows": MAX_SHORT},
         )
 
     def long():
@@ -138,7 +128,7 @@ def _measure(
         return jax.vmap(function)(rows) if over_batch else function(rows)
 
     def whole():
-        only_values = {"sizes": (), "measured": (), "series_metrics": ()}
+        only_values = {"sizes": (), "series_metrics": ()}
         return decompose(rows, window_tokens, num_windows, **static | only_values)[0]
 
     is_long = rows.num_tokens > MAX_SHORT
@@ -170,13 +160,12 @@ def _num_short(
     *,
     method: str,
     sizes: tuple[int, ...],
-    measured: tuple[int, ...],
     series_metrics: tuple[Metric, ...],
     centred: bool,
     **_,
 ) -> int | None:
     """How many windows are short; None if `prefix_sums` would not be faster for the others."""
-    long = [sizes[index] for index in measured if sizes[index] > MAX_SHORT]
+    long = [size for size in sizes if size > MAX_SHORT]
     faster = long and _are_faster(num_rows, width, long)
     possible = method == "gram" and centred and all(metric.of_sums for metric in series_metrics)
     if not (possible and faster and width > MAX_SHORT):
@@ -188,62 +177,6 @@ def _are_faster(num_rows: int, width: int, sizes: Sequence[int]) -> bool:
     """Whether sums of a response are faster than decompositions of it and of its prefixes."""
     cost = sum(min(size, width) ** 3 for size in (*sizes, num_rows))  # of the decompositions
     return cost > NESTED_DECOMPOSITIONS * num_rows**3
-
-
-def _sums_suffice(
-    num_rows: int,
-    width: int,
-    *,
-    method: str,
-    sizes: tuple[int, ...],
-    measured: tuple[int, ...],
-    value_metrics: tuple[Metric, ...],
-    series_metrics: tuple[Metric, ...],
-    centred: bool,
-    **_,
-) -> bool:
-    """Whether a short response needs nothing but sums over its spectra, and these are faster."""
-    metrics = *value_metrics, *series_metrics
-    possible = method == "gram" and centred and all(metric.of_sums for metric in metrics)
-    is_short = num_rows <= min(MAX_SHORT, width)
-    windows = [sizes[index] for index in measured]
-    return bool(windows) and possible and is_short and _are_faster(num_rows, width, windows)
-
-
-def _measure_short(
-    decompose: Callable[..., Any],
-    rows: Rows,
-    window_tokens: Int[Array, "*B"],
-    num_windows: Int[Array, "*B"],
-    over_batch: bool,
-    **static,
-) -> tuple[Float[Array, "*B V"], Float[Array, "*B K M"]]:
-    """Sums over narrow spectra; the other responses are decomposed."""
-    sizes, width = static["sizes"], rows.states.shape[-1]
-    each = jax.vmap if over_batch else lambda function: function
-
-    def of_sums(rows):
-        # The mean of all rows, not of the first prefix, is subtracted. If the spectrum is narrow,
-        # the rounding error, relative to the largest singular value of the response, is smaller
-        # than every singular value of every prefix.
-        gram = symmetric_product(anchor(rows, rows.states.shape[0]))
-        sums, narrow = narrow_sums(gram, rows.num_tokens, width)
-        metrics = static["value_metrics"], static["series_metrics"]
-        values, series, enough = _of_sums(sums, rows, sizes, *metrics)
-        return values, series, (narrow & enough) | (rows.num_tokens < 2)
-
-    values, series, done = each(of_sums)(rows)
-    left = rows._replace(num_tokens=jnp.where(done, 0, rows.num_tokens))
-    again = _if_any(
-        ~done,
-        lambda: decompose(
-            left, jnp.where(done, 0, window_tokens), jnp.where(done, 0, num_windows), **static
-        ),
-    )
-    return (
-        jnp.where(done[..., None], values, again[0]),
-        jnp.where(done[..., None, None], series, again[1]),
-    )
 
 
 def _measure_long(
@@ -318,7 +251,6 @@ def _measure_in(
     num_windows: Int[Array, ""],
     *,
     sizes: tuple[int, ...],
-    measured: tuple[int, ...],
     window_rows: int,
     value_metrics: tuple[Metric, ...],
     series_metrics: tuple[Metric, ...],
@@ -356,35 +288,24 @@ def _measure_in(
         return values, jnp.zeros((0, len(series_metrics)), jnp.float32), resolved
     unresolved = ~resolved  # then float64 measures the windows
 
-    def of_window(
-        index: Int[Array, ""], size: int, before=None, skip: Bool[Array, ""] | bool = False
-    ):
+    def of_window(index: Int[Array, ""], size: int, before=None):
         num_tokens = jnp.asarray(sizes, jnp.int32)[index]
         is_whole = num_tokens == rows.num_tokens
-        active = (index < num_windows) & ~is_whole & ~unresolved & ~jnp.asarray(skip)
+        active = (index < num_windows) & ~is_whole & ~unresolved
         found, resolved = of_first(prefixes, size, num_tokens, active, series_metrics, before)
         return jnp.where(is_whole, of_whole, found), resolved
 
     parts, all_resolved, before = [], [resolved[None]], None
-    for start, stop in chunks(len(measured), MAX_SIZES[jnp.dtype(dtype)]):
-        size = sizes[measured[stop - 1]]
+    for start, stop in chunks(len(sizes), MAX_SIZES[jnp.dtype(dtype)]):
+        size = sizes[stop - 1]
         if size > width:
-            before = prefixes.scatter(sizes[measured[start]], before)
+            before = prefixes.scatter(sizes[start], before)
         one = functools.partial(of_window, size=size, before=before)
-        indices = jnp.asarray(measured[start:stop], jnp.int32)
+        indices = jnp.arange(start, stop, dtype=jnp.int32)
         if stop - start == 1:
             part, resolved = jax.tree.map(lambda x: x[None], one(indices[0]))
         else:
             part, resolved = jax.lax.map(one, indices)
         parts.append(part)
         all_resolved.append(resolved)
-    series = jnp.concatenate(parts)
-    if len(measured) < len(sizes):
-        index = jnp.maximum(num_windows - 1, 0)
-        known = jnp.asarray(measured, jnp.int32)
-        last, resolved = of_window(index, sizes[-1], skip=jnp.any(known == index))
-        place = jnp.minimum(jnp.searchsorted(known, index), len(measured) - 1)
-        last = jnp.where(known[place] == index, series[place], last)
-        all_resolved.append(resolved[None])
-        series = interpolated(series, last, measured, num_windows, len(sizes))
-    return values, series, jnp.all(jnp.concatenate(all_resolved))
+    return values, jnp.concatenate(parts), jnp.all(jnp.concatenate(all_resolved))

@@ -9,18 +9,14 @@ With m_j the metric of the j-th prefix and delta_j = m_j - mean_{i<j} m_i,
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from semrl_jax.metrics.inputs import Rows, check_choice, check_growth, check_stride
+from semrl_jax.metrics.inputs import Rows, check_choice, check_stride
 from semrl_jax.metrics.names import RELEASE_TOKENS, WINDOWS
-
-FIRST_WINDOWS = 4  # always measured; the interpolation needs four points
 
 
 class PrefixDynamics(NamedTuple):
@@ -45,25 +41,21 @@ class Windows(NamedTuple):
     Attributes:
       rows: the rows that contain them: all, or the last 512 valid ones.
       sizes: static lengths, ascending; some may exceed the response.
-      measured: static indices into sizes of the windows to measure. The last window of the response
-        is measured too; the others are interpolated.
       num_windows: int32, how many of the sizes fit into this response.
       whole_last: whether the value of the whole response follows as one more point.
     """
 
     rows: Rows
     sizes: tuple[int, ...]
-    measured: tuple[int, ...]
     num_windows: Int[Array, ""]
     whole_last: bool
 
 
-def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> Windows:
+def split_windows(rows: Rows, stride: int, window: str) -> Windows:
     """Fixes the prefixes of a response; see `rank_dynamics` for the rules."""
     check_choice("window", window, WINDOWS)
-    stride, growth = check_stride(stride), check_growth(growth)
     num_rows = rows.states.shape[0]
-    stride = min(stride, num_rows + 1)  # also without a window, and fits in an int32
+    stride = min(check_stride(stride), num_rows + 1)  # also without a window, and fits in an int32
     num_tokens = jnp.where(rows.finite, rows.num_tokens, 0)
     if window == "exact":
         sizes = tuple(range(stride, num_rows + 1, stride))
@@ -77,54 +69,7 @@ def split_windows(rows: Rows, stride: int, window: str, growth: float = 1.0) -> 
             num_tokens = jnp.minimum(num_tokens, RELEASE_TOKENS)
         sizes = tuple(range(stride + 1, rows.states.shape[0] + 1, stride))
         num_windows = jnp.where(num_tokens >= 2 * stride, (num_tokens - 1) // stride, 0)
-    measured = measured_windows(len(sizes), growth)
-    return Windows(rows, sizes, measured, num_windows, window == "later")
-
-
-def measured_windows(num_windows: int, growth: float) -> tuple[int, ...]:
-    """Indices of the first four windows, then of each `growth` times as long as the last."""
-    found, number = [], 1
-    while number <= num_windows:
-        found.append(number - 1)
-        further = int(min(number * growth, num_windows + 1)) if number >= FIRST_WINDOWS else 0
-        number = max(number + 1, further)
-    return tuple(found)
-
-
-def interpolated(
-    values: Float[Array, "J M"],
-    last: Float[Array, " M"],
-    measured: tuple[int, ...],
-    num_windows: Int[Array, ""],
-    length: int,
-) -> Float[Array, "K M"]:
-    """Fills the windows between the measured ones: cubic in the logarithm of their number.
-
-    A metric grows with the prefix like a power or a logarithm, which is smooth in that variable.
-    `values` are of the measured windows, `last` of window `num_windows`; `length` is K. Entries
-    past num_windows are finite.
-    """
-    # Numbers j of the measured windows. The last knot is a place for `last`, past all of them.
-    knots = np.append(np.array(measured, np.int32) + 1, length)
-    at_knots = jnp.log(jnp.minimum(knots, jnp.maximum(num_windows, 1)).astype(jnp.float32))
-    values = jnp.concatenate([values, last[None]])
-    values = jnp.where((knots < num_windows)[:, None], values, last[None])
-    number = jnp.arange(1, length + 1)
-    # Four knots around each window. None lies past the first knot that holds `last`.
-    num_knots = jnp.minimum(jnp.searchsorted(knots, num_windows) + 1, len(knots))
-    around = jnp.searchsorted(knots, number) - 2
-    first = jnp.clip(around, 0, jnp.maximum(num_knots - 4, 0))
-    index = first[:, None] + jnp.arange(4)[None]  # [K, 4]
-    x, y = at_knots[index], values[index]
-    distance = jnp.log(number.astype(jnp.float32))[:, None] - x
-    total = jnp.zeros_like(y[:, 0])
-    for i in range(4):
-        others = [k for k in range(4) if k != i]
-        weight = math.prod(distance[:, k] / (x[:, i] - x[:, k]) for k in others)
-        total += weight[:, None] * y[:, i]
-    exact = jnp.pad(values[:FIRST_WINDOWS], ((0, length - FIRST_WINDOWS), (0, 0)))
-    between = (number > FIRST_WINDOWS)[:, None] & (number <= num_windows)[:, None]
-    return jnp.where(between, total, exact)
+    return Windows(rows, sizes, num_windows, window == "later")
 
 
 def with_whole(

@@ -95,7 +95,7 @@ class Measurer(contextlib.AbstractContextManager):
       layers: of the rows of the mean states of a batch.
       device_batch: 0 measures on the host; N above 0 measures N responses in parallel on the first
         local device.
-      options: stride, window, method, names and window_growth of `hidden_state_metrics`.
+      options: stride, window, method and names of `hidden_state_metrics`.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ from semrl_jax.training.reward_model import RewardModel, find_reward_model
 from semrl_jax.training.state import TrainState
 
 T = TypeVar("T")
-METRIC_OPTIONS = ("stride", "window", "method", "window_growth")
+METRIC_OPTIONS = ("stride", "window", "method")
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from semrl_jax.settings.algorithms import MAX_ROUNDS
 from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest
 
 TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds
-REPLICA_OPTIONS = ("stride", "window", "method", "window_growth", "num_threads")
+REPLICA_OPTIONS = ("stride", "window", "method", "num_threads")
 
 
 class Draw(NamedTuple):

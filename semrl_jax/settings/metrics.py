@@ -28,11 +28,6 @@ def check(metrics: Section, name: str = "metrics") -> None:
     one_of(f"{name}.placement", metrics["placement"], ("trainer", "rollout"))
     one_of(f"{name}.window", metrics["window"], WINDOWS)
     one_of(f"{name}.method", metrics["method"], METHODS)
-    if metrics["window_growth"] < 1:
-        raise UserError(
-            f"{name}.window_growth={metrics['window_growth']} must be at least 1; "
-            "1 measures every prefix."
-        )
     check_metrics(f"{name}.names", metrics["names"])
     if "of_groups" in metrics:  # evaluations have none of these
         at_least_zero(name, metrics, "drift_every")

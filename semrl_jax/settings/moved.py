@@ -12,6 +12,7 @@ REMOVED: dict[str, Any] = {
     "algorithms.batch_rules.ace_alpha": 0.0,
     "algorithms.batch_rules.arm_alpha": 0.0,
     "algorithms.batch_rules.arm_low_fraction": 0.2,
+    "metrics.window_growth": 1.0,
 }
 
 

@@ -141,7 +141,8 @@ def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path
         with pytest.raises(UserError) as caught:
             parse(QUICKSTART, *arguments)
         assert str(caught.value) == (
-            "--config.rewards.luck.size is of an earlier version: rewards.luck.size is now rewards.failure_score."
+            "--config.rewards.luck.size is of an earlier version: rewards.luck.size is now "
+            "rewards.failure_score."
         )
     file = tmp_path / "mine.py"
     file.write_text(
@@ -152,7 +153,7 @@ def test_a_field_that_moved_is_named_with_its_place(parse, monkeypatch, tmp_path
         "    return config\n"
     )
     with pytest.raises(
-        UserError, match=r"mine\.py sets a field of an earlier version: rewards\.luck\.size is now rewards"
+        UserError, match=r"mine\.py sets a field of an earlier version: rewards\.luck\.size is now"
     ):
         parse(f"--config={file}")
 

@@ -265,7 +265,7 @@ OURS_ALONE = {
     "rollout.weight_dtype": "empty: model.compute_dtype", "rollout.max_staleness": "0, as there",
     "rollout.jax_": "speed of the JAX engine", "rollout.vllm_": "speed and memory of the engine",
     "hidden_states.dtype": "on the wire", "hidden_states.compare_every": "a check",
-    "metrics.window_growth": "an approximation, off", "metrics.placement": "where, not what",
+    "metrics.placement": "where, not what",
     "metrics.num_threads": "speed", "metrics.device_batch": "speed",
     "algorithms.importance.": "not in the release, off",
     "rollout.annealing.": "not in the release, off",

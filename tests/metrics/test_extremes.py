@@ -145,7 +145,7 @@ def test_the_last_prefix_alone_takes_float64_where_others_are_interpolated():
     states = rng.normal(size=(69, 6)).astype(np.float32)
     states[55] *= 5e4
     states[60:] *= 5e4
-    series, resolved = gram_series(states, stride=10, window_growth=2.0)
+    series, resolved = gram_series(states, stride=10)
     assert resolved
     exact = oracle.series(oracle.effective_rank, states, 10, "exact")
     assert exact[-1] > 1.002  # float32 alone: 1

@@ -49,7 +49,7 @@ def expected(states, params=PARAMS):
     padded[0, : len(states)] = states
     found = metrics.hidden_state_metrics(
         padded, np.arange(20)[None] < len(states), names=params.names, stride=params.stride,
-        window=params.window, method=params.method, window_growth=params.window_growth,
+        window=params.window, method=params.method,
         series=("effective_rank",),
     )  # fmt: skip
     ranks, valid = found.pop(measurer.SERIES)
@@ -146,7 +146,7 @@ def test_options_reach_the_measuring(world, sampling, monkeypatch):
         assert encode(rollout.metrics) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert seen == {
         "names": ("effective_rank",), "stride": 2, "window": "later", "method": "svd",
-        "window_growth": 1.5, "max_tokens": 16, "num_threads": 3,
+        "max_tokens": 16, "num_threads": 3,
     }  # fmt: skip
 
 

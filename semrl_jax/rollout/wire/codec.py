@@ -663,8 +663,6 @@ def _check_metrics(
     check("stride", metrics.stride >= 1, "at least 1")
     check("window", metrics.window in WINDOWS, f"one of {WINDOWS}")
     check("method", metrics.method in METHODS, f"one of {METHODS}")
-    growth = metrics.window_growth
-    check("window_growth", math.isfinite(growth) and growth >= 1, "finite and at least 1")
     check("dtype", metrics.dtype in STATE_DTYPES, f"one of {', '.join(STATE_DTYPES)}")
     check("num_threads", metrics.num_threads >= 1, "at least 1")
     # The engine computes the states once, for the metrics and for the client: they must agree.

@@ -538,12 +538,11 @@ def change_metrics(change, metrics=METRICS, **states):
     stride=st.integers(1, 2**31 - 1),
     window=st.sampled_from(WINDOWS),
     method=st.sampled_from(METHODS),
-    growth=st.floats(1, 1e6),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     threads=st.integers(1, 1024),
 )
-def test_metric_options_round_trip(stride, window, method, growth, dtype, threads):
-    metrics = MetricParams(("curvature",), stride, window, method, growth, dtype, threads)
+def test_metric_options_round_trip(stride, window, method, dtype, threads):
+    metrics = MetricParams(("curvature",), stride, window, method, dtype, threads)
     assert change_metrics(lambda m: None, metrics) == metrics
     assert change_metrics(lambda m: None, metrics, layers=(0, -1), dtype=dtype) == metrics
 
@@ -557,9 +556,6 @@ def test_metric_options_round_trip(stride, window, method, growth, dtype, thread
         (lambda m: setattr(m, "stride", 0), "metrics.stride=0 must be at least 1"),
         (lambda m: setattr(m, "window", "last"), "metrics.window='last' must be one of"),
         (lambda m: setattr(m, "method", ""), "metrics.method='' must be one of"),
-        (lambda m: setattr(m, "window_growth", 0.5), "window_growth=0.5 must be finite and"),
-        (lambda m: setattr(m, "window_growth", np.inf), "window_growth=inf must be finite"),
-        (lambda m: setattr(m, "window_growth", np.nan), "window_growth=nan must be finite"),
         (lambda m: setattr(m, "dtype", "int8"), "metrics.dtype='int8' must be one of"),
         (lambda m: setattr(m, "num_threads", 0), "metrics.num_threads=0 must be at least 1"),
     ],

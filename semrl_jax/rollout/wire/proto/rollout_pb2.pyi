@@ -135,22 +135,20 @@ class HiddenStateParams(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MetricParams(_message.Message):
-    __slots__ = ("names", "stride", "window", "method", "window_growth", "dtype", "num_threads")
+    __slots__ = ("names", "stride", "window", "method", "dtype", "num_threads")
     NAMES_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_GROWTH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
     stride: int
     window: str
     method: str
-    window_growth: float
     dtype: str
     num_threads: int
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., stride: _Optional[int] = ..., window: _Optional[str] = ..., method: _Optional[str] = ..., window_growth: _Optional[float] = ..., dtype: _Optional[str] = ..., num_threads: _Optional[int] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., stride: _Optional[int] = ..., window: _Optional[str] = ..., method: _Optional[str] = ..., dtype: _Optional[str] = ..., num_threads: _Optional[int] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("sample_id", "group_id", "sample_index", "seed", "prompt_index")
