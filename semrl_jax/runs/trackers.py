@@ -7,7 +7,8 @@ import importlib.util
 import io
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import ml_collections
@@ -43,8 +44,8 @@ class TensorBoard:
     repeats = True
 
     def __init__(self, directory: pathlib.Path, settings: Settings):
-        # Imports torch if that is installed, which takes two seconds; only process 0 needs it.
-        from tensorboardX import SummaryWriter
+        with _hidden("torch"):  # tensorboardX imports it for nothing, which takes 3 seconds
+            from tensorboardX import SummaryWriter
 
         shutil.rmtree(directory, ignore_errors=True)
         self._writer = SummaryWriter(str(directory))
@@ -64,6 +65,17 @@ class TensorBoard:
                 self._writer.file_writer.add_summary(summary)
             self.write(0, final)
         self._writer.close()
+
+
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Lets an optional import of a module fail if nothing has imported it yet."""
+    sys.modules.setdefault(module, None)
+    try:
+        yield
+    finally:
+        if sys.modules[module] is None:
+            del sys.modules[module]
 
 
 class WandB:

@@ -64,8 +64,15 @@ def test_a_terminal_that_was_closed_is_a_reader_that_has_ended(prepared):
     assert process.wait(timeout=60) == 0 and output.exists()
 
 
+# Each is a minute of a slow machine; the test above has all of them for a short command.
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize(
+    "streams",
+    [
+        pytest.param(name, marks=[] if name in ("ascii", "no streams") else pytest.mark.soak)
+        for name in STREAMS
+    ],
+)
 def test_training_goes_on(streams, tmp_path):
     workdir = tmp_path / NAME
     done = shell(
