@@ -73,7 +73,10 @@ BOMBS = {
     "checksums": ("UpdateWeights", field(3, b"\x0a\x00" * MANY), LARGE, "at most"),
     "commits": ("UpdateWeights", b"\x1a\x00" * 1000, WRONG, "commit came where a begin"),
     "layers": ("Generate", VERSIONED + field(3, field(1, bytes(MANY))), LARGE, "layers has"),
-    "kinds": ("Generate", ASKED + field(3, b"\x08\x01" + b"\x1a\x00" * MANY), WRONG, "kinds"),
+    "kinds": (
+        "Generate", ASKED + field(3, b"\x08\x01" + field(2, b"float32") + b"\x1a\x00" * MANY),
+        WRONG, "kinds has",
+    ),
     "end tokens": ("Generate", VERSIONED + field(2, field(5, bytes(MANY))), LARGE, "eos_token_ids"),
     "metrics": ("Generate", VERSIONED + field(6, b"\x0a\x00" * MANY), LARGE, "names has"),
     "samples": ("Generate", ASKED + b"\x2a\x00" * MANY, LARGE, "1048576 samples"),
@@ -84,7 +87,7 @@ BOMBS = {
     "describe": ("Describe", bytes([0x0A, 0]) * MANY, LARGE, "at most 4096"),
     "pause": ("Pause", bytes([0x0A, 0]) * MANY, LARGE, "at most 4096"),
     "health": ("Health.Check", field(1, bytes(MANY)), LARGE, "at most 4096"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)
