@@ -28,7 +28,7 @@ class Reader(NamedTuple):
       parse: turns bytes into the method's argument. Raises DecodeError, or a ValueError with a
         message for the sender.
       num_bytes: limit of a request.
-      is_long: `read` may take long and should run in a thread.
+      is_long: `read` may take seconds and much memory: it should run in a thread, one at a time.
     """
 
     parse: Callable[[bytes], object]
@@ -41,7 +41,11 @@ class Reader(NamedTuple):
             raise LimitExceeded(
                 f"the request has {len(data)} bytes; at most {self.num_bytes} are taken."
             )
-        return _parsed("request", self.parse, data)
+        try:
+            return _parsed("request", self.parse, data)
+        except ValueError as error:
+            # The traceback holds the parsed message, until Python next collects cycles.
+            raise error.with_traceback(None) from None
 
 
 def request_readers(limits: ReplicaDescription, specs: Sequence[TensorSpec]) -> dict[str, Reader]:

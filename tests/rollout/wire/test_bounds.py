@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from concurrent import futures
 
 import grpc
@@ -102,6 +103,20 @@ def test_message_of_too_many_parts_is_refused_in_one_line(world, name):
     assert match in details and "\n" not in details and len(details) < 200
     assert time.monotonic() - began < 5.0
     assert replica.engine.num_staged == 0
+
+
+def test_a_refused_message_is_freed_at_once():
+    """A request of 64 MiB takes 2 GiB, so no two of them may be in memory."""
+    held = []
+
+    def parse(data):
+        message = threading.Event()
+        held.append(weakref.ref(message))
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        bounds.Reader(parse).read(b"")
+    assert held[0]() is None
 
 
 @pytest.mark.parametrize("name", CALLS[:-1])
