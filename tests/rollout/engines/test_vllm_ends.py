@@ -100,8 +100,8 @@ def bfloat16_errors(model, rollouts):
 def test_bfloat16_then_a_signal_in_the_middle_of_a_call(model, temporary, tmp_path):
     """States are as near to those of a float32 pass as those of transformers in bfloat16.
 
-    With weights as they are drawn the mean is 0.9e-2, and more with the other tests' larger ones. The
-    largest of some hundred rows depends on what was sampled (0.019 to 0.021).
+    With weights as they are drawn the mean is 0.9e-2, and more with the other tests' larger ones.
+    The largest of some hundred rows depends on what was sampled (0.019 to 0.021).
     """
     port = free_port()
     metrics = f"--metrics_port={port}"
