@@ -3,7 +3,6 @@
 from setuptools import find_packages, setup
 
 GRPC = "1.85.1"
-CRYPTOGRAPHY = "cryptography>=42.0"
 PDOC = "pdoc>=16.0"
 REASONING_GYM = "reasoning-gym>=0.1.25"
 
@@ -55,13 +54,10 @@ setup(
         "wandb": ["wandb>=0.25"],
         "trackio": ["trackio>=0.20"],
         "reasoning_gym": [REASONING_GYM],  # data.task="reasoning_gym"
-        # Only `launch.rollout --make_certs` needs it, once. Runs use the TLS of gRPC.
-        "tls": [CRYPTOGRAPHY],
         "docs": [PDOC],  # docs/make_api.py
         # torch is the independent reference of the tests; the trainer has no use for it.
         "test": [
             "beartype>=0.23",
-            CRYPTOGRAPHY,
             "grpcio-tools>=1.85.1",
             "hypothesis>=6.170",
             "jsonschema>=4.26",

@@ -5,12 +5,9 @@
 With --engine=vllm, vLLM samples; run it in the environment that third_party/vllm_patch/make_env.sh
 makes. Start the trainer with --config.rollout.addresses=127.0.0.1:50051 and the same token; it
 streams the weights to the replica. The model is config.model.path (its config.json and tokenizer),
-or the architecture of config.model. An address other than loopback needs TLS:
-
-    python -m launch.rollout --make_certs=DIR --host=NAME_OR_ADDRESS
-
-writes the files for it, prints the commands of replica and trainer with them, and ends. With
---metrics_port, the replica's counters can be read at http://127.0.0.1:PORT/metrics (Prometheus).
+or the architecture of config.model. An address other than loopback needs TLS: docs/security.md has
+the commands that make the files. With --metrics_port, the replica's counters can be read at
+http://127.0.0.1:PORT/metrics (Prometheus).
 Exit codes: 0 ended by a signal, 1 the engine died, 2 wrong setting (one line names it).
 """
 
@@ -18,7 +15,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import tempfile
@@ -33,7 +29,6 @@ from ml_collections import config_flags
 
 from launch import cli
 from semrl_jax import compilation, cores
-from semrl_jax.errors import UserError
 from semrl_jax.runs.config import check_sections
 from semrl_jax.runs.run_directory import names_run
 from semrl_jax.settings.rollout import ENGINES, check_quantization, replica_in_flight
@@ -44,9 +39,7 @@ PARENT_EVERY_S = 0.5  # between two checks of the parent process
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "experiment file of the trainer")
 ENGINE = flags.DEFINE_enum("engine", "jax", ENGINES, "engine that samples")
-HOST = flags.DEFINE_string(
-    "host", "127.0.0.1", "address to bind; with --make_certs, all names and addresses, with commas"
-)
+HOST = flags.DEFINE_string("host", "127.0.0.1", "address to bind")
 PORT = flags.DEFINE_integer("port", 50051, "port to bind; 0 takes a free port")
 UNTIL_STDIN_CLOSES = flags.DEFINE_boolean(
     "until_stdin_closes", False, "end when standard input closes, as when the parent process ends"
@@ -59,12 +52,6 @@ METRICS_PORT = flags.DEFINE_integer(
 )
 METRICS_HOST = flags.DEFINE_string(
     "metrics_host", "127.0.0.1", "address to bind for them; other than loopback, they need TLS"
-)
-MAKE_CERTS = flags.DEFINE_string(
-    "make_certs", None, "writes a certificate authority and the replica's TLS files here, and ends"
-)
-VALID_DAYS = flags.DEFINE_integer(
-    "valid_days", 365, "how long the certificate of --make_certs is valid"
 )
 
 
@@ -125,43 +112,7 @@ def report_until(listening: threading.Event) -> None:
         print(f"starting vLLM ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def make_certs(directory: str) -> int:
-    """Writes the TLS files, and prints the commands that use them."""
-    from semrl_jax.rollout.certificates import make_certificates
-
-    if not directory:
-        raise UserError("--make_certs is empty; name a directory.")
-    made = make_certificates(directory, HOST.value.split(","), days=VALID_DAYS.value)
-    name = made.names[0]
-    config = "configs/NAME.py"
-    host = f"[{name}]" if ":" in name else name
-    replica = {
-        "config": config, "host": name, "port": PORT.value,
-        "tls_certificate": made.certificate, "tls_key": made.key,
-    }  # fmt: skip
-    trainer = {
-        "config": config, "workdir": "runs/NAME",
-        "config.rollout.addresses": f"{host}:{PORT.value}",
-        "config.rollout.tls_ca_file": made.authority,
-    }  # fmt: skip
-    print(f"authority    {made.authority}, valid until {made.authority_until:%F}")
-    print(f"certificate  {made.certificate} for {', '.join(made.names)},")
-    print(f"             valid until {made.valid_until:%F}")
-    print(
-        "The replica's machine needs the certificate and its key. The trainers need the authority"
-    )
-    print(f"without its key. {made.authority_key} makes certificates that they")
-    print("trust, by this command: keep it where only you can read it. Both commands need the same")
-    print("token in $SEMRL_ROLLOUT_TOKEN.")
-    for module, values in (("launch.rollout", replica), ("launch.train", trainer)):
-        arguments = [f"--{flag}={value}" for flag, value in values.items()]
-        print(shlex.join(["python", "-m", module, *arguments]))
-    return 0
-
-
 def main() -> int:
-    if MAKE_CERTS.value is not None:
-        return make_certs(MAKE_CERTS.value)
     config = cli.checked_config(CONFIG, check_sections)
     if CORES.value:
         cores.bind(CORES.value)

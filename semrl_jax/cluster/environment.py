@@ -14,7 +14,6 @@ from semrl_jax.errors import UserError
 TPU_PORT = 8482  # the port that JAX itself uses on TPU slices
 JOBSET_PORT = 8482
 SLURM_PORTS = (61440, 4096)  # first and number; above Linux's ports for outgoing connections
-MAX_NODES = 100_000
 ALONE = "distributed.num_processes=1 runs this process alone"
 
 
@@ -37,9 +36,10 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
     environment is not read. Otherwise it is read in the order Slurm, JobSet, TPU slice. If none of
     them has several processes, this is a single process.
 
-    JAX's own detection, which reads the same variables, takes a shell inside a Slurm allocation for
-    a task, binds a Slurm task to one GPU, and needs a Kubernetes client with the right to read
-    pods. It reports neither address nor number of processes before it waits for them.
+    The detection of `jax.distributed.initialize` (0.10.2) is not used. It reports neither address
+    nor number of processes before it connects, so `join` could not name a process that is missing:
+    JAX then aborts with a stack trace. It also counts the job's tasks in an interactive step of
+    Slurm, binds a Slurm task to one GPU, and needs a Kubernetes client with the right to read pods.
 
     Args:
       settings: coordinator, num_processes and process_id of config.distributed; others are ignored.
@@ -89,42 +89,6 @@ def find_place(settings: Mapping[str, Any] | ConfigDict, environ: Mapping[str, s
     return place
 
 
-def expand_nodes(node_list: str) -> list[str]:
-    """Expands a Slurm node list: host[001-003,7],other is host001, host002, host003, host7, other.
-
-    Raises:
-      ValueError: if it is not a node list, or has more than MAX_NODES nodes.
-    """
-    nodes = []
-    # A comma inside brackets separates ranges. A comma outside brackets separates node names.
-    for entry in re.split(r",(?![^\[]*\])", node_list):
-        parts = re.split(r"\[([^\[\]]*)\]", entry)  # text, ranges, text, ranges, ..., text
-        if not entry or any(set(text) & set("[], \t") for text in parts[::2]):
-            raise ValueError(f"{entry!r} is no node name")
-        names = [parts[0]]
-        for ranges, text in zip(parts[1::2], parts[2::2]):
-            numbers = _numbers(ranges)
-            if len(nodes) + len(names) * len(numbers) > MAX_NODES:
-                raise ValueError(f"more than {MAX_NODES} nodes")
-            names = [name + number + text for name in names for number in numbers]
-        nodes += names
-    return nodes
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Expands ranges such as 001-003,7 and keeps leading zeros."""
-    numbers = []
-    for item in ranges.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", item, re.ASCII)
-        if match is None:
-            raise ValueError(f"{item!r} is neither a number nor a range")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if not 0 <= last - first < MAX_NODES:
-            raise ValueError(f"{item!r} is not a range of at most {MAX_NODES} nodes")
-        numbers += [f"{number:0{len(match[1])}}" for number in range(first, last + 1)]
-    return numbers
-
-
 def _without_cluster(coordinator: str, num_processes: int, process_id: int) -> Place:
     """The place if at least one setting is missing and no cluster was found."""
     given = {
@@ -158,13 +122,13 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     process_id = _number(environ, "SLURM_PROCID", "Slurm", below=num_processes)
     listed = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
     nodes = _text(environ, listed, "Slurm")
-    try:
-        host = expand_nodes(nodes)[0]  # Slurm gives task 0 to the first node of the step
-    except ValueError as error:
+    # Slurm gives task 0 to the first node of the step: node008-ib of node[008-011,20]-ib,other.
+    host = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", nodes, flags=re.ASCII).split(",")[0]
+    if not host or set(host) & set("[] \t"):
         raise UserError(
-            f"{listed}={nodes!r} cannot be read: {error}; set distributed.coordinator "
+            f"{listed}={nodes!r} cannot be read: it has no first node; set distributed.coordinator "
             "to host:port of the first node."
-        ) from None
+        )
     # Two steps of one job may run side by side. The id of the step gives them different ports.
     number = _number(environ, "SLURM_JOB_ID", "Slurm")
     if environ.get("SLURM_STEP_ID", "").isdecimal():

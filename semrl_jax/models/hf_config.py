@@ -1,4 +1,9 @@
-"""A decoder's architecture, read from and written as a Hugging Face `config.json`."""
+"""A decoder's architecture, read from and written as a Hugging Face `config.json`.
+
+The classes of transformers (5.23) do not replace this. They give absent sizes those of one large
+model, accept negative ones, and make a list of as many layers as a hostile file names. Importing
+them takes seconds.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import pytest
 from launch.__main__ import commands
 from semrl_jax import data, models
 from tests.launch.conftest import ROOT, TINY, environment, read_until, run, start
+from tests.rollout.test_tls import make_files
 from tests.training.test_reward_model import classifier
 
 PROBLEMS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(4)]
@@ -140,11 +141,10 @@ THOROUGH = [
     ),
     Case("analyze study --run={home}/run --step=1 --stride=4 --output={home}/studied"),
     Case("analyze growth --responses=4 --tokens=64 --seed=1 --stride=16 --output={home}/growth"),
-    Case("rollout --make_certs={home}/certificates --valid_days=2 --host=127.0.0.1"),
     Case(
         f"rollout --config={TINY} --engine=jax --host=127.0.0.1 --port=0 --cores=0 "
-        "--tls_certificate={home}/certificates/replica-127.0.0.1.pem "
-        "--tls_key={home}/certificates/replica-127.0.0.1.key "
+        "--tls_certificate={home}/certs/replica-gpu7.pem "
+        "--tls_key={home}/certs/replica-gpu7.key "
         "--metrics_host=127.0.0.1 --metrics_port=0 --until_stdin_closes",
         until="listens on",
     ),
@@ -174,6 +174,7 @@ def home(tmp_path_factory):
         path / "states.npz",
         hidden_states=np.random.default_rng(0).normal(size=(2, 24, 8)).astype(np.float32),
     )
+    make_files(path)
     for name, rows in {
         "problems": PROBLEMS,
         "gsm8k": [{"question": "1+1?", "answer": "It is 2.\n#### 2"}],

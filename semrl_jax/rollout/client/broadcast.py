@@ -208,7 +208,7 @@ class _Receiver:
             self._fail("failed without a reason")
             return
         try:
-            reply = bounds.parse_reply(pb.UpdateWeightsResponse, reply)
+            reply = bounds.parse(pb.UpdateWeightsResponse, reply)
             committed = codec.decode_version(reply.version)
         except ValueError as error:
             self.error = f"sent an unreadable reply: {error}"

@@ -54,7 +54,7 @@ class RemoteReplica(Replica):
                 "clear; set rollout.tls_ca_file to the PEM file of the replica's certificate "
                 "authority."
             )
-        # Replies stay bytes until their bounds are checked.
+        # Replies stay bytes, so that what is no message gets our error, and chunks are not copied.
         self._describe = self._channel.unary_unary(f"/{_SERVICE}/Describe")
         self._generate = self._channel.unary_stream(
             f"/{_SERVICE}/Generate", request_serializer=pb.GenerateRequest.SerializeToString
@@ -79,7 +79,7 @@ class RemoteReplica(Replica):
         request = pb.DescribeRequest(memory=memory).SerializeToString()
         data = self._call(self._describe, request, timeout_s)
         try:
-            reply = bounds.parse_reply(pb.DescribeResponse, data)
+            reply = bounds.parse(pb.DescribeResponse, data)
         except ValueError as error:
             raise UserError(
                 f"{self.name} sent an unreadable reply to Describe: {error} Correct "

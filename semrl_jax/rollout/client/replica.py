@@ -270,13 +270,12 @@ def fatal_error(replica: Replica, error: grpc.RpcError) -> Exception | None:
 # What to do about a failed connection, by a part of gRPC's message; the first that fits.
 _WAYS_OUT = {
     "certificate has expired": (
-        "its certificate has expired: start it with one that `python -m launch.rollout "
-        "--make_certs` makes anew"
+        "its certificate has expired: start it with a new one (docs/security.md)"
     ),
     "certificate is not yet valid": "correct the clocks of trainer and replica",
     "hostname verification": (
         "its certificate is for other names: correct rollout.addresses, or start it with a "
-        "certificate for this name (`python -m launch.rollout --make_certs --host=NAME`)"
+        "certificate for this name (docs/security.md)"
     ),
     "certificate_verify_failed": (
         "its certificate is not of the authority in rollout.tls_ca_file: correct that, or start "

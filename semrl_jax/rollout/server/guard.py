@@ -48,7 +48,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         is_ours = method in self._readers
-        reader = self._readers.get(method) or bounds.small_reader(handler.request_deserializer)
+        reader = self._readers.get(method) or bounds.Reader(handler.request_deserializer)
 
         async def requests(messages: AsyncIterator[bytes]):
             async for data in messages:

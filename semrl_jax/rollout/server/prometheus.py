@@ -38,39 +38,33 @@ class _Collector:
         }
 
     def collect(self) -> Iterable[Metric]:
-        counts = self._counts
         yield InfoMetricFamily(_PREFIX + "replica", "Engine and name of the replica.", self._info)
-        yield _counter(
-            "response_tokens", "Tokens that the policy sampled, in responses that were sent.",
-            counts.response_tokens,
-        )  # fmt: skip
-        yield _counters("responses", "Responses sent.", "finish_reason", counts.responses)
-        yield _counters(
-            "sent_bytes",
-            "Bytes of responses: tokens with log-probabilities, and hidden states.",
-            "kind",
-            counts.sent_bytes,
-        )
-        yield _counter("aborts", "Abort calls that ended running calls.", counts.aborts)
-        yield _counters("weight_updates", "Weight updates by how they ended.", "result",
-                        counts.updates)  # fmt: skip
-        yield _counter(
-            "weight_update_seconds", "Time of committed weight updates, from the first message on.",
-            counts.update_s,
-        )  # fmt: skip
-        yield _counter(
-            "weight_pause_seconds", "Time in which weight updates kept new calls waiting.",
-            counts.pause_s,
-        )  # fmt: skip
-        yield _gauge("running_calls", "Generate calls that run.", counts.running)
-        yield _gauge("waiting_calls", "Generate calls that wait for a commit.", counts.waiting)
-        yield _gauge(
-            "unfinished_responses", "Responses that running calls have not sent yet.",
-            counts.unfinished,
-        )  # fmt: skip
-        yield _gauge("paused", "1: calls are refused until Resume.", int(counts.is_paused))
-        if counts.weight_step is not None:
-            yield _gauge("weight_step", "Step of the weights it serves.", counts.weight_step)
+        c = self._counts
+        for name, text, value in (  # the library ends these names with _total
+            ("response_tokens", "Sampled tokens of sent responses.", c.response_tokens),
+            ("aborts", "Abort calls that ended running calls.", c.aborts),
+            ("weight_update_seconds", "Time of committed updates, in all.", c.update_s),
+            ("weight_pause_seconds", "Time in which updates kept new calls waiting.", c.pause_s),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value)
+        for name, text, label, values in (
+            ("responses", "Responses sent.", "finish_reason", c.responses),
+            ("sent_bytes", "Bytes of sent responses.", "kind", c.sent_bytes),
+            ("weight_updates", "Weight updates by how they ended.", "result", c.updates),
+        ):
+            family = CounterMetricFamily(_PREFIX + name, text, labels=[label])
+            for key, value in dict(values).items():
+                family.add_metric([key], value)
+            yield family
+        for name, text, value in (
+            ("running_calls", "Generate calls that run.", c.running),
+            ("waiting_calls", "Generate calls that wait for a commit.", c.waiting),
+            ("unfinished_responses", "Responses that running calls still send.", c.unfinished),
+            ("paused", "1: calls are refused until Resume.", int(c.is_paused)),
+            ("weight_step", "Step of the weights it serves.", c.weight_step),
+        ):
+            if value is not None:  # before the first weights
+                yield GaugeMetricFamily(_PREFIX + name, text, value)
 
 
 class MetricsServer:
@@ -109,18 +103,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _counter(name: str, help_text: str, value: float | int) -> Metric:
-    return CounterMetricFamily(_PREFIX + name, help_text, value)
-
-
-def _gauge(name: str, help_text: str, value: float | int) -> Metric:
-    return GaugeMetricFamily(_PREFIX + name, help_text, value)
-
-
-def _counters(name: str, help_text: str, label: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(_PREFIX + name, help_text, labels=[label])
-    for key, value in dict(values).items():
-        family.add_metric([key], value)
-    return family

@@ -54,7 +54,7 @@ MAX_CALL_S = 24 * 3600.0  # longest deadline of a call
 MAX_HIDDEN_WIDTH = 65_536
 MAX_NAME_LENGTH = 256
 MAX_END_TOKENS = 1024  # eos token ids, and as many stop token ids
-MAX_ENTRIES = 4096  # of a list in a replica's reply, if it has no other limit
+MAX_ENTRIES = 4096  # of a list of numbers or names
 MAX_QUOTE = 200  # characters quoted from a wrong message
 _SPARE_ENTRIES = 16
 _CHUNK_DATA = 2 << 3 | 2  # field 2, bytes
@@ -105,6 +105,10 @@ def _record(kind: type, message: Message, **others):
     for field in dataclasses.fields(kind):
         if field.name not in others:
             value = getattr(message, field.name)
+            if not isinstance(value, int | float | str) and len(value) > MAX_ENTRIES:
+                raise LimitExceeded(
+                    f"{field.name} has {len(value)} entries; at most {MAX_ENTRIES} are taken."
+                )
             others[field.name] = value if isinstance(value, int | float | str) else tuple(value)
     return kind(**others)
 
@@ -127,9 +131,6 @@ def encode_description(description: ReplicaDescription) -> pb.DescribeResponse:
 
 
 def decode_description(message: pb.DescribeResponse) -> ReplicaDescription:
-    for name in ("layers", "state_kinds", "logprob_kinds", "metric_kinds", "sampling_kinds"):
-        if (count := len(getattr(message, name))) > MAX_ENTRIES:
-            raise ValueError(f"{name} has {count} entries; at most {MAX_ENTRIES} are taken.")
     version = decode_version(message.version) if message.HasField("version") else None
     return _record(ReplicaDescription, message, version=version)
 
@@ -148,6 +149,8 @@ def decode_specs(
     Raises:
       ValueError: tensors are missing, extra, repeated, or of another shape or an unknown dtype.
     """
+    if len(messages) > 2 * len(expected) + _SPARE_ENTRIES:  # if slightly more, name them
+        raise ValueError(f"{len(messages)} tensors came; the replica's model has {len(expected)}.")
     shapes = {spec.name: spec.shape for spec in expected}
     counts = collections.Counter(message.name for message in messages)
     problems = []
@@ -199,14 +202,8 @@ def encode_request(call: GenerateCall) -> pb.GenerateRequest:
     return message
 
 
-def decode_request(
-    message: pb.GenerateRequest,
-    limits: ReplicaDescription,
-    prompts: Sequence[pb.Prompt] | None = None,
-) -> GenerateCall:
+def decode_request(message: pb.GenerateRequest, limits: ReplicaDescription) -> GenerateCall:
     """Decodes a request and checks it against the replica's limits.
-
-    `prompts` replaces `message.prompts` if they were parsed separately.
 
     Raises:
       LimitExceeded: there are more samples or longer prompts than the replica admits.
@@ -224,12 +221,11 @@ def decode_request(
     if message.HasField("metrics"):
         metrics = _record(MetricParams, message.metrics)
     _check_params(sampling, hidden_states, metrics, limits)
-    prompts = message.prompts if prompts is None else prompts
-    num_samples, num_prompts = len(message.samples), len(prompts)
+    num_samples, num_prompts = len(message.samples), len(message.prompts)
     _check_num_samples(num_samples, limits)
     if num_prompts > num_samples:
         raise ValueError(f"{num_prompts} prompts for {num_samples} samples; send each once.")
-    arrays = [_checked_prompt(i, p.token_ids, limits) for i, p in enumerate(prompts)]
+    arrays = [_checked_prompt(i, p.token_ids, limits) for i, p in enumerate(message.prompts)]
     requests, seen = [], set()
     for i, sample in enumerate(message.samples):
         _check_name(f"samples[{i}].sample_id", sample.sample_id)

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
-from semrl_jax.rollout.certificates import make_certificates
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.vllm import _Staging
@@ -27,6 +26,7 @@ from tests.rollout.engines.responses import make_requests as jax_requests
 from tests.rollout.engines.test_jax import CONFIG
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine, FakeScript
 from tests.rollout.proxy import Proxy
+from tests.rollout.server.test_server import make_certificate
 
 LARGE = (TensorSpec("first", (3, 1 << 18), "float32"), TensorSpec("second", (1 << 18,), "float32"))
 NUM_BYTES = sum(spec.num_bytes for spec in LARGE)
@@ -123,11 +123,10 @@ def test_states_that_are_cut_off_arrive_in_another_call(world, behind, position)
 
 @SLOW
 def test_corrupt_bytes_of_a_response_end_a_connection_with_tls(world, tmp_path):
-    made = make_certificates(tmp_path, ["localhost"])
+    tls = make_certificate(tmp_path)
     engine = FakeEngine(hidden_size=3584)
-    tls = {"tls_certificate": str(made.certificate), "tls_key": str(made.key)}
     with EmbeddedReplica(engine, token=TOKEN, **tls) as replica, Proxy(replica.address) as proxy:
-        client = world.client(proxy, tls_ca=str(made.authority))
+        client = world.client(proxy, tls_ca=tls["tls_certificate"])
         version = sync(client, specs=FAKE_SPECS)
         requests = long_requests(2)
         proxy.down.num_bytes, proxy.down.flip_at = 0, 3_000_000

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from concurrent import futures
 
 import grpc
@@ -31,7 +32,7 @@ from tests.rollout.server.test_service import (
     sync,
     update_messages,
 )
-from tests.rollout.wire.test_codec import VERSION
+from tests.rollout.wire.test_codec import VERSION, make_call
 
 OPTIONS = {"timeout": 10.0, "metadata": token_metadata(TOKEN)}
 SERVICE = "/semrl.rollout.v1.RolloutService"
@@ -64,37 +65,58 @@ def assert_quiet(caplog):
 
 
 MANY = 1 << 20
+VERSIONED = pb.GenerateRequest(version=codec.encode_version(VERSION)).SerializeToString()
+ASKED = VERSIONED + field(2, codec.encode_request(make_call()).sampling.SerializeToString())
+LARGE, WRONG = CODES.RESOURCE_EXHAUSTED, CODES.INVALID_ARGUMENT
 BOMBS = {
-    "specs": ("UpdateWeights", field(1, b"\x22\x00" * MANY)),
-    "checksums": ("UpdateWeights", field(3, b"\x0a\x00" * MANY)),
-    "commits": ("UpdateWeights", b"\x1a\x00" * 1000),
-    "layers": ("Generate", field(3, field(1, bytes(MANY)))),
-    "kinds": ("Generate", field(3, b"\x1a\x00" * MANY)),
-    "end tokens": ("Generate", field(2, field(5, bytes(MANY)))),
-    "metrics": ("Generate", field(6, b"\x0a\x00" * MANY)),
-    "samples": ("Generate", b"\x2a\x00" * MANY),
-    "prompts": ("Generate", b"\x22\x00" * MANY),
-    "tokens": ("Generate", field(4, field(1, bytes(MANY)))),
-    "unknown": ("Generate", b"\x7a\x00" * 1000),
-    "describe": ("Describe", bytes([0x0A, 0]) * MANY),
-    "pause": ("Pause", bytes([0x0A, 0]) * MANY),
-    "health": ("Health.Check", field(1, bytes(MANY))),
-}
+    "specs": ("UpdateWeights", field(1, b"\x22\x00" * MANY), LARGE, "at most"),
+    "few specs": ("UpdateWeights", field(1, b"\x22\x00" * 1000), WRONG, "run_id"),
+    "checksums": ("UpdateWeights", field(3, b"\x0a\x00" * MANY), LARGE, "at most"),
+    "commits": ("UpdateWeights", b"\x1a\x00" * 1000, WRONG, "commit came where a begin"),
+    "layers": ("Generate", VERSIONED + field(3, field(1, bytes(MANY))), LARGE, "layers has"),
+    "kinds": (
+        "Generate", ASKED + field(3, b"\x08\x01" + field(2, b"float32") + b"\x1a\x00" * MANY),
+        WRONG, "kinds has",
+    ),
+    "end tokens": ("Generate", VERSIONED + field(2, field(5, bytes(MANY))), LARGE, "eos_token_ids"),
+    "metrics": ("Generate", VERSIONED + field(6, b"\x0a\x00" * MANY), LARGE, "names has"),
+    "samples": ("Generate", ASKED + b"\x2a\x00" * MANY, LARGE, "1048576 samples"),
+    "prompts": ("Generate", ASKED + b"\x2a\x00" + b"\x22\x00" * MANY, WRONG, "prompts for 1 sam"),
+    "tokens": ("Generate", ASKED + b"\x2a\x00" + field(4, field(1, bytes(MANY))), LARGE, "tokens"),
+    "unknown": ("Generate", b"\x7a\x00" * 1000, WRONG, "version"),
+    "all": ("Generate", bytes(codec.MAX_REQUEST_BYTES + 1), LARGE, "larger than max"),
+    "describe": ("Describe", bytes([0x0A, 0]) * MANY, LARGE, "at most 4096"),
+    "pause": ("Pause", bytes([0x0A, 0]) * MANY, LARGE, "at most 4096"),
+    "health": ("Health.Check", field(1, bytes(MANY)), LARGE, "at most 4096"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_message_that_would_grow_is_refused_before_it_is_parsed(world, name, monkeypatch):
-    parsed = []
-    monkeypatch.setattr(bounds, "parse", lambda kind, data: parsed.append(data))
-    method, data = BOMBS[name]
+def test_message_of_too_many_parts_is_refused_in_one_line(world, name):
+    method, data, expected, match = BOMBS[name]
     replica = world.replica()
     began = time.monotonic()
-    with grpc.insecure_channel(replica.address) as channel:
+    sends = (("grpc.max_send_message_length", 2 * codec.MAX_REQUEST_BYTES),)
+    with grpc.insecure_channel(replica.address, sends) as channel:
         code, details = refusal(raw(channel, method), data, **OPTIONS)
-    assert (code, parsed) == (CODES.RESOURCE_EXHAUSTED, [])
-    assert "taken" in details and len(details) < 200
+    assert code == expected
+    assert match in details and "\n" not in details and len(details) < 200
     assert time.monotonic() - began < 5.0
     assert replica.engine.num_staged == 0
+
+
+def test_a_refused_message_is_freed_at_once():
+    """A request of 64 MiB takes 2 GiB, so no two of them may be in memory."""
+    held = []
+
+    def parse(data):
+        message = threading.Event()
+        held.append(weakref.ref(message))
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        bounds.Reader(parse).read(b"")
+    assert held[0]() is None
 
 
 @pytest.mark.parametrize("name", CALLS[:-1])
@@ -133,16 +155,27 @@ def test_prompts_come_as_they_were_sent():
     [
         field(1, field(8, b"") * 5000),  # versions
         field(1, field(11, b"") * 5000),  # metrics
-        field(1, field(10, field(2, bytes(1000)))),  # the shape of states
         field(1, field(9, bytes(100_000))),  # layers
         field(2, field(2, bytes(2 << 20))),  # one chunk
         b"\xff",
     ],
 )
-def test_reply_that_would_grow_is_refused_before_it_is_parsed(data, monkeypatch):
-    monkeypatch.setattr(bounds, "parse", lambda kind, data: pytest.fail("parsed"))
-    with pytest.raises(ValueError, match=r"are taken|no GenerateResponse"):
-        bounds.parse_generate_reply(data)
+def test_reply_of_too_many_parts_is_refused(data):
+    decoder = codec.RolloutDecoder(make_call(), vocab_size=16)
+    with pytest.raises(ValueError, match=r"was not asked for|out of turn|no GenerateResponse"):
+        decoder.feed(bounds.parse_generate_reply(data))
+
+
+@given(data=st.binary(max_size=64))
+def test_a_chunk_of_another_form_is_read_by_protobuf(data):
+    """Both readers agree on what the bytes are."""
+    for start in (b"", b"\x12", field(2, b"\x08\x01" + field(2, data))):
+        with contextlib.suppress(ValueError):
+            reply = bounds.parse_generate_reply(start + data)
+            expected = pb.GenerateResponse.FromString(start + data).state_chunk
+            if isinstance(reply, codec.Chunk):
+                assert bytes(reply.data) == expected.data
+                assert reply.sample_id == expected.sample_id
 
 
 @pytest.mark.parametrize(
@@ -150,7 +183,6 @@ def test_reply_that_would_grow_is_refused_before_it_is_parsed(data, monkeypatch)
     [
         (b"\xff", "unreadable reply to Describe: the bytes are no DescribeResponse message"),
         (field(10, b"decode") * 5000, "state_kinds has 5000 entries"),
-        (bytes(2 << 20), "has 2097152 bytes; at most 1048576"),
     ],
 )
 def test_replica_that_describes_itself_wrongly(world, reply, match):
