@@ -85,7 +85,7 @@ def pytest_configure(config):
     """Sets XLA flags. XLA reads them when the first program is compiled, which comes later."""
     # XLA ends a process with an unknown flag, so only releases where the flags were tested get it.
     if jax.__version_info__[:2] == (0, 10):
-        # XLA aborts a process whose eight virtual devices do not meet in 40 s: 2 busy cores need more.
+        # XLA aborts a process whose eight devices do not meet in 40 s. 2 busy cores need more.
         os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
         if not config.option.compile_as_users:
             os.environ["XLA_FLAGS"] += f" {FAST_COMPILATION}"

@@ -10,9 +10,7 @@ import pytest
 from configs.default import get_config
 from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Passes, load_algorithm
-from semrl_jax.algorithms.credit import reweighted
 from semrl_jax.settings.algorithms import importance_options
-from semrl_jax.training.plan import PassPlan, credit_rules
 
 MASK = np.arange(5) < np.array([5, 1, 3, 2, 4, 5, 2, 1])[:, None]
 REWARDS = np.array([[1, 0, 0.5, 0], [1, 1, 0, 1]], np.float32)
@@ -88,14 +86,11 @@ def update_of(settings):
 
     @jax.jit
     def compute(logprobs, new_values):
-        confidence = jnp.array([0.3, 0.6])
-        passes, state = Passes(old, ref, values[0], confidence), algorithm.first_state()
+        passes, state = Passes(old, ref, values[0]), algorithm.first_state()
         batch = jnp.asarray(REWARDS), passes, mask
         for factor in (1.0, 2.0) if algorithm.needs.state else ():
             state = algorithm.next_state(state, factor * batch[0], *batch[1:])
         advantages = algorithm.advantages(*batch, state)
-        rules = credit_rules(algorithm, config, PassPlan.of(algorithm, config)).batch
-        advantages, _ = reweighted(advantages, batch[0], passes, mask, rules)
         if importance["level"] != "none":
             advantages *= importance_weights(old, rollout, mask, **importance)[0]
         ids = {"sequence_ids": mask.astype(jnp.int32)} if algorithm.needs.sequence_ids else {}

@@ -218,6 +218,7 @@ def problem(case, home) -> str:
     return f"{case.line}\nexit code {code}\n{out}{err}" if wrong else ""
 
 
+@pytest.mark.slow
 def test_every_flag_of_every_command_has_a_case():
     listed = subprocess.run(
         [sys.executable, "-c", LIST_FLAGS, *commands()],

@@ -31,7 +31,7 @@ def _dynamics(window, stride, method):
 def orders_of(values):
     """First and second order of a series, all of it valid."""
     rows = compact(jnp.zeros((1, 1)), jnp.ones(1, bool))
-    windows = Windows(rows, (), (), jnp.int32(len(values)), False)
+    windows = Windows(rows, (), jnp.int32(len(values)), False)
     result = jax.jit(lambda series: summarise(jnp.float32(0), series, windows)[1:3])
     return [float(x) for x in result(np.asarray(values, np.float32))]
 

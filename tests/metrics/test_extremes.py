@@ -35,23 +35,15 @@ def test_equal_rows_of_any_size_have_rank_one_and_a_line_no_minus_zero():
         assert not np.any(np.signbit(found[name])), name
 
 
-@pytest.mark.parametrize(
-    ("shape", "factors", "error"),
-    [
-        # Decompositions: the documented error. Without a check of the offset it is up to 4e-3.
-        ((56, 64), (80, 100), 1e-3),
-        # Sums: twice the error of the fit. With the mean of the first prefix it is up to 8e-4.
-        ((56, 800), (100, 150), 3e-5),
-    ],
-)
-def test_a_huge_first_row_does_not_round_the_others(shape, factors, error):
-    # With stride 1, it is the first prefix. Decompositions subtract the mean of the first prefix.
+def test_a_huge_first_row_does_not_round_the_others():
+    # With stride 1, it is the first prefix, whose mean is subtracted.
     measure = functools.partial(metrics.rank_dynamics, stride=1, method="gram")
-    for seed, factor in itertools.product(range(6), factors):
-        rows = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    for seed, factor in itertools.product(range(6), (80, 100)):
+        rows = np.random.default_rng(seed).normal(size=(56, 64)).astype(np.float32)
         rows[0] *= factor
         found = measure(rows, np.ones(len(rows), bool)).effective_rank
-        np.testing.assert_allclose(found, oracle.effective_rank(rows), rtol=error)
+        # The documented error. Without a check of the offset it is up to 4e-3.
+        np.testing.assert_allclose(found, oracle.effective_rank(rows), rtol=1e-3)
 
 
 def far_tail(seed=0):

@@ -8,6 +8,7 @@ import pytest
 from semrl_jax import metrics
 from semrl_jax.metrics import nested, prefixes
 from semrl_jax.metrics.metric import load_metric
+from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 from tests.oracles import metrics as oracle
 
@@ -109,8 +110,8 @@ def test_the_largest_eigenvector_may_be_orthogonal_to_the_start_of_the_power_met
     assert 5 <= found <= nested.LARGEST * 5  # the power method alone finds 1
 
 
-@pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize("window", ["exact", "release", "later"])
+@pytest.mark.parametrize("side_by_side", slow_after(1, [False, True]))
+@pytest.mark.parametrize("window", slow_after(1, ["exact", "release", "later"]))
 def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
     rng = np.random.default_rng(0)
     states = rng.normal(size=(6, 40, 48)).astype(np.float32)

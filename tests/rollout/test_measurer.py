@@ -138,7 +138,7 @@ def test_options_reach_the_measuring(world, sampling, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     client = world.client(world.replica())
     version, requests = sync(client), make_requests()
-    params = MetricParams(("effective_rank",), 2, "later", "svd", 1.5, num_threads=99)
+    params = MetricParams(("effective_rank",), 2, "later", "svd", num_threads=99)
     by_id = {request.sample_id: request for request in requests}
     for rollout in client.generate(requests, sampling, version=version, metrics=params):
         states = states_of(rollout, by_id[rollout.sample_id], sampling)

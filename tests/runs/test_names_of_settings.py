@@ -9,7 +9,7 @@ import pytest
 
 from configs import default
 from semrl_jax.runs.config import flatten
-from semrl_jax.settings.moved import MOVED
+from semrl_jax.settings.moved import MOVED, REMOVED
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIELDS = list(flatten(default.get_config()))
@@ -53,7 +53,7 @@ def exists(name):
     in_room = room in ("algorithms", "data", "metrics") and hasattr(
         importlib.import_module(f"semrl_jax.{room}"), function
     )
-    return in_room or name in MOVED or bool(OTHERS.match(name))
+    return in_room or name in MOVED or name in REMOVED or bool(OTHERS.match(name))
 
 
 @pytest.mark.parametrize("folder", ["semrl_jax", "launch", "configs", "docs", "third_party", "."])

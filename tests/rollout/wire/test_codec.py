@@ -521,7 +521,7 @@ def test_an_engine_without_annealing_refuses_it():
         change_annealing(lambda m: None, kinds=())
 
 
-METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", 1.5, "float32", 3)
+METRICS = MetricParams(("curvature", "effective_rank"), 40, "later", "svd", "float32", 3)
 
 
 def change_metrics(change, metrics=METRICS, **states):

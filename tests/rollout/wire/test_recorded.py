@@ -93,7 +93,7 @@ LARGE = dataclasses.replace(  # in chunks: 300 x 2 x 1024 x 2 bytes
     hidden_states=np.zeros((300, 2, 1024), ml_dtypes.bfloat16),
     metrics={},
 )
-PARAMS = MetricParams(("effective_rank",), 40, "release", "svd", 1.25, "float32", 6)  # 1.1
+PARAMS = MetricParams(("effective_rank",), 40, "release", "svd", "float32", 6)  # 1.1
 MEASURED = dataclasses.replace(
     SMALL,
     hidden_states=None,
