@@ -38,9 +38,10 @@ from semrl_jax.types import (
 
 # 1.1: a replica may measure; 1.2: states of prompts; 1.3: response masks; 1.4: annealing;
 # 1.5: stop strings; 1.6: weights through shared memory; 1.7: what schedules the calls;
-# 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3
+# 1.8: effective ranks of prefixes; 2.0: checksums of tensors are XXH3; 2.1: what is compiled;
+# 2.2: no skipped prefixes: a replica before it refuses to measure for a trainer after it
 PROTOCOL_MAJOR = 2
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 # Of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change the
 # checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.

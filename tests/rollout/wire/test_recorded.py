@@ -1,4 +1,4 @@
-"""Messages recorded when the protocol was at version 1.0 to 2.1 must stay readable.
+"""Messages recorded when the protocol was at version 1.0 to 2.2 must stay readable.
 
 The files under recorded/ are never written again: a later protocol adds a directory of its own, of
 the messages that are new in it.
@@ -178,12 +178,7 @@ def without_validity(message):
 def messages_of_1_1():
     """Messages that version 1.0 did not have."""
     (measured,) = codec.encode_rollout(MEASURED)
-    return {
-        "generate_request_measured": codec.encode_request(
-            GenerateCall(REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS)
-        ),
-        "generate_response_measured": measured,
-    }
+    return {"generate_response_measured": measured}
 
 
 def messages_of_1_2():
@@ -249,6 +244,12 @@ def messages_of_1_7():
 def messages_of_2_1():
     """Messages that version 2.0 did not have."""
     return {"describe_response_compiling": codec.encode_description(COMPILES)}
+
+
+def messages_of_2_2():
+    """Messages that version 2.1 wrote in another way."""
+    call = GenerateCall(REQUESTS, SAMPLING, HiddenStateParams(), VERSION, PARAMS)
+    return {"generate_request_measured": codec.encode_request(call)}
 
 
 def recorded(name, kind, version="1.0"):
@@ -401,6 +402,7 @@ def test_what_is_written_today_equals_the_record():  # as messages: fields may c
         "1.6": messages_of_1_6(),
         "1.7": messages_of_1_7(),
         "2.1": messages_of_2_1(),
+        "2.2": messages_of_2_2(),
     }
     for version, known in written.items():
         for name, message in known.items():
@@ -413,6 +415,7 @@ if __name__ == "__main__":
     parts = (
         messages(), messages_of_1_1(), messages_of_1_2(), messages_of_1_3(), messages_of_1_4(),
         messages_of_1_5(), messages_of_1_6(), messages_of_1_7(), messages_of_2_1(),
+        messages_of_2_2(),
     )  # fmt: skip
     for name, message in {name: part[name] for part in parts for name in part}.items():
         (folder / f"{name}.bin").write_bytes(message.SerializeToString(deterministic=True))
