@@ -15,8 +15,8 @@ setup(
     packages=find_packages(include=["semrl_jax*", "configs*", "launch*"]),
     package_data={
         "semrl_jax.evaluation": ["page.html"],
-        "semrl_jax.runs": ["view.html"],
-        "semrl_jax.runs.report": ["page.html", "page.js"],
+        "semrl_jax.jobs": ["view.html"],
+        "semrl_jax.pages.report": ["page.html", "page.js"],
     },
     install_requires=[
         "absl-py>=2.5",

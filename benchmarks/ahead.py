@@ -38,8 +38,8 @@ from benchmarks import results
 from benchmarks.step import make_model
 from configs import quickstart
 from semrl_jax.data import tokenizer_hash
-from semrl_jax.model_setup import build_policy
 from semrl_jax.models import tensor_specs
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from unittest import mock
 
-from semrl_jax.clock import Clock
+from semrl_jax.support.clock import Clock
 from semrl_jax.training import loop
 
 

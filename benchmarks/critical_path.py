@@ -33,15 +33,15 @@ import jax.numpy as jnp
 from benchmarks import cpu_clock, results
 from benchmarks.results import median_interval, table
 from configs import quickstart
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Bar, Reporter
-from semrl_jax.model_setup import starting_params
+from semrl_jax.models.of_config import starting_params
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import OpenRun, open_run
 from semrl_jax.runs.workdir import open_workdir
 from semrl_jax.sampling.source import Counted, Now, Rounds
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.console import Bar, Reporter
 from semrl_jax.training import loop
 from semrl_jax.training.plan import PassPlan
 from semrl_jax.training.probes import Tools, load_probes

@@ -34,12 +34,13 @@ import numpy as np
 from benchmarks import results
 from benchmarks.results import median_interval, table
 from configs import default
-from semrl_jax import compilation, models
+from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
 from semrl_jax.algorithms.credit import Credit
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.runs.setup import optimizer_of
+from semrl_jax.support import compilation
+from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.packing import lay_out, row_plan
 from semrl_jax.training.plan import PassPlan

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import machine, results
 from benchmarks.packing import MODEL, PADDING, learners
 from benchmarks.step import GROUP, PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS
-from semrl_jax.clock import Clock
+from semrl_jax.support.clock import Clock
 from semrl_jax.training import trainee
 from semrl_jax.training.learner import Learner
 from semrl_jax.types import Rollout, RolloutBatch

@@ -9,7 +9,7 @@ import re
 from semrl_jax.algorithms import SURROGATES
 from semrl_jax.algorithms.algorithm import PARTS
 from semrl_jax.algorithms.objective import Objective
-from semrl_jax.modules import module_names
+from semrl_jax.support.modules import module_names
 
 PAGE = pathlib.Path(__file__).with_name("algorithms.md")
 PACKAGE = "semrl_jax.algorithms"

@@ -4,8 +4,8 @@ import pathlib
 import re
 
 from configs.default import get_config
-from semrl_jax.runs.config import flatten
 from semrl_jax.settings.meanings import COPIES, meanings, unit
+from semrl_jax.settings.rules import flatten
 
 PAGE = pathlib.Path(__file__).with_name("configuration.md")
 HEAD = """# Settings

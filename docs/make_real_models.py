@@ -24,15 +24,16 @@ from matplotlib.lines import Line2D
 from safetensors import safe_open
 from scipy.stats import spearmanr
 
-from semrl_jax import compilation, procedural
 from semrl_jax.analysis import similarity
 from semrl_jax.analysis.study import correlation, with_interval
+from semrl_jax.data import procedural
 from semrl_jax.evaluation.statistics import NUM_DRAWS, interval
 from semrl_jax.metrics import MetricKey, flatten, hidden_state_metrics
 from semrl_jax.metrics.inputs import anchor, compact
 from semrl_jax.metrics.names import ORDERS
 from semrl_jax.metrics.nested import narrow_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product
+from semrl_jax.support import compilation
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from tests.oracles import metrics as oracle

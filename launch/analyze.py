@@ -30,9 +30,9 @@ from typing import Any
 from absl import flags
 
 from launch import cli
-from semrl_jax import compilation
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import WINDOWS
+from semrl_jax.support import compilation
+from semrl_jax.support.errors import UserError
 
 STRIDE = 40
 GROWTH_STRIDE = 128

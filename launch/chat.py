@@ -16,8 +16,8 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.fields import chosen_fields, config_of_policy, short_flags, values_of
-from semrl_jax import compilation
 from semrl_jax.runs.config import check_sections
+from semrl_jax.support import compilation
 
 POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
 CONFIG = config_flags.DEFINE_config_file(
@@ -64,7 +64,8 @@ FIXED = {
 
 def main() -> int:
     config = cli.checked_config(CONFIG, prepare, short_flags(FIELDS, values_of(GIVEN)))
-    from semrl_jax.runs import chat, policies  # here: mistakes and --help need no JAX
+    from semrl_jax.jobs import chat  # here: mistakes and --help need no JAX
+    from semrl_jax.runs import policies  # here: mistakes and --help need no JAX
 
     (source,) = policies.find_policies(POLICY.value, None)
     compilation.keep_programs()

@@ -23,9 +23,10 @@ from ml_collections import ConfigDict
 
 import configs
 from configs.default import get_config
-from semrl_jax.errors import DISK_ERRNOS, UserError
-from semrl_jax.runs.config import flatten, validate
+from semrl_jax.runs.config import validate
 from semrl_jax.settings.moved import new_places
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import DISK_ERRNOS, UserError
 
 EXIT_USER_ERROR = 2
 # Reading a path that the user named fails with these: too long, or in a closed directory.

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from launch import cli
-from semrl_jax.choices import DTYPES
-from semrl_jax.errors import UserError
-from semrl_jax.files import read_json_object
+from semrl_jax.support.choices import DTYPES
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import read_json_object
 
 if TYPE_CHECKING:  # mistakes and --help need no JAX
     from semrl_jax import models

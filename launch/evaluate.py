@@ -24,12 +24,12 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.fields import chosen_fields, config_of_policy, first_run, short_flags, values_of
-from semrl_jax import compilation
 from semrl_jax.data.templates import STOP_STRINGS
-from semrl_jax.errors import UserError
-from semrl_jax.modules import module_names
 from semrl_jax.runs.config import check_sections
 from semrl_jax.settings.evaluation import most_responses
+from semrl_jax.support import compilation
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 
 POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
@@ -78,7 +78,8 @@ SCORES, GREEDY = "semrl_jax.evaluation.scores", "greedy"
 def main() -> int:
     config = cli.checked_config(CONFIG, prepare, short_flags(FIELDS, values_of(GIVEN)))
     output, steps = pathlib.Path(OUTPUT.value), chosen_steps(STEPS.value)
-    from semrl_jax.runs import evaluation, policies  # here: mistakes and --help need no JAX
+    from semrl_jax.jobs import evaluate  # here: mistakes and --help need no JAX
+    from semrl_jax.runs import policies  # here: mistakes and --help need no JAX
 
     sources = [
         found
@@ -89,7 +90,7 @@ def main() -> int:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--policy: two policies are named {twice[0]!r}; name each once.")
     compilation.keep_programs()
-    return evaluation.evaluate(config, sources, output, only_check=DRY_RUN.value, quiet=QUIET.value)
+    return evaluate.evaluate(config, sources, output, only_check=DRY_RUN.value, quiet=QUIET.value)
 
 
 def prepare(config: ml_collections.ConfigDict) -> None:

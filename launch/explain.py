@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs.default import get_config
-from semrl_jax.errors import UserError
-from semrl_jax.runs.config import flatten
 from semrl_jax.settings.meanings import meanings, unit
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
 
 WIDTH = 100
 DEFAULT = "default"

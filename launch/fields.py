@@ -14,8 +14,8 @@ from absl import flags
 
 import configs
 from semrl_jax.data.arithmetic import QUESTION_TEMPLATE
-from semrl_jax.errors import UserError
-from semrl_jax.runs.run_directory import run_of
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import run_of
 from semrl_jax.types import HiddenStateParams
 
 SAMPLING = ("temperature", "top_p", "top_k")  # in config.rollout and in config.evaluation

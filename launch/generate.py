@@ -26,9 +26,10 @@ from launch.fields import (
     template_of_run,
     values_of,
 )
-from semrl_jax import compilation, data
-from semrl_jax.errors import UserError
+from semrl_jax import data
 from semrl_jax.runs.config import check_sections
+from semrl_jax.support import compilation
+from semrl_jax.support.errors import UserError
 
 POLICY = flags.DEFINE_string("policy", None, "run, checkpoint, Hugging Face directory or hub id")
 OUTPUT = flags.DEFINE_string("output", None, "directory of the results, made if missing")
@@ -101,12 +102,13 @@ def main() -> int:
             "--conversations=correct needs a verdict on every response; give --verifier=NAME, or "
             "choose --conversations=all."
         )
-    from semrl_jax.runs import generation, policies  # here: mistakes and --help need no JAX
+    from semrl_jax.jobs import generate  # here: mistakes and --help need no JAX
+    from semrl_jax.runs import policies  # here: mistakes and --help need no JAX
 
     (source,) = policies.find_policies(policy, None)
     compilation.keep_programs()
-    contents = generation.Contents(NUM_PROMPTS.value, LOGPROBS.value, states, CONVERSATIONS.value)
-    return generation.generate(
+    contents = generate.Contents(NUM_PROMPTS.value, LOGPROBS.value, states, CONVERSATIONS.value)
+    return generate.generate(
         config, source, output, contents, only_check=DRY_RUN.value, quiet=QUIET.value
     )
 

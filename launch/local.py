@@ -26,7 +26,7 @@ import time
 from absl import flags
 
 from launch import cli
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 PROCESSES = flags.DEFINE_integer(
     "processes", None, "number of processes of launch.train", lower_bound=1, upper_bound=256

@@ -18,7 +18,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, such as configs/verl/grpo_qwen2_5_7b.py"

@@ -14,7 +14,7 @@ import textwrap
 from absl import flags
 
 from launch import cli
-from semrl_jax import procedural
+from semrl_jax.data import procedural
 
 COUNT = flags.DEFINE_integer("count", 1, "problems to show", lower_bound=0, upper_bound=1000)
 WIDTH = 100

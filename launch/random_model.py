@@ -14,8 +14,8 @@ from typing import Any
 from absl import flags
 
 from launch import cli
-from semrl_jax import compilation
-from semrl_jax.errors import UserError
+from semrl_jax.support import compilation
+from semrl_jax.support.errors import UserError
 
 TEXT = flags.DEFINE_multi_string("text", [], ".jsonl or .parquet file to train the tokenizer on")
 FAMILY = flags.DEFINE_string("family", "qwen2", "architecture, as config.model.family")

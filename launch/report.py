@@ -16,7 +16,7 @@ import sys
 from absl import flags
 
 from launch import cli
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 OUTPUT = flags.DEFINE_string(
     "output", None, "HTML file to write; needed to compare runs, unless --csv or --serve is given"
@@ -35,7 +35,7 @@ def main(names: list[str]) -> int:
     if SERVE.value:
         if OUTPUT.value is not None or CSV.value is not None:
             raise UserError("--serve writes no file; leave out --output and --csv.")
-        from semrl_jax.runs.report.serving import serve  # here: --help is quick
+        from semrl_jax.pages.report.serving import serve  # here: --help is quick
 
         serve(runs, PORT.value, lambda line: print(line, flush=True))
         return 0
@@ -45,10 +45,10 @@ def main(names: list[str]) -> int:
         raise UserError("--output is needed to compare runs; name an HTML file.")
     if output is not None and csv_file is not None and output.absolute() == csv_file.absolute():
         raise UserError(f"--output and --csv are both {output}; name two files.")
-    from semrl_jax.runs.report import write_report
-    from semrl_jax.runs.report.comparison import write_csv
-    from semrl_jax.runs.report.page import write_page
-    from semrl_jax.runs.report.reading import read_runs
+    from semrl_jax.pages.report import write_report
+    from semrl_jax.pages.report.comparison import write_csv
+    from semrl_jax.pages.report.page import write_page
+    from semrl_jax.pages.report.reading import read_runs
 
     logs = read_runs(runs)
     for log in logs:

@@ -28,10 +28,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from semrl_jax import compilation, cores
 from semrl_jax.runs.config import check_sections
-from semrl_jax.runs.run_directory import names_run
 from semrl_jax.settings.rollout import ENGINES, check_quantization, replica_in_flight
+from semrl_jax.support import compilation, cores
+from semrl_jax.support.run_directory import names_run
 
 PROGRESS_EVERY_S = 10.0
 MAX_TEMPORARY_PATH = 48  # characters; a socket's path has 107 at most, vLLM adds 57
@@ -142,7 +142,7 @@ def serve(config: ml_collections.ConfigDict, stack: contextlib.ExitStack) -> int
         from semrl_jax.runs.starting_model import source_of
 
         config.model.path = str(source_of(config.model.path).model)
-    from semrl_jax.model_setup import build_policy
+    from semrl_jax.models.of_config import build_policy
     from semrl_jax.rollout.building import jax_engine, read_token, vllm_engine
     from semrl_jax.rollout.engines.base import EngineDeadError
     from semrl_jax.rollout.server import check_place, serve_until_signal

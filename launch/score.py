@@ -15,8 +15,8 @@ import pathlib
 from absl import flags
 
 from launch import cli
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rewards import check_function
+from semrl_jax.support.errors import UserError
 
 SAMPLES = flags.DEFINE_string("samples", None, ".jsonl or .parquet file with a row per response")
 VERIFIER = flags.DEFINE_string("verifier", None, "a built-in verifier, or package.module:function")
@@ -49,11 +49,11 @@ def main() -> int:
         )
     if output.exists() and samples.exists() and output.samefile(samples):
         raise UserError(f"--output={output} is the --samples; name another file.")
+    from semrl_jax.jobs import score  # here: mistakes and --help are quick
     from semrl_jax.rewards import VerifierPool
-    from semrl_jax.runs import scoring  # here: mistakes and --help are quick
 
-    fields = scoring.Fields(RESPONSE.value, REFERENCE.value, ROW.value, GROUP.value, PREFIX.value)
-    scoring.check_file(samples)
+    fields = score.Fields(RESPONSE.value, REFERENCE.value, ROW.value, GROUP.value, PREFIX.value)
+    score.check_file(samples)
     cli.output_file("output", OUTPUT.value, make_directory=True)
     with VerifierPool(
         function=verifier,
@@ -61,8 +61,8 @@ def main() -> int:
         num_workers=NUM_WORKERS.value,
         memory_limit_gib=MEMORY_LIMIT_GIB.value,
     ) as pool:
-        scoring.check_rows(samples, fields, takes_row=pool.takes_row)
-        scoring.score(samples, output, pool, fields)
+        score.check_rows(samples, fields, takes_row=pool.takes_row)
+        score.score(samples, output, pool, fields)
     return 0
 
 

@@ -13,9 +13,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from launch import cli
-from semrl_jax import compilation, cores
-from semrl_jax.errors import UserError
 from semrl_jax.runs.workdir import check_early
+from semrl_jax.support import compilation, cores
+from semrl_jax.support.errors import UserError
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, such as configs/quickstart.py"

@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 
 from launch import cli
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 POLICY = flags.DEFINE_multi_string(
     "policy", [], "run, checkpoint, Hugging Face directory or hub id; repeat it for several"
@@ -45,8 +45,8 @@ def main() -> int:
     if bad := [step for step in STEPS.value if not step.strip().isdecimal()]:
         raise UserError(f"--steps has {bad[0]!r}; it must be whole numbers separated by commas.")
     samples = None if SAMPLES.value is None else pathlib.Path(SAMPLES.value)
-    from semrl_jax import compilation
-    from semrl_jax.runs import view  # here: mistakes and --help are quick
+    from semrl_jax.jobs import view  # here: mistakes and --help are quick
+    from semrl_jax.support import compilation
 
     steps = [int(step) for step in STEPS.value] or None
     columns = view.find_columns(POLICY.value, steps, samples)

@@ -15,19 +15,19 @@ from semrl_jax import data, models
 from semrl_jax.analysis import study_sources
 from semrl_jax.analysis.runs import _read_responses, find_steps
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.sample_files import read_samples, write_samples
+from semrl_jax.jobs import score, view
 from semrl_jax.models import peft
 from semrl_jax.models.directory import check_params
-from semrl_jax.runs import scoring, view
-from semrl_jax.runs.report import page, reading
-from semrl_jax.runs.report.comparison import paired
-from semrl_jax.runs.report.samples import samples
+from semrl_jax.pages.report import page, reading
+from semrl_jax.pages.report.comparison import paired
+from semrl_jax.pages.report.samples import samples
 from semrl_jax.sampling.addresses import read_addresses
+from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_sample
+from tests.jobs.test_view import write_samples as write_responses
 from tests.models.test_lora import CONFIG, LORA, POLICY, trained
-from tests.runs.report.making import make_run
-from tests.runs.test_view import write_samples as write_responses
+from tests.pages.report.making import make_run
 from tests.tiny import tiny_config
 
 QUESTIONS = [{"question": f"What is {i} + {i}? 求和", "answer": 2 * i} for i in range(20)]
@@ -69,7 +69,7 @@ def read_run(file):
 
 
 def score_rows(file):
-    return scoring.check_rows(file, scoring.Fields("question", "answer"), takes_row=True)
+    return score.check_rows(file, score.Fields("question", "answer"), takes_row=True)
 
 
 def read_model(file):

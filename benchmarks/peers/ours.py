@@ -19,13 +19,13 @@ import ml_collections
 from benchmarks import cpu_clock
 from benchmarks.peers.protocol import Driver
 from configs import default
-from semrl_jax import compilation
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Reporter
 from semrl_jax.runs import EXIT_PREEMPTED, validate
 from semrl_jax.runs.setup import open_run
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.support import compilation
+from semrl_jax.support.console import Reporter
 from semrl_jax.training.loop import run_steps
 
 

@@ -17,7 +17,7 @@ from semrl_jax.algorithms.losses import (
 )
 from semrl_jax.algorithms.surrogates import SURROGATES, Bounds, sum_over_sequences
 from semrl_jax.algorithms.values import explained_variance, value_loss
-from semrl_jax.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
+from semrl_jax.support.choices import IMPORTANCE_LEVELS, KL_ESTIMATORS
 
 __all__ = [
     "AGGREGATIONS",

@@ -42,8 +42,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from configs.default import get_config
-from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module, running
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import load_module, running
 
 PARTS = ("Options", "needs", "advantages", "token_weights", "loss")
 PARTS_FOR = {"values": ("returns", "value_loss"), "state": ("first_state", "next_state")}

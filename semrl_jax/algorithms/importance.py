@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from semrl_jax.algorithms.surrogates import MAX_LOG_RATIO
-from semrl_jax.choices import IMPORTANCE_LEVELS, IMPORTANCE_OUTSIDE
+from semrl_jax.support.choices import IMPORTANCE_LEVELS, IMPORTANCE_OUTSIDE
 
 
 def importance_weights(

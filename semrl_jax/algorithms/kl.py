@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from semrl_jax.choices import KL_ESTIMATORS
+from semrl_jax.support.choices import KL_ESTIMATORS
 
 LOW_VAR_LIMIT = 10.0
 MAX_EXPONENT = 20.0  # far above the limit, far below the overflow of float32

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from semrl_jax.algorithms.algorithm import Needs, Passes, check_options
 from semrl_jax.algorithms.kl import penalised_rewards, update_kl_coefficient
 from semrl_jax.algorithms.objective import Objective
-from semrl_jax.choices import KL_ESTIMATORS
+from semrl_jax.support.choices import KL_ESTIMATORS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 from semrl_jax.analysis.responses import write_csv
 from semrl_jax.metrics import WINDOWS, MetricKey, hidden_state_metrics
 from semrl_jax.metrics.names import ORDERS
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.support.rounding import next_power_of_two
 
 MIN_RESPONSES = 3  # two points always lie on a line
 MIN_BUCKET = 64

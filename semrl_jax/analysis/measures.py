@@ -28,10 +28,10 @@ from jaxtyping import Float
 from semrl_jax import metrics
 from semrl_jax.analysis import similarity
 from semrl_jax.analysis.study_sources import StudiedResponse
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import MetricKey
 from semrl_jax.metrics.names import ORDERS, metric_name
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.rounding import next_power_of_two
 
 MIN_BUCKET = 64  # tokens; few shapes are compiled
 MIN_RESPONSES = 3  # two points always lie on a line

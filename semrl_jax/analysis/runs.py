@@ -13,11 +13,11 @@ import pyarrow as pa
 from jaxtyping import Bool, Float
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.files import read_json_object
-from semrl_jax.parquet import ParquetFile, check_token_ids, with_types
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import read_json_object
+from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
 
 MICRO_BATCH = 16
 COLUMNS = ("prompt_ids", "response_ids")

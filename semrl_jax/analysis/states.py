@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from safetensors import safe_open
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 STATES, MASK = "hidden_states", "response_mask"
 # What a file may say about the responses, for a study: leading axes, kinds of its dtype.

@@ -22,9 +22,9 @@ from semrl_jax.analysis.measures import (
     RESPONSE_MEASURES,
     Measured,
 )
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.statistics import interval
 from semrl_jax.metrics import METRICS
+from semrl_jax.support.errors import UserError
 
 NUM_DRAWS = 2000
 _DRAWN_AT_ONCE = 2**21  # prompts, which bounds the memory

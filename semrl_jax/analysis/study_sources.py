@@ -23,12 +23,12 @@ from safetensors import safe_open
 from semrl_jax import models
 from semrl_jax.analysis.runs import find_steps, load_weights, response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
-from semrl_jax.errors import UserError
-from semrl_jax.files import check_regular, read_json_object
+from semrl_jax.evaluation.generated_files import RESPONSES, STATES_INDEX
 from semrl_jax.metrics.names import FINAL_LAYER
-from semrl_jax.parquet import ParquetFile, check_token_ids, with_types
-from semrl_jax.runs.generated_files import RESPONSES, STATES_INDEX
-from semrl_jax.runs.run_directory import run_of, setting_of
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import check_regular, read_json_object
+from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
+from semrl_jax.support.run_directory import run_of, setting_of
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from semrl_jax.cluster.peers import PeerFailed, Processes
-from semrl_jax.errors import Preempted, UserError
+from semrl_jax.support.errors import Preempted, UserError
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from semrl_jax.addresses import split_address
 from semrl_jax.cluster.links import Listener, is_loopback
 from semrl_jax.cluster.peers import Channel, Peers, Processes
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.support.addresses import split_address
+from semrl_jax.support.rounding import next_power_of_two
 
 KEY_BYTES = 32
 MIN_GATHERED_BYTES = 2**16

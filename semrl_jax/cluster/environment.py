@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from semrl_jax.addresses import split_address
-from semrl_jax.errors import UserError
+from semrl_jax.support.addresses import split_address
+from semrl_jax.support.errors import UserError
 
 TPU_PORT = 8482  # the port that JAX itself uses on TPU slices
 JOBSET_PORT = 8482

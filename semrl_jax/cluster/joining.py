@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from semrl_jax.addresses import split_address
 from semrl_jax.cluster.environment import ALONE, Place
 from semrl_jax.cluster.links import is_loopback, listening_socket
 from semrl_jax.cluster.peers import EXIT_PEER_LOST, name_processes
-from semrl_jax.errors import UserError
+from semrl_jax.support.addresses import split_address
+from semrl_jax.support.errors import UserError
 
 GREETING = "semrl_jax/1"
 MAX_LINE_BYTES = 4096

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 BACKLOG = 4096
 HANDSHAKE_TIMEOUT_S = 30.0  # between two of its messages; unknown programs may send none

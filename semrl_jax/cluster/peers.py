@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from semrl_jax.cluster.links import Link, Listener, call, flush
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 EXIT_MISTAKE = 2
 EXIT_PEER_LOST = 76

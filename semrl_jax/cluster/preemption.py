@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from semrl_jax.errors import Preempted
+from semrl_jax.support.errors import Preempted
 
 
 class StopRequest:

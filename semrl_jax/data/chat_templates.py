@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax import chat_worker
 from semrl_jax.data.tokenizer import Tokenizer
+from semrl_jax.support import chat_worker
 
 Messages = Sequence[Mapping[str, Any]]
 

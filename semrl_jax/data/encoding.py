@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from semrl_jax.data.templates import is_chat
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 _PROBE = "1"
 

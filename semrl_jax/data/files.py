@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from semrl_jax.errors import UserError
-from semrl_jax.files import parse_json
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import parse_json
 
 MAX_LINE_BYTES = 16 * 2**20  # a file with longer lines is not a data set
 
@@ -115,7 +115,7 @@ def _parse_line(line: bytes) -> Row:
 def _read_parquet(
     path: pathlib.Path, fields: Sequence[str], optional_fields: Sequence[str], whole_rows: bool
 ) -> Iterator[tuple[str, Row]]:
-    from semrl_jax.parquet import ParquetFile
+    from semrl_jax.support.parquet import ParquetFile
 
     file = ParquetFile(path)
     columns = _columns(path, file.names, fields, optional_fields)

@@ -13,6 +13,7 @@ import numpy as np
 
 from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.files import RowError, read_rows
+from semrl_jax.data.procedural import Problem
 from semrl_jax.data.prompts import PromptDataset, PromptExample
 from semrl_jax.data.rows import (
     DATA_SOURCE_FIELD,
@@ -22,8 +23,7 @@ from semrl_jax.data.rows import (
 )
 from semrl_jax.data.templates import AUTO, chosen_template, prompt_renderer
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.errors import UserError
-from semrl_jax.procedural import Problem
+from semrl_jax.support.errors import UserError
 
 TOO_LONG = ("drop", "keep")
 

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from semrl_jax.data import arithmetic
 from semrl_jax.data.encoding import encode, special_prefix
 from semrl_jax.data.tokenizer import Tokenizer
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 _ORDER = 0x0DE4  # third number of the seed: distinct from all streams with two numbers
 

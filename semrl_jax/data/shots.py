@@ -7,7 +7,7 @@ import os
 
 from semrl_jax.data.files import RowError, read_rows
 from semrl_jax.data.rows import check_text
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 QUESTION, RESPONSE, ANSWER = "question", "response", "answer"
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 # Decoders that give each token text of its own, whatever the tokens around it; only a space before
 # the first token may be missing.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from semrl_jax.data.stop_strings import TokenBytes, byte_level_alphabet
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 # The words whose tokens end a response in the release, by family of models.
 # Source: vllm_rollout.py of the reference implementation (hf618/VERL), which has their ids. Those

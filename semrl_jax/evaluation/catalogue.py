@@ -6,9 +6,9 @@ import difflib
 import importlib
 import pathlib
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.benchmark import Benchmark
-from semrl_jax.modules import module_names
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 
 PACKAGE = "semrl_jax.evaluation.benchmarks"
 

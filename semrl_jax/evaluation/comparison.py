@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.results import (
     Figures,
@@ -25,7 +24,8 @@ from semrl_jax.evaluation.results import (
     narrow_table,
     sizes_text,
 )
-from semrl_jax.files import replacing
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import replacing
 
 matplotlib.use("Agg")
 

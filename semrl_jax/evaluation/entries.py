@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from semrl_jax import data
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import catalogue
 from semrl_jax.sampling.prompt_sources import FILE_SETTINGS, setting_values
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rules import Section, split_entry
+from semrl_jax.support.errors import UserError
 
 FIELD = "evaluation.benchmarks"
 GRADER = "benchmark"  # verifier of named sets

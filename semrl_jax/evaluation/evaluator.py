@@ -16,12 +16,9 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
-from semrl_jax.clock import Clock
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import Sample, not_sampled, sampled
-from semrl_jax.modules import running
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.ahead import Ahead
@@ -31,6 +28,9 @@ from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.sampling.statistics import metric_scalars
 from semrl_jax.settings.evaluation import check_sampling
 from semrl_jax.settings.rollout import MIN_TEMPERATURE
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import running
 from semrl_jax.types import Rollout, SampleRequest
 
 # Settings of the sampling that an entry of `evaluation.benchmarks` may have of its own.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from semrl_jax.modules import load_module
+from semrl_jax.support.modules import load_module
 
 
 class Plan(NamedTuple):

@@ -20,8 +20,8 @@ from semrl_jax.evaluation.results import (
     sizes_text,
 )
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.files import replacing
-from semrl_jax.pages import content_policy, cut, data_element, filled, rounded, shortened
+from semrl_jax.pages.html import content_policy, cut, data_element, filled, rounded, shortened
+from semrl_jax.support.files import replacing
 
 MAX_BYTES = 64 * 2**20  # of the page
 # Characters of a response and of a question. The first limit with which the page is small enough

@@ -9,13 +9,13 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import catalogue
 from semrl_jax.evaluation.benchmark import BenchmarkReader
 from semrl_jax.evaluation.entries import EVALUATOR_SETTINGS, FIELD, Entry, benchmark_entries
-from semrl_jax.files import parse_json
-from semrl_jax.modules import load_module, running
 from semrl_jax.sampling.prompt_sources import held_out_problems, load_file
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import parse_json
+from semrl_jax.support.modules import load_module, running
 
 Report = Callable[[str], None]
 

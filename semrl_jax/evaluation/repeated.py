@@ -8,9 +8,9 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float, Int
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.interface import PerProblem, Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED, Sample
+from semrl_jax.support.errors import UserError
 
 
 def plan(options: ml_collections.ConfigDict) -> Plan:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.samples import Sample
-from semrl_jax.files import replacing
-from semrl_jax.parquet import ParquetFile, strings
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import replacing
+from semrl_jax.support.parquet import ParquetFile, strings
 
 METRICS = "metrics/"
 TYPES = {

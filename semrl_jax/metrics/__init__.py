@@ -4,11 +4,11 @@ A metric of one response is one module of `kinds`; `batch` measures batches with
 all cores. A number of several responses, or of two models, is one module of `sets`.
 """
 
-from semrl_jax.lazy import lazy_names
 from semrl_jax.metrics.metric import Metric
 from semrl_jax.metrics.names import METHODS, METRICS, RELEASE_METRICS, WINDOWS, count_windows
 from semrl_jax.metrics.records import Measurement, MetricKey, flatten
-from semrl_jax.modules import module_names
+from semrl_jax.support.lazy import lazy_names
+from semrl_jax.support.modules import module_names
 
 # Loaded at their first use: settings are checked and replicas serve without JAX.
 _BATCH = ("dataset_metrics", "hidden_state_metrics", "mean_hidden_state")

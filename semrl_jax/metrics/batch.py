@@ -30,7 +30,7 @@ from semrl_jax.metrics.names import (
 from semrl_jax.metrics.prefixes import spectral_series
 from semrl_jax.metrics.records import Measurement, MetricKey
 from semrl_jax.metrics.windows import split_windows, summarise, with_whole
-from semrl_jax.modules import running
+from semrl_jax.support.modules import running
 
 
 def hidden_state_metrics(

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import load_module
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

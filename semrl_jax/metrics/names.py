@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from semrl_jax.choices import TOKEN_INDICATORS
-from semrl_jax.errors import UserError
-from semrl_jax.modules import module_names
+from semrl_jax.support.choices import TOKEN_INDICATORS
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 
 METRICS = module_names("semrl_jax.metrics.kinds")
 # Those of the reference implementation. They are measured where no names are given.

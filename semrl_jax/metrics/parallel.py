@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from semrl_jax.cores import usable_cores
-from semrl_jax.errors import UserError
 from semrl_jax.metrics.batch import hidden_state_metrics
 from semrl_jax.metrics.inputs import AnyArray, check_states, whole_number
 from semrl_jax.metrics.records import Measurement, MetricKey
-from semrl_jax.rounding import next_size
+from semrl_jax.support.cores import usable_cores
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.rounding import next_size
 
 MIN_BUCKET = 32  # tokens
 # The float64 copies of a response take up to 6.3 times its size. Half the batch measured at a time

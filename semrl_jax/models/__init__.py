@@ -1,6 +1,5 @@
 """Sharded NNX policies: architecture, forward pass, log-probabilities, weight conversion."""
 
-from semrl_jax.choices import REMAT_POLICIES
 from semrl_jax.models import peft
 from semrl_jax.models.config import DecoderConfig, Experts, RopeScaling, random_config
 from semrl_jax.models.decoder import KVCache
@@ -36,6 +35,7 @@ from semrl_jax.models.weights import (
     params_from_hf,
     tensor_specs,
 )
+from semrl_jax.support.choices import REMAT_POLICIES
 
 __all__ = [
     "AXES",

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.sharding import activation_spec, shared_heads
+from semrl_jax.support.errors import UserError
 
 PLATFORMS = {"splash": ("tpu",), "triton": ("gpu", "cuda")}
 # The widest heads that the kernels were compiled with, for a v5e and as a program for CUDA.

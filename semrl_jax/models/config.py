@@ -6,9 +6,9 @@ import dataclasses
 import inspect
 from typing import Any
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.families import Family, find_family
-from semrl_jax.modules import running
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import running
 from semrl_jax.types import config_hash
 
 # Above every known model: a larger number is a mistake or an attack.

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from semrl_jax.errors import UserError, disk_refusal
-from semrl_jax.files import check_regular, read_json_object, remove
 from semrl_jax.models import gguf
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.hf_config import config_from_hf, config_to_hf
@@ -28,7 +26,9 @@ from semrl_jax.models.weights import (
     params_from_hf,
     tensor_specs,
 )
-from semrl_jax.tensor_files import write_tensors
+from semrl_jax.support.errors import UserError, disk_refusal
+from semrl_jax.support.files import check_regular, read_json_object, remove
+from semrl_jax.support.tensor_files import write_tensors
 from semrl_jax.types import TensorSpec
 
 CONFIG_FILE = "config.json"

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.config import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -23,7 +22,8 @@ from semrl_jax.models.config import (
     check_size,
 )
 from semrl_jax.models.families import Family, Fields, find_family, model_types
-from semrl_jax.modules import running
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import running
 
 # Sizes by our names and by those of `config.json`.
 SIZES = {

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from semrl_jax.errors import UserError
-from semrl_jax.files import read_json_object, remove
 from semrl_jax.models.config import MAX_SIZE, DecoderConfig
 from semrl_jax.models.directory import FILE_DTYPES, find_directory, weights_sample
 from semrl_jax.models.lora import MAX_ALPHA, A, B, Lora
 from semrl_jax.models.policy import Params
 from semrl_jax.models.weights import layer_kernels
-from semrl_jax.tensor_files import write_tensors
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import read_json_object, remove
+from semrl_jax.support.tensor_files import write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # as in PEFT: all linear modules but the output matrix

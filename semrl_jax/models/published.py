@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 
 class Wheel(NamedTuple):

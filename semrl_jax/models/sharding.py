@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.config import DecoderConfig
 from semrl_jax.models.lora import A, B
+from semrl_jax.support.errors import UserError
 
 AXES = ("replica", "fsdp", "sequence", "tensor", "expert")
 DATA_AXES = ("replica", "fsdp", "expert")

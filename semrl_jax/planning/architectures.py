@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, config_from_hf, find_directory, load_config
+from semrl_jax.support.errors import UserError
 
 
 def _qwen2(width, inner, layers, heads, kv_heads, vocabulary, tied) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ import difflib
 import math
 from typing import NamedTuple
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 ICI_SHARE = 0.9
 

@@ -12,7 +12,6 @@ import ml_collections
 
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
-from semrl_jax.errors import UserError
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
 from semrl_jax.planning.chips import Slice, find_slice, smallest_that_holds
@@ -28,6 +27,7 @@ from semrl_jax.runs.config import validate
 from semrl_jax.runs.memory import num_parameters
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.plan import UPDATE
 

@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, load_algorithm
-from semrl_jax.errors import UserError
 from semrl_jax.planning.chips import Slice
 from semrl_jax.rollout.engines.decoding import (
     decode_chunk,
@@ -37,6 +36,7 @@ from semrl_jax.rollout.engines.decoding import (
 from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.plan import PASS, UPDATE, PassPlan
 from semrl_jax.training.policy import PolicyLoss, SlotValues, row_logprobs

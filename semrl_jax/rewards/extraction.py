@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from semrl_jax.end_markers import response_text
 from semrl_jax.rewards.last_number import last_number
+from semrl_jax.support.end_markers import response_text
 
 # Possessive repeats do not backtrack, so hostile braces cost one pass. A box may contain two nested
 # levels of braces.

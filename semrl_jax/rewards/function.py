@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module
 from semrl_jax.rewards.extraction import has_complete_box
 from semrl_jax.rewards.verdict import Verdict
 from semrl_jax.settings.rewards import MAX_SCORE, VERIFIERS
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import load_module
 
 MAX_EXTRACTED_CHARS = 1_000_000
 

@@ -27,8 +27,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from semrl_jax import cores
-from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import MAX_EXTRACTED_CHARS, as_verdict, load_builtin
 from semrl_jax.rewards.verdict import (
     Verdict,
@@ -38,6 +36,8 @@ from semrl_jax.rewards.verdict import (
 )
 from semrl_jax.settings.rewards import check_verifiers, reward_functions, split_functions
 from semrl_jax.settings.rules import Section
+from semrl_jax.support import cores
+from semrl_jax.support.errors import UserError
 
 MAX_RESPONSE_CHARS = 1_000_000  # a longer response or reference is wrong, error "too_long"
 MAX_JOBS_PER_WORKER = 20_000  # then it is replaced, before its libraries' caches fill its memory

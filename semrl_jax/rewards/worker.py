@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from semrl_jax.errors import UserError
 from semrl_jax.rewards.function import (
     NonsenseError,
     as_verdict,
@@ -35,6 +34,7 @@ from semrl_jax.rewards.function import (
 )
 from semrl_jax.rewards.guard import fork_under_guard
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings, failed_verdict
+from semrl_jax.support.errors import UserError
 
 MAX_ERROR_CHARS = 200
 

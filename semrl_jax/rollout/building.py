@@ -17,9 +17,6 @@ from jax.sharding import Mesh
 
 import configs
 from semrl_jax import data
-from semrl_jax.cores import cores_of_child
-from semrl_jax.errors import UserError
-from semrl_jax.files import jsonable, write_json
 from semrl_jax.models import (
     DecoderConfig,
     Policy,
@@ -33,6 +30,9 @@ from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire.auth import TOKEN_VARIABLE
 from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
+from semrl_jax.support.cores import cores_of_child
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import jsonable, write_json
 
 
 def jax_engine(

@@ -27,8 +27,8 @@ from semrl_jax.metrics import (
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.metrics.records import Metrics
-from semrl_jax.programs import compiled_once
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.support.programs import compiled_once
+from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.types import MetricParams, Rollout
 
 MIN_METRIC_TOKENS = 32

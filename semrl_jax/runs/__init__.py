@@ -1,7 +1,7 @@
 """A run: its directory, its processes, its life from the first check to the last report."""
 
-from semrl_jax.lazy import lazy_names
 from semrl_jax.runs.config import validate
+from semrl_jax.support.lazy import lazy_names
 
 __all__ = ["EXIT_PREEMPTED", "fine_tune", "train", "validate", "warm_start"]
 

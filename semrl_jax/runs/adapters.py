@@ -10,10 +10,10 @@ import jax
 from jax.sharding import Mesh
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import starting_params
 from semrl_jax.models import peft
+from semrl_jax.models.of_config import starting_params
 from semrl_jax.runs.checkpoint_files import read_meta, restore_params
+from semrl_jax.support.errors import UserError
 
 META = "lora"  # in the meta data of a checkpoint
 

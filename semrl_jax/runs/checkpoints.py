@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable
 
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError, disk_refusal
-from semrl_jax.files import remove
 from semrl_jax.runs.adapters import AdapterRecord, check_resumed
 from semrl_jax.runs.checkpoint_files import (
     UnreadableError,
@@ -34,6 +32,8 @@ from semrl_jax.runs.checkpoint_files import (
     write_manifest,
 )
 from semrl_jax.runs.joint_save import JointSave
+from semrl_jax.support.errors import UserError, disk_refusal
+from semrl_jax.support.files import remove
 from semrl_jax.training.state import DataPosition, TrainState
 
 TMP_MARK = ".orbax-checkpoint-tmp"  # in the names of directories that Orbax has not finished

@@ -9,13 +9,10 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import ml_collections
 
-from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.data.arithmetic import MAX_PROMPT_TOKENS, NUM_HELD_OUT
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.entries import benchmark_entries
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import (
@@ -27,7 +24,6 @@ from semrl_jax.metrics.names import (
     metric_name,
 )
 from semrl_jax.metrics.records import MetricKey
-from semrl_jax.modules import module_names
 from semrl_jax.sampling.prompt_sources import evaluation_files
 from semrl_jax.settings import moved
 from semrl_jax.settings.algorithms import importance_options
@@ -36,8 +32,11 @@ from semrl_jax.settings.profile import profiled_steps
 from semrl_jax.settings.rewards import VERIFIERS, reward_functions, split_functions
 from semrl_jax.settings.rollout import check_quantization, num_parts
 from semrl_jax.settings.rollout import check_training as check_responses
-from semrl_jax.settings.rules import at_most, divides
+from semrl_jax.settings.rules import at_most, divides, flatten
 from semrl_jax.shaping import ShapingOptions
+from semrl_jax.support.choices import TOKEN_INDICATORS
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 
 # Sections with a module of checks in `semrl_jax.settings`. The devices at hand decide about `mesh`.
 SECTIONS = (
@@ -395,14 +394,3 @@ def _check_ahead(config: ml_collections.ConfigDict) -> None:
             f"{parts}, and metrics.placement='rollout' measures each part alone; set "
             "metrics.placement='trainer' or in_flight='wait'."
         )
-
-
-def flatten(config: ml_collections.ConfigDict | dict[str, Any]) -> dict[str, Any]:
-    """Every field by its full name."""
-    flat = {}
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict | dict):
-            flat |= {f"{name}.{field}": item for field, item in flatten(value).items()}
-        else:
-            flat[name] = value
-    return flat

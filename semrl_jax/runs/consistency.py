@@ -16,11 +16,11 @@ import ml_collections
 import semrl_jax
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
-from semrl_jax.files import jsonable
-from semrl_jax.runs.config import flatten
 from semrl_jax.runs.workdir import versions
 from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import jsonable
 
 # Packages that results and files depend on, in addition to those that a run directory records.
 MORE_PACKAGES = (

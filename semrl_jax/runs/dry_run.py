@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 from semrl_jax import models
 from semrl_jax.cluster import find_place
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import vllm_python
 from semrl_jax.rollout.memory import available_bytes
@@ -23,7 +21,6 @@ from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config import remarks, validate
 from semrl_jax.runs.fine_tuning import Inputs as Conversations
 from semrl_jax.runs.fine_tuning import batches_of
-from semrl_jax.runs.inference import check_inference
 from semrl_jax.runs.inputs import Inputs
 from semrl_jax.runs.memory import (
     check_room,
@@ -37,13 +34,15 @@ from semrl_jax.runs.memory import (
     size_text,
 )
 from semrl_jax.runs.policies import PolicySource
-from semrl_jax.runs.run_directory import START, names_run, record_of
 from semrl_jax.runs.setup import check_inputs, check_micro_batches
 from semrl_jax.runs.starting_model import source_of
 from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import check_workdir
 from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
 from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import START, names_run, record_of
 
 CONNECT_S = 10.0  # for replicas to answer: they are expected to run already
 NAME_WIDTH = 12
@@ -86,7 +85,7 @@ def dry_run(config: ml_collections.ConfigDict, workdir: str) -> int:
     if source is not None:
         source.check(inputs.policy)
     resumed = check_workdir(workdir, given, inputs.hashes())
-    _say_model(config, source, inputs.policy, summary)
+    say_model(config, source, inputs.policy, summary)
     prompts, problems, data = len(inputs.prompts), len(inputs.problems), config.data
     summary("data", f"{prompts} prompts", f"{problems} held-out problems")
     names = [f.function for f in reward_functions(config.rewards.functions)]
@@ -117,7 +116,7 @@ def dry_run_sft(config: ml_collections.ConfigDict, workdir: str) -> int:
         check_room(config, least_parts_sft(config, inputs.policy, inputs.lora, mesh))
     source.check(inputs.policy)
     resumed = check_workdir(workdir, given, inputs.hashes())
-    _say_model(config, source, inputs.policy, summary)
+    say_model(config, source, inputs.policy, summary)
     summary("training", f"{len(batches_of(config, inputs))} steps")
     policy = inputs.policy
     per = per_parameter(config, "training", policy, inputs.lora)
@@ -160,7 +159,7 @@ def _mesh(config: ml_collections.ConfigDict, summary: Summary) -> Mesh:
     return models.make_mesh({"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 1})
 
 
-def _say_model(
+def say_model(
     config: ml_collections.ConfigDict,
     source: PolicySource | None,
     policy: models.Policy,
@@ -176,38 +175,6 @@ def _say_model(
         f"adapters of rank {config.lora.rank}" if config.lora.rank else "",
         f"{policy.config.max_position_embeddings} tokens of context",
     )
-
-
-def dry_run_policy(
-    config: ml_collections.ConfigDict,
-    source: PolicySource,
-    policy: models.Policy,
-    tokenizer: Any,
-    output: pathlib.Path,
-    reporter: Reporter,
-    *counts: str,
-) -> None:
-    """Checks what sampling from a policy needs: weights, mesh, limits, replicas, directory.
-
-    Args:
-      config: see `open_inference`.
-      policy, tokenizer: of the source.
-      output: directory of the results.
-      counts: what would be sampled, for the summary.
-    """
-    summary = Summary(reporter)
-    check_inference(config, policy, tokenizer)
-    source.check(policy)
-    summary("policy", source.name)
-    _say_model(config, source, policy, summary)
-    check_replicas(config, policy, tokenizer, output, summary)
-    summary("to sample", *counts)
-    existing = next(d for d in (output.absolute(), *output.absolute().parents) if d.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise UserError(f"--output={output} cannot be made: {existing} cannot be written to.")
-    state = "exists; the same command continues it" if output.exists() else "new"
-    summary("output", str(output), state)
-    summary("dry run", "all checks passed; nothing was started or written")
 
 
 def check_replicas(

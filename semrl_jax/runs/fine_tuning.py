@@ -14,15 +14,12 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from semrl_jax import data, models
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Bar, Reporter, duration, short_path
 from semrl_jax.data.templates import CHAT
-from semrl_jax.errors import Preempted, UserError
-from semrl_jax.model_setup import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.models import from_host, replicated
+from semrl_jax.models.of_config import build_policy, end_token_ids, find_lora, starting_params
 from semrl_jax.runs.adapters import AdapterRecord
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.export import ADAPTER, save_adapter, save_model
@@ -33,6 +30,9 @@ from semrl_jax.runs.run import Run
 from semrl_jax.runs.setup import check_micro_batches, record_inputs
 from semrl_jax.runs.workdir import Workdir
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.console import Bar, Reporter, duration, short_path
+from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.fine_tuning import FineTuner, batch_order
 from semrl_jax.training.offload import check_offload
 from semrl_jax.training.packing import row_plan

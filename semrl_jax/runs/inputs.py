@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from semrl_jax import data, models
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.model_setup import ModelFiles
+from semrl_jax.models.of_config import ModelFiles
 from semrl_jax.training.plan import PassPlan
 
 

@@ -11,15 +11,12 @@ from typing import TypeVar
 
 import ml_collections
 
-from semrl_jax import compilation
 from semrl_jax.cluster import exit_without_peers, find_place, join
 from semrl_jax.cluster.agreement import is_agreed
 from semrl_jax.cluster.connecting import connect
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Reporter, short_path
-from semrl_jax.errors import Preempted, UserError
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_steps
 from semrl_jax.runs.config import validate
 from semrl_jax.runs.consistency import check_same
@@ -32,6 +29,9 @@ from semrl_jax.runs.trackers import check_trackers
 from semrl_jax.runs.workdir import open_workdir, open_workdir_together
 from semrl_jax.sampling.selecting import TooFewGroups
 from semrl_jax.settings.profile import profiled_steps
+from semrl_jax.support import compilation
+from semrl_jax.support.console import Reporter, short_path
+from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training.loop import run_steps
 from semrl_jax.training.state import POLICY, TrainState
 from semrl_jax.training.trainee import NonFiniteUpdates

@@ -11,8 +11,6 @@ import ml_collections
 from jax.sharding import Mesh
 
 from semrl_jax import models
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
 from semrl_jax.models.hosts import processes_of
 from semrl_jax.models.sharding import platform_of
 from semrl_jax.rollout.building import configured_mesh
@@ -22,6 +20,8 @@ from semrl_jax.runs.optimizers import optimizer_of
 from semrl_jax.sampling.exchange import sampling_processes
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.memory import PerParameter, update_bytes
 from semrl_jax.training.plan import NONE
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import starting_params
+from semrl_jax.models.of_config import starting_params
 from semrl_jax.runs.adapters import restore_policy
 from semrl_jax.runs.checkpoint_files import checkpoint_problem, checkpoint_steps
-from semrl_jax.runs.run_directory import START, distinct_names, record_of, run_of, setting_of
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import START, distinct_names, record_of, run_of, setting_of
 
 
 class PolicySource(NamedTuple):

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from semrl_jax.files import remove, replacing, through_no_link
 from semrl_jax.metrics.records import flatten
-from semrl_jax.parquet import strings
-from semrl_jax.runs.rows import read_log, read_rows
 from semrl_jax.runs.trackers import TensorBoard, Tracker
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support.files import remove, replacing, through_no_link
+from semrl_jax.support.parquet import strings
+from semrl_jax.support.rows import read_log, read_rows
 from semrl_jax.types import TOKEN_ARRAYS
 
 # Rows whose last values are the final figures of a run.

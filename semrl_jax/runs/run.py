@@ -16,9 +16,7 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Bar, Reporter, evaluation_line, summary_line
-from semrl_jax.cores import usable_cores
-from semrl_jax.files import replacing
+from semrl_jax.pages.report import write_report
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.runs.records import (
     MetricWriter,
@@ -26,10 +24,12 @@ from semrl_jax.runs.records import (
     remove_rollouts,
     write_rollouts,
 )
-from semrl_jax.runs.report import write_report
-from semrl_jax.runs.rows import append_start
 from semrl_jax.runs.trackers import open_trackers
 from semrl_jax.runs.workdir import Workdir
+from semrl_jax.support.console import Bar, Reporter, evaluation_line, summary_line
+from semrl_jax.support.cores import usable_cores
+from semrl_jax.support.files import replacing
+from semrl_jax.support.rows import append_start
 from semrl_jax.training.loop import StepResult
 from semrl_jax.training.state import TrainState
 

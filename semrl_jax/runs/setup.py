@@ -20,16 +20,14 @@ from semrl_jax.algorithms.algorithm import check_functions, load_algorithm
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
 from semrl_jax.evaluation.evaluator import Evaluator, most_requests, plans_of
 from semrl_jax.evaluation.graders import open_graders
 from semrl_jax.evaluation.interface import load_scores
 from semrl_jax.evaluation.problems import load_problems
-from semrl_jax.files import read_json_object, write_json
 from semrl_jax.metrics.batch import check_users_metrics
-from semrl_jax.model_setup import (
+from semrl_jax.models.hosts import processes_of
+from semrl_jax.models.of_config import (
     build_policy,
     end_token_ids,
     find_lora,
@@ -37,7 +35,6 @@ from semrl_jax.model_setup import (
     starting_params,
     value_params,
 )
-from semrl_jax.models.hosts import processes_of
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.client import RolloutClient
@@ -59,6 +56,9 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.weights import WeightSync
 from semrl_jax.settings.rewards import reward_functions, split_functions
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import read_json_object, write_json
 from semrl_jax.training.learner import Critic, Learner
 from semrl_jax.training.loop import Parts
 from semrl_jax.training.offload import check_offload, to_host

@@ -10,13 +10,13 @@ import ml_collections
 
 from semrl_jax import data
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
 from semrl_jax.models import Policy, find_directory, make_mesh, save_directory
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs.export import save_model
 from semrl_jax.runs.policies import PolicySource, find_policies
-from semrl_jax.runs.run_directory import START, names_run
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.run_directory import START, names_run
 from semrl_jax.training.warm_start import fit_demonstrations
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import ml_collections
 
-from semrl_jax.errors import UserError
-from semrl_jax.files import jsonable
-from semrl_jax.runs.config import flatten
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import jsonable
 
 Scalars = Mapping[str, float | int]
 Settings = Mapping[str, Any]  # hyperparameters by full name

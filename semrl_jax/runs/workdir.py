@@ -20,11 +20,11 @@ from configs.default import get_config
 from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
-from semrl_jax.files import jsonable, read_json_object, remove, through_no_link, write_json
-from semrl_jax.runs.config import flatten
-from semrl_jax.runs.run_directory import START
 from semrl_jax.settings.moved import with_present_names
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import jsonable, read_json_object, remove, through_no_link, write_json
+from semrl_jax.support.run_directory import START
 
 # Settings that may change when a run is resumed. The others determine its results.
 MAY_DIFFER = (

@@ -12,14 +12,14 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from semrl_jax import models
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import is_agreed, run_phase
 from semrl_jax.data.prompts import Position
-from semrl_jax.errors import Preempted
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Batches, Sample
 from semrl_jax.sampling.weights import Weights
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import Preempted
 from semrl_jax.types import SampleRequest
 
 POLL_S = 0.002  # of the main thread: a signal in the wait for a lock could leave it unheld

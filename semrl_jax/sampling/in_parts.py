@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Shaped
 
 from semrl_jax import data
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import run_phase
 from semrl_jax.data.prompts import Position
 from semrl_jax.rollout.measurer import Measurer
@@ -25,6 +24,7 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
 from semrl_jax.settings.rollout import num_parts, part_tokens
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import Rollout, SampleRequest, VersionSpan
 
 

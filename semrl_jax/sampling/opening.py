@@ -12,7 +12,6 @@ import ml_collections
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Processes
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.rollout.memory import available_bytes
 from semrl_jax.sampling.ahead import Ahead
@@ -24,6 +23,7 @@ from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.selecting import Selecting
 from semrl_jax.sampling.source import Batches, Counted, Now, Rounds, Source
 from semrl_jax.settings.rollout import num_parts, weight_dtype
+from semrl_jax.support.errors import UserError
 
 TOKEN_BYTES = 12  # an id and two log-probabilities
 

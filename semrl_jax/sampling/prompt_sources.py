@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from semrl_jax import data, procedural
-from semrl_jax.errors import UserError
+from semrl_jax import data
+from semrl_jax.data import procedural
 from semrl_jax.settings.rules import split_entry
+from semrl_jax.support.errors import UserError
 
 # Default settings of a file, see `data.load_prompts`.
 ROW_DEFAULTS = {

@@ -13,8 +13,6 @@ import ml_collections
 from semrl_jax import data
 from semrl_jax.cluster.agreement import on_first
 from semrl_jax.cluster.peers import Peers, Processes
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
 from semrl_jax.models import Policy
 from semrl_jax.rollout.building import jax_children, jax_engine, read_token, vllm_child
 from semrl_jax.rollout.client import RolloutClient
@@ -23,6 +21,8 @@ from semrl_jax.rollout.wire.auth import new_token
 from semrl_jax.sampling.addresses import check_addresses, read_addresses
 from semrl_jax.settings.algorithms import importance_options
 from semrl_jax.settings.rollout import longest_prompt, replica_in_flight
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription
 
 

@@ -11,11 +11,11 @@ import ml_collections
 import numpy as np
 
 from semrl_jax import data
-from semrl_jax.clock import Clock
 from semrl_jax.metrics.names import FINAL_LAYER
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.annealing import distribution_at
 from semrl_jax.settings.algorithms import MAX_ROUNDS
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import HiddenStateParams, MetricParams, Rollout, SampleRequest
 
 TRAINING, EVALUATION, GENERATION = 1, 2, 3  # streams of the sampling seeds

@@ -11,7 +11,6 @@ from typing import Any
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import Retry
 from semrl_jax.rewards import VerifierPool
 from semrl_jax.sampling.episodes import Episodes, SingleTurn
@@ -19,6 +18,7 @@ from semrl_jax.sampling.exchange import of_all, own_requests
 from semrl_jax.sampling.requests import Draw, Measuring, asked_of_replicas, groups_per_call
 from semrl_jax.sampling.scoring import Scored, score_and_measure
 from semrl_jax.sampling.weights import Weights, WeightSync
+from semrl_jax.support.clock import Clock
 from semrl_jax.types import (
     HiddenStateParams,
     Rollout,

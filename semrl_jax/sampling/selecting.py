@@ -10,11 +10,11 @@ import ml_collections
 import numpy as np
 from jaxtyping import Bool, Float
 
-from semrl_jax.clock import Clock
 from semrl_jax.data.prompts import Position
-from semrl_jax.errors import UserError
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
 from semrl_jax.sampling.source import Rounds, Sample
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import UserError
 
 Rewards = Callable[[Sequence[ScoredRollout]], Float[np.ndarray, "P G"]]
 

@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import ml_collections
 
 from semrl_jax import data, models
-from semrl_jax.clock import Clock
 from semrl_jax.data.prompts import Position
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.sampling.requests import counter, training_draw, training_options
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support.clock import Clock
 
 
 class Sample(NamedTuple):

@@ -18,11 +18,11 @@ from semrl_jax import models
 from semrl_jax.cluster.agreement import Retry, run_phase
 from semrl_jax.cluster.peers import Peers, Processes
 from semrl_jax.cluster.preemption import StopElsewhere, StopRequest
-from semrl_jax.console import Reporter
-from semrl_jax.errors import Preempted
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import Preempted
 from semrl_jax.types import WeightVersion
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from typing import Any
 
 import ml_collections
 
-from semrl_jax.choices import IMPORTANCE_LEVELS, KEEP_GROUPS_BY
 from semrl_jax.settings.rules import Section, at_least_zero, at_most, one_of
+from semrl_jax.support.choices import IMPORTANCE_LEVELS, KEEP_GROUPS_BY
 
 TOKEN_LEVELS = ("token", "total_variation")  # weights that follow from one token alone
 MAX_ROUNDS = 1000  # of dynamic sampling; a step needs an end

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
+from semrl_jax.support.errors import UserError
 
 
 def check(checkpoints: Section) -> None:

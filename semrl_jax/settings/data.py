@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from semrl_jax.data.procedural import sources
 from semrl_jax.data.rows import check_row_format
-from semrl_jax.errors import UserError
-from semrl_jax.procedural import sources
 from semrl_jax.settings.rules import Section, above_zero, items_are, one_of
+from semrl_jax.support.errors import UserError
 
 TASKS = ("arithmetic", "files", "reasoning_gym")
 

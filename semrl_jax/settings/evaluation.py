@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from semrl_jax.data.rows import check_row_format
-from semrl_jax.errors import UserError
 from semrl_jax.settings import metrics
 from semrl_jax.settings.rewards import check_function
 from semrl_jax.settings.rollout import MIN_TEMPERATURE, check_stop_strings
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are
+from semrl_jax.support.errors import UserError
 
 
 def check(evaluation: Section) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import DTYPES
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, items_are, one_of
+from semrl_jax.support.choices import DTYPES
+from semrl_jax.support.errors import UserError
 
 
 def check(lora: Section) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from semrl_jax.errors import UserError
 from semrl_jax.metrics.names import (
     FINAL_LAYER,
     GROUP_METRICS,
@@ -19,6 +18,7 @@ from semrl_jax.settings.rules import (
     items_are,
     one_of,
 )
+from semrl_jax.support.errors import UserError
 
 
 def check(metrics: Section, name: str = "metrics") -> None:

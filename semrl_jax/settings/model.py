@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
 from semrl_jax.settings.rules import Section, above_zero, divides, one_of
+from semrl_jax.support.choices import ATTENTION_KERNELS, DTYPES, REMAT_POLICIES
 
 
 def check(model: Section) -> None:

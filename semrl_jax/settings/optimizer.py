@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import DTYPES
 from semrl_jax.settings.rules import Section, one_of
+from semrl_jax.support.choices import DTYPES
 
 
 def check(optimizer: Section) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section
+from semrl_jax.support.errors import UserError
 
 
 def check(profile: Section) -> None:

@@ -6,9 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from semrl_jax.choices import DTYPES
-from semrl_jax.errors import UserError
-from semrl_jax.modules import module_names
 from semrl_jax.settings.rules import (
     Section,
     above_zero,
@@ -18,6 +15,9 @@ from semrl_jax.settings.rules import (
     one_of,
     split_entry,
 )
+from semrl_jax.support.choices import DTYPES
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 
 VERIFIERS = "semrl_jax.rewards.verifiers"
 MODES = ("independent", "mix")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ml_collections
 
-from semrl_jax.addresses import split_address
 from semrl_jax.data.stop_words import expand_stop_words
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, at_most, items_are, one_of
+from semrl_jax.support.addresses import split_address
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 ENGINES = ("jax", "vllm")

@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from semrl_jax.errors import UserError
+import ml_collections
+
+from semrl_jax.support.errors import UserError
 
 Section = Any  # a ConfigDict, or a mapping with the same fields
 
@@ -94,3 +96,14 @@ def optimizer(name: str, section: Section) -> None:
     for field in ("adam_b1", "adam_b2"):
         if not 0 <= section[field] < 1:
             raise UserError(f"{name}.{field}={section[field]} must be in [0, 1).")
+
+
+def flatten(config: ml_collections.ConfigDict | dict[str, Any]) -> dict[str, Any]:
+    """Every field by its full name."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict | dict):
+            flat |= {f"{name}.{field}": item for field, item in flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from semrl_jax.errors import UserError
 from semrl_jax.settings.rules import Section
 from semrl_jax.shaping.options import ShapingOptions
+from semrl_jax.support.errors import UserError
 
 
 def check(shaping: Section) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from semrl_jax.choices import DTYPES, OFFLOADED
 from semrl_jax.settings.rules import Section, above_zero, at_least_zero, one_of, optimizer
+from semrl_jax.support.choices import DTYPES, OFFLOADED
 
 
 def check(training: Section) -> None:

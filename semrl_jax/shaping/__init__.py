@@ -1,7 +1,7 @@
 """Pure maps from advantages and metrics to shaped advantages."""
 
-from semrl_jax.lazy import lazy_names
 from semrl_jax.shaping.options import INDICATORS, ShapingOptions
+from semrl_jax.support.lazy import lazy_names
 
 # Loaded at their first use: the options are checked before JAX is loaded.
 _ADVANTAGES = ("Signal", "compute_signal", "reward_bonus", "shape_advantages")

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes
 from semrl_jax.algorithms.credit import Credit
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.peers import Peers
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rollout import num_earlier, weight_dtype
 from semrl_jax.shaping import ShapingState, init_shaping_state
+from semrl_jax.support.clock import Clock
 from semrl_jax.training.critic import CriticLoss, batch_values
 from semrl_jax.training.offload import fetched
 from semrl_jax.training.optimizer import Optimizer, rounded

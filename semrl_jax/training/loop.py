@@ -10,12 +10,12 @@ import ml_collections
 from jaxtyping import Array
 
 from semrl_jax.algorithms.credit import assign_credit
-from semrl_jax.clock import Clock
 from semrl_jax.evaluation.evaluator import Evaluation, Evaluator
 from semrl_jax.sampling.rewards import group_rewards
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Source
 from semrl_jax.sampling.statistics import batch_scalars
+from semrl_jax.support.clock import Clock
 from semrl_jax.training.learner import Learner
 from semrl_jax.training.plan import credit_rules
 from semrl_jax.training.probes import Probes, Seen

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from semrl_jax.models import Params
-from semrl_jax.programs import Part
+from semrl_jax.support.programs import Part
 
 
 class Sums(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 KIND = "pinned_host"  # the only memory of a host that programs of GPUs and TPUs take
 

@@ -25,9 +25,9 @@ import ml_collections
 import optax
 
 from configs.default import get_config
-from semrl_jax.errors import UserError
 from semrl_jax.models import Params
-from semrl_jax.modules import load_module, running
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import load_module, running
 from semrl_jax.training import offload
 from semrl_jax.training.optimizers import adamw
 

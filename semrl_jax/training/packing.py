@@ -39,7 +39,7 @@ from semrl_jax.models import DATA_AXES
 from semrl_jax.models.attention import BRANCHES, block_columns
 from semrl_jax.models.hosts import from_host
 from semrl_jax.models.sharding import platform_of
-from semrl_jax.rounding import next_power_of_two
+from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.training.rollout_batch import bucket
 from semrl_jax.types import RolloutBatch
 

@@ -22,7 +22,7 @@ from semrl_jax.algorithms import importance_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import Params, Policy, ValueModel, adapted, replicated
 from semrl_jax.models.hosts import own_rows
-from semrl_jax.programs import Part, compiled_once, parts_of, side_by_side, total
+from semrl_jax.support.programs import Part, compiled_once, parts_of, side_by_side, total
 from semrl_jax.training.micro_batches import over_micro_batches
 from semrl_jax.training.packing import RowPlan, TokenRows, lay_out, take_values, to_batch
 from semrl_jax.training.trainee import Frozen, Inputs, MiniBatch

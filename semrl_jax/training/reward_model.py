@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import ModelFiles, find_value_model, value_params
 from semrl_jax.models import Params, Policy, ValueModel, replicated
+from semrl_jax.models.of_config import ModelFiles, find_value_model, value_params
 from semrl_jax.rewards.verdict import with_model_score
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import (
@@ -23,6 +22,7 @@ from semrl_jax.settings.rewards import (
     reward_functions,
     split_functions,
 )
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.critic import row_values
 from semrl_jax.training.packing import RowPlan, lay_out, row_plan, to_batch
 from semrl_jax.types import RolloutBatch

@@ -8,8 +8,8 @@ import numpy as np
 
 from semrl_jax import data
 from semrl_jax.algorithms.credit import Tokens
-from semrl_jax.rounding import next_power_of_two
 from semrl_jax.sampling.scoring import ScoredRollout
+from semrl_jax.support.rounding import next_power_of_two
 from semrl_jax.types import Rollout, RolloutBatch
 
 MIN_BUCKET = 16

@@ -12,8 +12,8 @@ import optax
 from jaxtyping import Array, Float
 
 from semrl_jax.data import Demonstrations
-from semrl_jax.errors import UserError
 from semrl_jax.models import AXES, Params, Policy, make_mesh
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import clipped
 from semrl_jax.training.packing import RowPlan

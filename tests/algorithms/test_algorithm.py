@@ -10,7 +10,7 @@ import pytest
 from configs import default
 from semrl_jax.algorithms import grpo
 from semrl_jax.algorithms.algorithm import Needs, check_functions, load_algorithm
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from configs.default import get_config
 from semrl_jax.algorithms.algorithm import PARTS, Needs, Passes, load_algorithm
-from semrl_jax.errors import UserError
-from semrl_jax.modules import module_names
 from semrl_jax.settings.rewards import MAX_SCORE
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import module_names
 from tests.oracles import algorithms as oracle
 
 seeds = st.integers(0, 2**31 - 1)

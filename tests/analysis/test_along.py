@@ -7,7 +7,7 @@ import pytest
 
 from semrl_jax import metrics
 from semrl_jax.analysis.along import along_responses, velocity_and_acceleration
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
 from tests.tiny import tiny_config
 
 

@@ -12,8 +12,8 @@ from semrl_jax import analysis
 from semrl_jax.analysis import growth, runs
 from semrl_jax.analysis.correlation import Correlation
 from semrl_jax.analysis.study_sources import of_run
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train
+from semrl_jax.support.errors import UserError
 from tests.launch.tiny_config import get_config
 from tests.oracles import metrics as oracle
 

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from semrl_jax.analysis import read_states
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 STATES = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)
 MASK = np.arange(7) < np.array([7, 3, 0])[:, None]

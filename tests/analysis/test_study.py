@@ -17,8 +17,8 @@ from semrl_jax.analysis.runs import response_states
 from semrl_jax.analysis.states import OPTIONAL, read_arrays
 from semrl_jax.analysis.study_files import write_study
 from semrl_jax.analysis.study_sources import StudiedResponse, of_file, of_generated
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
+from semrl_jax.support.errors import UserError
 from tests.oracles import metrics as oracle
 from tests.oracles import observatory
 from tests.tiny import tiny_config

@@ -11,9 +11,9 @@ import pytest
 from benchmarks import algorithm_report as report
 from benchmarks import algorithms
 from benchmarks.pass_at_k import pass_at_k
-from semrl_jax.errors import UserError
-from semrl_jax.files import write_json
 from semrl_jax.runs import validate
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import write_json
 
 PROBLEMS = 6
 

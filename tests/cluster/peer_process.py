@@ -12,7 +12,7 @@ import time
 from semrl_jax.cluster.agreement import Retry, on_first, run_phase
 from semrl_jax.cluster.links import Listener
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import Preempted, UserError
+from semrl_jax.support.errors import Preempted, UserError
 
 KEY = b"secret of the test"
 

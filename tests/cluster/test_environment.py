@@ -3,9 +3,9 @@
 import pytest
 
 from configs import default
-from semrl_jax.addresses import split_address
 from semrl_jax.cluster import SINGLE, Place, find_place
-from semrl_jax.errors import UserError
+from semrl_jax.support.addresses import split_address
+from semrl_jax.support.errors import UserError
 
 FOUND_OUT = {"coordinator": "", "num_processes": 0, "process_id": -1}
 # The variables that srun sets for task 1 of `srun -n 4`, on two of a job's three nodes.

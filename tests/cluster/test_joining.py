@@ -11,14 +11,14 @@ import pytest
 
 from semrl_jax.cluster import SINGLE, Place, join
 from semrl_jax.cluster.peers import name_processes
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT, environment
 
 # Joins with the place given as arguments, counts devices, and sends itself SIGTERM.
 MEMBER = """
 import os, signal, sys, time
 from semrl_jax.cluster import Place, join
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 heard = []
 signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
 address, count, index, timeout = sys.argv[1], *map(int, sys.argv[2:5])

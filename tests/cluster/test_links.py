@@ -11,7 +11,7 @@ import pytest
 from semrl_jax.cluster import links, peers
 from semrl_jax.cluster.links import FLUSH_TIMEOUT_S, Link, Listener, call, flush
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 KEY = b"secret of the test"
 

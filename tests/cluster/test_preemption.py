@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.errors import Preempted
+from semrl_jax.support.errors import Preempted
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.data.conversations import check_messages
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

@@ -9,7 +9,7 @@ import transformers
 
 from semrl_jax import data
 from semrl_jax.data.encoding import encode_spans
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 TEXTS = ["The capital of France is", "1+1=2"]
 BOS = {"LlamaTokenizer": "<s>", "GemmaTokenizer": "<bos>", "Qwen2Tokenizer": "<|im_start|>"}

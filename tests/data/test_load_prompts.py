@@ -22,7 +22,7 @@ from semrl_jax.data import (
 from semrl_jax.data import rows as rows_module
 from semrl_jax.data.files import MAX_LINE_BYTES, RowError, read_rows
 from semrl_jax.data.loading import _CHUNK_ROWS
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 ROWS = [
     {"q": "1+1=?", "meta": {"truth": "2"}, "messages": [{"content": "1+1"}], "a.b": 5, "c": "(0)"},

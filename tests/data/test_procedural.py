@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from semrl_jax import procedural
-from semrl_jax.errors import UserError
+from semrl_jax.data import procedural
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import reasoning_gym
 from semrl_jax.sampling.prompt_sources import held_out_problems, training_prompts
+from semrl_jax.support.errors import UserError
 from tests.tiny import tiny_config
 
 SUMS = "chain_sum:min_terms=2:max_terms=2:min_digits=2:max_digits=2"

@@ -14,7 +14,7 @@ from semrl_jax.data import (
     next_prompts,
 )
 from semrl_jax.data.prompts import prompt_order
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 
 def numbered(size):

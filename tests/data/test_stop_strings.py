@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from semrl_jax import data
 from semrl_jax.data.stop_strings import StopMatcher, TokenBytes, before_stop, stop_text
 from semrl_jax.data.stop_words import STOP_WORDS, stop_word_ids
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 TEXT = "Question: 你好, wörld! Answer: 😀 user\n Is 1 + 2 = 3?"
 

@@ -8,7 +8,7 @@ import transformers
 
 from semrl_jax.data import load_prompts
 from semrl_jax.data.templates import FORMATS, STOP_STRINGS, TEMPLATES, prompt_renderer
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
 
 QUESTION = "What is {1}+{input}?"

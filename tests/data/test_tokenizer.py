@@ -17,7 +17,7 @@ from semrl_jax.data import (
     tokenizer_hash,
 )
 from semrl_jax.data.tokenizer import CHARACTERS
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from semrl_jax import data
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 TEXTS = [f"Tom has {n} apples and buys {n + 1} more. How many apples are there?" for n in range(50)]
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from semrl_jax import data
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.evaluator import benchmarks_of
 from semrl_jax.evaluation.scores import pass_at_k
 from semrl_jax.settings.evaluation import check_sampling, most_responses
+from semrl_jax.support.errors import UserError
 
 OPTIONS = ml_collections.ConfigDict(
     {"n": 2, "k": (1, 2, 4), "temperature": 0.6, "top_p": 1.0, "top_k": 0}

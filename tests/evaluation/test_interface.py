@@ -6,9 +6,9 @@ import ml_collections
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import evaluator
 from semrl_jax.evaluation.interface import PerProblem, Plan
+from semrl_jax.support.errors import UserError
 
 
 def fails(*args):

@@ -11,10 +11,10 @@ import pytest
 
 from semrl_jax import data
 from semrl_jax.data import character_tokenizer, read_shots
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import catalogue, problems
 from semrl_jax.evaluation.entries import benchmark_entries, benchmark_settings, check_benchmarks
 from semrl_jax.runs import validate
+from semrl_jax.support.errors import UserError
 from tests.tiny import tiny_config
 
 GSM8K = {"question": "2*9", "answer": "2*9=18\n#### 18"}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import comparison, results
 from semrl_jax.evaluation.samples import NOT_SAMPLED
 from semrl_jax.evaluation.scores import best_of_k, lengths, mean_at_n, pass_at_k, types
+from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_sample
 
 OPTIONS = ml_collections.ConfigDict({"n": 2, "k": (1, 2)})

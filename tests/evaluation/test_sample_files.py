@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import sample_files
 from semrl_jax.evaluation.samples import Sample
+from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_sample
 
 

@@ -10,8 +10,8 @@ from ml_collections import config_flags
 
 from launch import cli
 from launch.__main__ import NO_COMMANDS, commands
-from semrl_jax.errors import UserError
 from semrl_jax.settings import moved
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT, environment, run
 from tests.launch.test_bad_input import assert_one_line
 

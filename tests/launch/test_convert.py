@@ -13,12 +13,12 @@ from safetensors.numpy import load_file
 
 from launch.convert import convert
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.runs.checkpoints import Checkpoints
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.state import DataPosition, TrainState
 from semrl_jax.types import HiddenStateParams, SampleRequest, SamplingParams
 from tests.launch.conftest import ROOT, run

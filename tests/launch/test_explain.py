@@ -10,8 +10,8 @@ from ml_collections import config_flags
 from configs.default import get_config
 from launch import cli
 from launch.fields import short_flags
-from semrl_jax.errors import UserError
-from semrl_jax.runs.config import flatten
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT, environment
 
 

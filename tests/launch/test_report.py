@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.launch.conftest import ROOT, environment, read_until, run, start
-from tests.runs.report.making import make_run
+from tests.pages.report.making import make_run
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pathlib
 import pytest
 
 from semrl_jax.runs import validate
-from semrl_jax.runs.config import flatten
+from semrl_jax.settings.rules import flatten
 
 RECORD = json.loads(
     (pathlib.Path(__file__).parents[1] / "golden" / "verl_launcher.json").read_text()

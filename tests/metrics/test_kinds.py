@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semrl_jax import metrics
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import Measurement, Metric, MetricKey
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import ORDERS, check_metrics
 from semrl_jax.metrics.records import decode, encode
+from semrl_jax.support.errors import UserError
 from tests.oracles import metrics as oracle
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "metrics.md").read_text()

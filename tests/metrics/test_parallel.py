@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from semrl_jax import metrics
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import parallel
+from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
 from tests.metrics.flat import flat_metrics
 

@@ -6,11 +6,11 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import Metric
 from semrl_jax.metrics.batch import check_users_metrics
 from semrl_jax.metrics.metric import load_metric
 from semrl_jax.metrics.names import check_metrics
+from semrl_jax.support.errors import UserError
 
 
 def of_states(value):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.models import decoder
 from semrl_jax.models import policy as policy_module
 from semrl_jax.models.attention import self_attention
 from semrl_jax.models.attention_kernels import choose_kernel
 from semrl_jax.models.policy import Policy
+from semrl_jax.support.errors import UserError
 from tests.models.test_attention import ASSERT_CLOSE, mesh_of, outcome
 
 ROWS, COLUMNS, HEADS, KV_HEADS, WIDTH = 2, 200, 4, 2, 16  # two blocks of 128, padded

@@ -8,9 +8,9 @@ import transformers
 
 from configs import default
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
 from semrl_jax.models.families import Family
+from semrl_jax.models.of_config import build_policy
+from semrl_jax.support.errors import UserError
 from tests.models.conftest import FAMILIES, LLAMA3_ROPE
 
 SIZES = {

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from tests.models.conftest import FAMILIES
 from tests.models.test_config import SIZES
 

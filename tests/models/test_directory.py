@@ -21,7 +21,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from tests.models.conftest import FAMILIES, make_pair
 
 REPOSITORY = pathlib.Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.models import experts as module
 from semrl_jax.models.experts import Kernels, mixture
+from semrl_jax.support.errors import UserError
 from tests.models.test_sharding import mesh_of
 
 EXPERTS = models.Experts(8, 3, 6, normalize_weights=True)

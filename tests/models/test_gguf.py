@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.models import gguf
+from semrl_jax.support.errors import UserError
 from tests.models.conftest import make_pair
 
 TYPES = library.GGMLQuantizationType

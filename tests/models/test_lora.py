@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.models import peft
 from semrl_jax.models.lora import A, B
 from semrl_jax.models.sharding import PARTITION_SPECS, partition_spec
+from semrl_jax.support.errors import UserError
 from tests.models.conftest import make_pair
 
 CONFIG = models.DecoderConfig(

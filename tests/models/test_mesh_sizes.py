@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 
 def test_remaining_axis_needs_at_least_one_device():

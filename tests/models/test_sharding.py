@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.models.sharding import activation_spec
 from semrl_jax.planning import hlo
+from semrl_jax.support.errors import UserError
 from tests.models.caches import widened
 
 MESHES = (

@@ -9,8 +9,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.models.value_model import VALUE_HEAD
+from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
 from tests.models.conftest import make_pair
 

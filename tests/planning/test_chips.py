@@ -2,8 +2,8 @@
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.planning.chips import CHIPS, find_slice, smallest_that_holds
+from semrl_jax.support.errors import UserError
 
 
 def test_a_slice():

@@ -9,9 +9,9 @@ import pytest
 
 from configs import default
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.planning import plan, programs, report
 from semrl_jax.planning.chips import find_slice
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import run
 
 TINY = {

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict
 from semrl_jax.rewards.function import (
     MAX_EXTRACTED_CHARS,
@@ -14,6 +13,7 @@ from semrl_jax.rewards.function import (
     error_text,
     load_function,
 )
+from semrl_jax.support.errors import UserError
 
 
 class Float(float):

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rewards import Verdict, VerifierPool
 from semrl_jax.rewards import pool as pool_module
 from semrl_jax.rewards.verdict import weighted_verdict, with_model_score
 from semrl_jax.settings.rewards import MAX_SCORE, reward_functions
+from semrl_jax.support.errors import UserError
 from tests.running import is_running
 
 HERE = pathlib.Path(__file__).parent
@@ -461,6 +461,6 @@ def test_workers_may_use_the_cores_that_the_trainer_left():
 
 def test_workers_start_if_the_cores_of_the_start_are_gone(monkeypatch):
     """The system may move a process to other cores, such as those of another container."""
-    monkeypatch.setattr("semrl_jax.cores.helper_cores", lambda: (10_000,))
+    monkeypatch.setattr("semrl_jax.support.cores.helper_cores", lambda: (10_000,))
     with VerifierPool(num_workers=1) as pool:
         assert pool.submit(r"\boxed{7}", "7").result().correct

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import FAKE, TOKEN, assert_complete, make_arrays, make_requests
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.runs import train
 from semrl_jax.runs.lifecycle import EXIT_PREEMPTED
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.learner import Learner
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host

@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
+from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.runs import checkpoints as module
 from semrl_jax.runs.checkpoint_files import (
     FORMAT_VERSION,
@@ -30,6 +29,7 @@ from semrl_jax.runs.checkpoint_files import (
 )
 from semrl_jax.runs.checkpoints import Checkpoints, disk_refusal
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.optimizer import Optimizer, make_optimizer
 from semrl_jax.training.state import (
     DataPosition,

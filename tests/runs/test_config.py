@@ -15,11 +15,11 @@ from configs import (
     recorded,
     smollm2,
 )
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train, validate
 from semrl_jax.runs.config import check_sections, remarks
 from semrl_jax.settings import moved
 from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.support.errors import UserError
 
 
 @pytest.mark.parametrize("module", [default, quickstart, quickstart_ppo])

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
 from semrl_jax.runs import lifecycle
 from semrl_jax.runs.consistency import check_same, function_hash
+from semrl_jax.support.errors import UserError
 from tests.tiny import tiny_config
 
 

@@ -4,11 +4,11 @@ import collections
 
 import pytest
 
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
 from semrl_jax.runs import dry_run as module
 from semrl_jax.runs.dry_run import Summary, _check_run, dry_run
 from semrl_jax.runs.workdir import check_workdir, open_workdir
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
 
 Usage = collections.namedtuple("Usage", "total used free")
 

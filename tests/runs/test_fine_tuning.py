@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from configs import default
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.runs import fine_tune
+from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows
 
 

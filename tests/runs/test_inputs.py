@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
 from semrl_jax.models import directory as model_files
 from semrl_jax.runs.setup import record_inputs
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.support.errors import UserError
 
 SIZE = 2 * 2**20
 SAMPLES = model_files.NUM_SAMPLES * model_files.SAMPLE_BYTES  # per file, start and process

@@ -9,14 +9,14 @@ from safetensors.numpy import load_file, save_file
 
 from launch.convert import convert
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
 from semrl_jax.models import peft
 from semrl_jax.models.lora import A, B, modules_with_adapters
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
 from semrl_jax.runs.checkpoint_files import read_meta
 from semrl_jax.runs.config import validate
 from semrl_jax.runs.policies import find_policies
+from semrl_jax.support.errors import UserError
 from semrl_jax.training import loop
 from tests.fixtures import read_rows, scores_by_length, stable
 from tests.launch.comparison import restore_on_host

@@ -8,12 +8,12 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
-from semrl_jax.console import Reporter
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy, find_lora
+from semrl_jax.models.of_config import build_policy, find_lora
 from semrl_jax.runs import memory, train
 from semrl_jax.runs.dry_run import dry_run
 from semrl_jax.runs.inputs import Inputs
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.plan import NONE, PassPlan
 
 

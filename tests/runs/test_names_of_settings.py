@@ -8,8 +8,8 @@ import re
 import pytest
 
 from configs import default
-from semrl_jax.runs.config import flatten
 from semrl_jax.settings.moved import MOVED, REMOVED
+from semrl_jax.settings.rules import flatten
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIELDS = list(flatten(default.get_config()))

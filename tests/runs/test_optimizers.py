@@ -6,11 +6,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.runs import train
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows, stable
 
 pytestmark = pytest.mark.usefixtures("reports_where_looked_at")

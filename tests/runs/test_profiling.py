@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from semrl_jax.clock import Clock
 from semrl_jax.runs import train
 from semrl_jax.runs.profiling import profiled
+from semrl_jax.support.clock import Clock
 from tests.tiny import tiny_config
 
 work = jax.jit(lambda x: jnp.sin(x).sum())

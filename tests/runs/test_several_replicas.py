@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
-from semrl_jax.model_setup import build_policy
+from semrl_jax.models.of_config import build_policy
 from semrl_jax.rollout.building import jax_engine
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.runs import train
+from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows, stable
 from tests.launch.comparison import restore_on_host
 from tests.tiny import tiny_config

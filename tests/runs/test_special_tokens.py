@@ -10,14 +10,15 @@ import pytest
 
 from configs import default
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.problems import load_problems
-from semrl_jax.model_setup import build_policy
-from semrl_jax.runs import chat, evaluation, fine_tune, generation, train
+from semrl_jax.jobs import chat, evaluate, generate
+from semrl_jax.models.of_config import build_policy
+from semrl_jax.runs import fine_tune, train
 from semrl_jax.runs.dry_run import dry_run, dry_run_sft
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.runs.workdir import check_workdir, open_workdir
 from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files, training_prompts
+from semrl_jax.support.errors import UserError
 from tests.data.test_encoding import make_tokenizer, write
 from tests.tiny import tiny_config
 
@@ -113,15 +114,15 @@ COMMANDS = {
     "train --dry_run": lambda config, source, out: dry_run(config, str(out)),
     "sft": lambda config, source, out: fine_tune(config, str(out)),
     "sft --dry_run": lambda config, source, out: dry_run_sft(config, str(out)),
-    "evaluate": lambda config, source, out: evaluation.evaluate(config, [source], out),
-    "evaluate --dry_run": lambda config, source, out: evaluation.evaluate(
+    "evaluate": lambda config, source, out: evaluate.evaluate(config, [source], out),
+    "evaluate --dry_run": lambda config, source, out: evaluate.evaluate(
         config, [source], out, only_check=True
     ),
-    "generate": lambda config, source, out: generation.generate(
-        config, source, out, generation.Contents()
+    "generate": lambda config, source, out: generate.generate(
+        config, source, out, generate.Contents()
     ),
-    "generate --dry_run": lambda config, source, out: generation.generate(
-        config, source, out, generation.Contents(), only_check=True
+    "generate --dry_run": lambda config, source, out: generate.generate(
+        config, source, out, generate.Contents(), only_check=True
     ),
 }
 
@@ -187,14 +188,14 @@ def test_commands_say_and_record_how_prompts_begin(config, model, tmp_path, caps
     plain.data.update({"task": "files", "files": config.data.files})
     plain.rollout.max_prompt_tokens, plain.rollout.max_response_tokens = 32, 8
     plain.evaluation.n = 1
-    assert evaluation.evaluate(plain, [source], tmp_path / "evaluated") == 0
+    assert evaluate.evaluate(plain, [source], tmp_path / "evaluated") == 0
     assert "evaluation prompts: template 'plain', <s> before it" in (capsys.readouterr().out)
     record = json.loads((tmp_path / "evaluated" / "evaluation.json").read_text())
     (benchmark,) = record["benchmarks"].values()
     assert benchmark["template"] == "plain"
     assert benchmark["special tokens before a prompt"] == [bos]
 
-    generation.generate(plain, source, tmp_path / "generated", generation.Contents())
+    generate.generate(plain, source, tmp_path / "generated", generate.Contents())
     assert "generation prompts: template 'plain', <s> before it" in (capsys.readouterr().out)
     record = json.loads((tmp_path / "generated" / "generation.json").read_text())
     assert record["template"] == "plain" and record["special_tokens_before_a_prompt"] == [bos]

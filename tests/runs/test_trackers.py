@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.runs.records import MetricWriter
 from semrl_jax.runs.trackers import Kept, check_trackers
+from semrl_jax.support.errors import UserError
 from tests.launch.conftest import ROOT
 
 ROW = {"reward/mean": 0.5, "eval/a/greedy_accuracy": 0.25}

@@ -14,13 +14,13 @@ import pytest
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.console import Reporter
-from semrl_jax.errors import Preempted, UserError
 from semrl_jax.rollout.measurer import Measurer
 from semrl_jax.runs import lifecycle, run, train
 from semrl_jax.runs.policies import find_policies
 from semrl_jax.runs.starting_model import with_own_model
 from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import Preempted, UserError
 from semrl_jax.training import loop
 from semrl_jax.training.learner import Learner
 from tests.fixtures import read_rows, scores_by_length, stable

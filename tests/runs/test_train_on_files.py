@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train
+from semrl_jax.support.errors import UserError
 from tests.cases import slow_after
 from tests.fixtures import read_rows, stable
 from tests.tiny import tiny_config

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.support.errors import UserError
 
 
 def test_the_same_command_works_after_a_replica_did_not_start(config, tmp_path):

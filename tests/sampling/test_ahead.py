@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from semrl_jax.clock import Clock
-from semrl_jax.errors import UserError
 from semrl_jax.models import DecoderConfig, tensor_specs
 from semrl_jax.sampling import ahead, opening, replicas
 from semrl_jax.sampling.sampler import Sampler
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.source import Sample
 from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.probes.staleness import staleness
 from semrl_jax.types import VersionSpan, WeightVersion
 from tests.fixtures import make_scored

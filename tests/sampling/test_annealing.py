@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from configs import default
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train, validate
 from semrl_jax.sampling.annealing import annealing_at
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import Annealing
 from tests.fixtures import read_rows
 

@@ -6,9 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from semrl_jax.clock import Clock
 from semrl_jax.data import character_tokenizer
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation.evaluator import Evaluator
 from semrl_jax.evaluation.scores import greedy
 from semrl_jax.rewards import Verdict
@@ -16,6 +14,8 @@ from semrl_jax.runs import validate
 from semrl_jax.sampling.prompt_sources import check_files, evaluation_files, held_out_problems
 from semrl_jax.sampling.requests import EVALUATION, stream_seed
 from semrl_jax.sampling.scoring import Scored, ScoredRollout
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import Rollout
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config

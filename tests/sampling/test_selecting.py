@@ -9,11 +9,9 @@ import weakref
 import numpy as np
 import pytest
 
-from semrl_jax.clock import Clock
 from semrl_jax.cluster.agreement import is_agreed
 from semrl_jax.data import PromptDataset, PromptExample
 from semrl_jax.data.prompts import prompt_order
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train, validate
 from semrl_jax.sampling.requests import TRAINING, stream_seed
 from semrl_jax.sampling.rewards import group_rewards, unshuffled_rewards
@@ -21,6 +19,8 @@ from semrl_jax.sampling.scoring import Scored
 from semrl_jax.sampling.selecting import Selecting, TooFewGroups, sample_until_kept
 from semrl_jax.sampling.source import Now, Rounds
 from semrl_jax.sampling.weights import Weights
+from semrl_jax.support.clock import Clock
+from semrl_jax.support.errors import UserError
 from tests.fixtures import make_scored, read_rows, stable
 from tests.sampling.parts import sampler_of
 

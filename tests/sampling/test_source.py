@@ -2,8 +2,8 @@
 
 import itertools
 
-from semrl_jax.clock import Clock
 from semrl_jax.sampling.source import Counted, Sample
+from semrl_jax.support.clock import Clock
 
 
 class Numbered:

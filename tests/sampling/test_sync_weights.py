@@ -7,7 +7,7 @@ import pytest
 
 from semrl_jax import models
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.errors import Preempted
+from semrl_jax.support.errors import Preempted
 from semrl_jax.types import WeightVersion
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config

@@ -15,8 +15,8 @@ import pytest
 from semrl_jax import models
 from semrl_jax.cluster.agreement import Retry
 from semrl_jax.cluster.preemption import StopRequest
-from semrl_jax.errors import Preempted
 from semrl_jax.sampling.weights import Weights, send_together
+from semrl_jax.support.errors import Preempted
 from semrl_jax.types import SampleRequest, WeightVersion
 from tests.sampling.parts import sampler_of
 from tests.tiny import tiny_config

@@ -3,8 +3,8 @@
 import runpy
 
 from configs import default
-from semrl_jax.runs.config import flatten
 from semrl_jax.settings.meanings import meanings, unit
+from semrl_jax.settings.rules import flatten
 from tests.analysis.test_verl_page import ROOT
 
 

@@ -13,8 +13,8 @@ from configs.default import get_config
 from semrl_jax import models
 from semrl_jax.algorithms import grpo, ppo
 from semrl_jax.algorithms.algorithm import Algorithm
-from semrl_jax.errors import UserError
 from semrl_jax.runs.config import validate
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.offload import KIND, check_offload
 from semrl_jax.training.optimizer import (
     WithMasters,

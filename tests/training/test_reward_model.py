@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from semrl_jax import data, models
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.errors import UserError
 from semrl_jax.runs import train
 from semrl_jax.sampling.scoring import Scored
 from semrl_jax.settings.rewards import reward_functions
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.packing import RowPlan
 from semrl_jax.training.reward_model import (
     RewardModel,

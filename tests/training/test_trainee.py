@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from semrl_jax import models, programs
+from semrl_jax import models
 from semrl_jax.shaping import init_shaping_state
+from semrl_jax.support import programs
 from semrl_jax.training import trainee as trainee_module
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semrl_jax import models, programs
+from semrl_jax import models
 from semrl_jax.algorithms import grpo, importance_weights, token_weights
 from semrl_jax.algorithms.algorithm import Algorithm
 from semrl_jax.models import experts
 from semrl_jax.models.attention import BRANCHES
+from semrl_jax.support import programs
 from semrl_jax.training.micro_batches import split_rows
 from semrl_jax.training.optimizer import Optimizer, make_optimizer
 from semrl_jax.training.packing import RowPlan, lay_out, take_values

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 from semrl_jax.training.warm_start import fit_demonstrations
 
 

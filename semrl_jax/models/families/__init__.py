@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from semrl_jax.errors import UserError
-from semrl_jax.modules import load_module, module_names
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.modules import load_module, module_names
 
 Fields = Mapping[str, Any]  # of a config.json
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

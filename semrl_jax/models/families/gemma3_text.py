@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from semrl_jax.errors import UserError
 from semrl_jax.models.families import Family, Fields
+from semrl_jax.support.errors import UserError
 
 # What transformers gives absent fields.
 DEFAULTS = {

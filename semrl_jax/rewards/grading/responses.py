@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from semrl_jax.end_markers import response_text
 from semrl_jax.rewards.extraction import (
     find_answer,
     first_sentence,
@@ -17,6 +16,7 @@ from semrl_jax.rewards.grading import choice, expressions
 from semrl_jax.rewards.grading.answers import equal
 from semrl_jax.rewards.grading.text import MAX_CHARS, normalized
 from semrl_jax.rewards.last_number import only_number
+from semrl_jax.support.end_markers import response_text
 
 KINDS = ("math", "number", "choice")
 LETTERS = "ABCDE"

@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from semrl_jax.end_markers import response_text
-from semrl_jax.procedural import remade
+from semrl_jax.data.procedural import remade
 from semrl_jax.rewards.extraction import find_answer, has_complete_box
 from semrl_jax.rewards.verdict import Verdict, VerifierSettings
+from semrl_jax.support.end_markers import response_text
 
 _TAGGED = re.compile(r"<answer>\s*((?:(?!</?answer>).)*?)\s*</answer>", re.DOTALL)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.broadcast import Ended, hand_over, send_weights
 from semrl_jax.rollout.client.dispatch import dispatch
 from semrl_jax.rollout.client.remote import RemoteReplica
@@ -31,6 +30,7 @@ from semrl_jax.rollout.client.replica import (
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import check_token, read_certificates
 from semrl_jax.rollout.wire.memory import OwnMemory
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     MetricParams,

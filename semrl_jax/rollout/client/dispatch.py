@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from semrl_jax import compilation
 from semrl_jax.rollout.client.replica import Counters, Replica, Waits, describe_error, fatal_error
 from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.support import compilation
 from semrl_jax.types import Rollout, SampleRequest, WeightVersion
 
 _QUEUED_RESPONSES = 16  # with more unread responses, the replicas wait for the consumer

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import grpc
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,

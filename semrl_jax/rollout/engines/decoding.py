@@ -40,7 +40,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from semrl_jax.data import StopMatcher
 from semrl_jax.models import DATA_AXES, KVCache, Params, Policy
 from semrl_jax.models.sharding import activation_spec
-from semrl_jax.programs import compiled_once
 from semrl_jax.rollout.engines.sampling import (
     SamplingKind,
     SamplingValues,
@@ -49,7 +48,8 @@ from semrl_jax.rollout.engines.sampling import (
     split_sampling,
 )
 from semrl_jax.rollout.wire.codec import GenerateCall
-from semrl_jax.rounding import next_power_of_two, next_size
+from semrl_jax.support.programs import compiled_once
+from semrl_jax.support.rounding import next_power_of_two, next_size
 from semrl_jax.types import FinishReason, HiddenStateParams, Rollout, SampleRequest, VersionSpan
 
 MIN_BATCH = 4  # slots, and prompts of a prefill

@@ -28,10 +28,10 @@ from semrl_jax.models import (
     tensor_specs,
     unstacked,
 )
-from semrl_jax.programs import is_one_cpu, num_side_by_side
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.engines.decoding import DecodingCall
 from semrl_jax.rollout.wire.codec import GenerateCall
+from semrl_jax.support.programs import is_one_cpu, num_side_by_side
 from semrl_jax.types import ReplicaDescription, Rollout, TensorSpec, WeightVersion
 
 MIN_PART = 16  # responses in a part of a call

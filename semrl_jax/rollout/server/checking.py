@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from semrl_jax.cores import usable_cores
 from semrl_jax.rollout.wire import codec
+from semrl_jax.support.cores import usable_cores
 from semrl_jax.types import TensorSpec
 
 _NUM_THREADS = min(usable_cores(), 4)

@@ -15,8 +15,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.server.counts import Counts
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import ReplicaDescription
 
 _PREFIX = "semrl_rollout_"

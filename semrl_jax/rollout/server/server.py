@@ -15,7 +15,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.base import Engine, EngineDeadError
 from semrl_jax.rollout.server.guard import Guard
 from semrl_jax.rollout.server.service import SERVICE_NAME, RolloutService
@@ -28,6 +27,7 @@ from semrl_jax.rollout.wire.auth import (
     read_file,
 )
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.support.errors import UserError
 
 if TYPE_CHECKING:
     from semrl_jax.rollout.server.prometheus import MetricsServer

@@ -16,8 +16,6 @@ import grpc
 import numpy as np
 from jaxtyping import UInt8
 
-from semrl_jax import compilation
-from semrl_jax.errors import UserError
 from semrl_jax.metrics import METRICS
 from semrl_jax.rollout.engines.base import Engine
 from semrl_jax.rollout.server.checking import Complete, TensorChecks
@@ -27,6 +25,8 @@ from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.memory import layout, open_memory
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.support import compilation
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     ReplicaDescription,

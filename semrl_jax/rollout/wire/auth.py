@@ -11,7 +11,7 @@ import ssl
 
 import grpc
 
-from semrl_jax.errors import UserError
+from semrl_jax.support.errors import UserError
 
 TOKEN_VARIABLE = "SEMRL_ROLLOUT_TOKEN"  # environment variable
 _HEADER = "authorization"

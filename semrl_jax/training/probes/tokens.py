@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool
 
-from semrl_jax.choices import TOKEN_INDICATORS
 from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.support.choices import TOKEN_INDICATORS
 from semrl_jax.training.plan import PassNeeds
 from semrl_jax.training.policy import TokenPass
 from semrl_jax.training.probes import Probe, Seen, Tools

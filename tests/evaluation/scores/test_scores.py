@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semrl_jax.errors import UserError
 from semrl_jax.evaluation import statistics
 from semrl_jax.evaluation.interface import Plan
 from semrl_jax.evaluation.samples import NOT_SAMPLED
@@ -24,6 +23,7 @@ from semrl_jax.evaluation.scores import (
     repetition,
     types,
 )
+from semrl_jax.support.errors import UserError
 from tests.evaluation.making import make_problems, make_sample
 
 # Sums of at most 70 products of float64 numbers below 1, and of exponentials of log-factorials.

@@ -2,7 +2,6 @@
 
 import pytest
 
-from semrl_jax.modules import module_names
 from semrl_jax.rewards import VerifierPool, VerifierSettings
 from semrl_jax.rewards.verifiers import (
     gsm8k_flexible,
@@ -11,6 +10,7 @@ from semrl_jax.rewards.verifiers import (
     math_text,
     think_answer,
 )
+from semrl_jax.support.modules import module_names
 
 SETTINGS = VerifierSettings()
 PUZZLE = "(1) Zoey is a knave\n(2) Oliver is a knight"

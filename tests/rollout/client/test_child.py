@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import child
 from semrl_jax.rollout.client.child import ChildReplica
+from semrl_jax.support.errors import UserError
 from tests.running import is_running
 
 # Listens until its standard input closes, as launch.rollout does; prints its arguments.

@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient, remote
 from semrl_jax.rollout.client.dispatch import split_by_group
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import Annealing, HiddenStateParams, SamplingParams, TensorSpec, WeightVersion
 from tests.rollout.conftest import (
     FAKE,

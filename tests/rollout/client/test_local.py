@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from semrl_jax import models
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.client.local import LocalReplica
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.wire import codec
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, MetricParams, SampleRequest, SamplingParams
 from tests.rollout.conftest import (
     FAKE,

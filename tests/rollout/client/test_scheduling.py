@@ -15,12 +15,12 @@ import grpc
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.dispatch import split_into_calls
 from semrl_jax.rollout.client.replica import Counters, Figures, Load
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
 from semrl_jax.sampling.counters import ReplicaFigures
 from semrl_jax.sampling.requests import groups_per_call
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams, TensorSpec
 from tests.rollout.client.test_client import DeafReplica, sync
 from tests.rollout.conftest import assert_complete, make_arrays, make_requests, wait_until

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 
 from configs import quickstart
 from semrl_jax import data, models
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.building import engine_mesh, jax_engine
 from semrl_jax.rollout.engines import decoding
 from semrl_jax.rollout.engines.jax import JaxEngine
 from semrl_jax.rollout.engines.sampling import block_size, split_sampling
 from semrl_jax.rollout.wire.codec import GenerateCall
 from semrl_jax.runs import validate
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, WeightVersion
 from tests.rollout.engines.responses import as_bytes, full_forward, make_requests
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from configs import default
-from semrl_jax.errors import UserError
 from semrl_jax.runs import validate
 from semrl_jax.settings.algorithms import importance_options
+from semrl_jax.support.errors import UserError
 from tests.fixtures import read_rows
 from tests.launch.conftest import run
 from tests.rollout.engines.test_vllm import Model, random_prompts, requests_of, sampled

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.engines.vllm import (
     VllmEngine,
     VllmModel,
@@ -17,6 +16,7 @@ from semrl_jax.rollout.engines.vllm import (
     check_queue_space,
 )
 from semrl_jax.rollout.wire.codec import LimitExceeded
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import SampleRequest
 from tests.launch.conftest import run
 

@@ -9,12 +9,12 @@ import warnings
 
 import pytest
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client import RolloutClient
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.server import serve
 from semrl_jax.rollout.wire import auth
 from semrl_jax.rollout.wire.auth import new_token
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import SamplingParams
 from tests.rollout.conftest import (
     FAKE,

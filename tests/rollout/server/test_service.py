@@ -12,13 +12,13 @@ import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.client.embedded import EmbeddedReplica
 from semrl_jax.rollout.server.service import SERVICE_NAME
 from semrl_jax.rollout.wire import codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
 from semrl_jax.rollout.wire.proto import rollout_pb2_grpc
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import (
     HiddenStateParams,
     SampleRequest,

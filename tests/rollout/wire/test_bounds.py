@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semrl_jax.errors import UserError
 from semrl_jax.rollout.server import guard
 from semrl_jax.rollout.wire import bounds, codec
 from semrl_jax.rollout.wire.auth import token_metadata
 from semrl_jax.rollout.wire.proto import rollout_pb2 as pb
+from semrl_jax.support.errors import UserError
 from semrl_jax.types import HiddenStateParams, SamplingParams, TensorSpec
 from tests.rollout.conftest import FAKE, TOKEN, make_arrays, make_requests, wait_until
 from tests.rollout.fake_engine import FAKE_SPECS, FakeEngine

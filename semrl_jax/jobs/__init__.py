@@ -1,0 +1,1 @@
+"""Work without a trainer: evaluate, generate, score, chat and view."""

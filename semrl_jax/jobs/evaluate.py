@@ -1,0 +1,439 @@
+"""Evaluates policies on benchmarks; an interrupted evaluation continues.
+
+Responses are sampled in calls, each for a fixed range of problems of one benchmark. The responses
+of a finished call are written as one part and never sampled again. With the JAX engine they depend
+on nothing outside the call, so an interrupted evaluation has the same results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import pathlib
+import secrets
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from semrl_jax import data, models
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.evaluation import catalogue, comparison, page, results
+from semrl_jax.evaluation.entries import benchmark_settings, check_benchmarks
+from semrl_jax.evaluation.evaluator import Benchmark, Evaluator, options_of
+from semrl_jax.evaluation.graders import open_graders, takes_rows
+from semrl_jax.evaluation.interface import Plan, load_scores
+from semrl_jax.evaluation.problems import load_problems
+from semrl_jax.evaluation.sample_files import read_samples
+from semrl_jax.evaluation.samples import Sample
+from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
+from semrl_jax.jobs.inference import Inference, check_inference, dry_run_policy, open_inference
+from semrl_jax.jobs.result_directory import SAMPLES, ResultDirectory, open_results
+from semrl_jax.metrics import Measurement, MetricKey
+from semrl_jax.models.of_config import ModelFiles, build_policy, value_params
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.runs.policies import PolicySource
+from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.sampling.prompt_sources import check_prompts
+from semrl_jax.sampling.scoring import Scored
+from semrl_jax.support import compilation
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import Preempted, UserError
+from semrl_jax.training.packing import row_plan
+from semrl_jax.training.reward_model import batch_scores, find_reward_model
+from semrl_jax.training.rollout_batch import pad_batch
+
+# Settings of all benchmarks that decide which responses are sampled.
+SAMPLING_FIELDS = (
+    "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
+    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
+    "rollout.stop_words", "evaluation.stop_strings", "evaluation.responses_per_call",
+    "evaluation.metrics", "evaluation.reward_model",
+)  # fmt: skip
+
+
+REWARD_MODEL = MetricKey("reward_model")
+Judge = Callable[[Scored], Scored]
+
+
+class Call(NamedTuple):
+    """Problems `first` to `last` of a benchmark, sampled with one call."""
+
+    benchmark: Benchmark
+    first: int
+    last: int
+
+    @property
+    def plan(self) -> Plan:
+        """How its responses are sampled: all scores of an evaluation have one plan."""
+        (plan,) = self.benchmark.scores
+        return plan
+
+    @property
+    def num_responses(self) -> int:
+        """How many it has, including those to too long prompts."""
+        return (self.last - self.first) * self.plan.num_samples
+
+    @property
+    def part(self) -> str:
+        """The name of its part."""
+        name = urllib.parse.quote(self.benchmark.name, safe="")
+        return f"{name}.{self.first:06d}-{self.last:06d}"
+
+
+class Evaluated(NamedTuple):
+    """The figures of one policy, by benchmark, and where they are."""
+
+    source: PolicySource
+    directory: pathlib.Path
+    figures: dict[str, results.Figures]
+
+
+def evaluate(
+    config: ml_collections.ConfigDict,
+    sources: Sequence[PolicySource],
+    output: pathlib.Path,
+    *,
+    only_check: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Samples, grades and scores the responses of all policies, and compares the policies.
+
+    Args:
+      config: settings of rollout and evaluation; `model.path` is not read.
+      sources: the policies. Those of one run share the replicas.
+      output: results of a single policy are in it, of several in a directory each below it.
+      only_check: check everything that can be checked without sampling, and write nothing.
+      quiet: print only the last block and what needs attention.
+
+    Returns:
+      The exit code: 0, or 75 after a signal.
+
+    Raises:
+      UserError: for a wrong setting, file, policy or replica.
+    """
+    reporter = Reporter(quiet=quiet and not only_check)
+    stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
+    found = []
+    try:
+        with stop.installed(), compilation.watching(reporter.line):
+            places = {
+                source: output if len(sources) == 1 else output / source.name for source in sources
+            }
+            for _, group in itertools.groupby(sources, key=lambda source: source.model):
+                of_model = {source: places[source] for source in group}
+                found.extend(_evaluate_model(config, of_model, reporter, stop, only_check))
+    except Preempted as preempted:
+        reporter.notice(f"{preempted}: stopped; the same command continues")
+        return EXIT_PREEMPTED
+    if only_check:
+        return 0
+    if len(found) > 1:
+        _write_comparison(found, output, reporter)
+    reporter.notice(f"done: see {output / 'page.html'} and the files beside it")
+    return 0
+
+
+def _evaluate_model(
+    config: ml_collections.ConfigDict,
+    sources: Mapping[PolicySource, pathlib.Path],
+    reporter: Reporter,
+    stop: StopRequest,
+    only_check: bool,
+) -> Iterator[Evaluated]:
+    """Evaluates policies of one architecture, each into its directory."""
+    config = config.copy_and_resolve_references()
+    first_source, *_ = sources
+    config.model.path = str(first_source.model)
+    with contextlib.ExitStack() as stack, stop.interruptible():
+        check_benchmarks(config)
+        policy, tokenizer = build_policy(config)
+        scores = load_scores(config.evaluation.scores)
+        settings = benchmark_settings(config)
+        keep = takes_rows(config, settings)
+        problems = load_problems(config, tokenizer, reporter.line, keep_columns=keep)
+        vocab_size = policy.config.vocab_size
+        check_prompts("evaluation", problems, config, tokenizer, vocab_size, reporter.line)
+        if config.evaluation.metrics:
+            check_metrics_of(config.evaluation.metric_options, policy)
+        graders = open_graders(stack, config, problems, settings)
+        if {problem.data_source for problem in problems} - graders.keys():
+            rewards = stack.enter_context(VerifierPool.of(config.rewards))
+            graders = {p.data_source: graders.get(p.data_source, rewards) for p in problems}
+        measurer = None
+        if config.evaluation.metrics:
+            options = config.evaluation.metric_options
+            measurer = stack.enter_context(open_measurer(config, options))
+        if only_check:
+            mesh = check_inference(config, policy, tokenizer)
+            _find_reward_model(config, policy, tokenizer, mesh)
+            benchmarks = sorted({problem.data_source for problem in problems})
+            counts = f"{len(problems)} problems", f"benchmarks {' '.join(benchmarks)}"
+            for source, path in sources.items():
+                dry_run_policy(config, source, policy, tokenizer, path, reporter, *counts)
+            return
+        directories = {source: open_results(path) for source, path in sources.items()}
+        for directory in directories.values():
+            stack.enter_context(contextlib.closing(directory))
+        first = directories[first_source]
+        inference = stack.enter_context(
+            open_inference(
+                config,
+                policy,
+                tokenizer,
+                first.path,
+                run_id=first.run_id,
+                attempt_id=secrets.token_hex(8),
+                num_requests=config.evaluation.responses_per_call,
+                reporter=reporter,
+                stop=stop,
+            )
+        )
+        judged = _reward_model(inference)
+        evaluator = Evaluator(
+            config=config,
+            problems=problems,
+            scores=scores,
+            sampler=inference.sampler,
+            settings=settings,
+            graders=graders,
+            measurer=measurer,
+        )
+        _check_plans(evaluator)
+        for source, directory in directories.items():
+            yield _evaluate_policy(source, directory, inference, evaluator, judged, reporter, stop)
+
+
+def _reward_model(inference: Inference) -> Judge:
+    """Adds the score of `evaluation.reward_model` to the metrics of responses, if there is one."""
+    config, mesh = inference.config, inference.mesh
+    files = _find_reward_model(config, inference.policy, inference.tokenizer, mesh)
+    if files is None:
+        return lambda items: items
+    params = value_params(files.directory, files.model, mesh, config.rewards.model.dtype)
+    plan = row_plan(mesh, config.training)
+
+    def judged(items: Scored) -> Scored:
+        if not items:
+            return items
+        batch = pad_batch(
+            [item.rollout for item in items],
+            pad_token_id=inference.tokenizer.pad_token_id,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        scores = batch_scores(params, batch, model=files.model, plan=plan)
+        return items.with_metrics({REWARD_MODEL: Measurement(scores, np.isfinite(scores))})
+
+    return judged
+
+
+def _find_reward_model(
+    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any, mesh: Mesh
+) -> ModelFiles | None:
+    path = config.evaluation.reward_model
+    return find_reward_model("evaluation.reward_model", path, config, policy, tokenizer, mesh)
+
+
+def _check_plans(evaluator: Evaluator) -> None:
+    """Raises UserError if scores of a benchmark sample differently, or one has a wrong name."""
+    for name, benchmark in evaluator.benchmarks.items():
+        if results.is_average(name):
+            raise UserError(
+                f"a benchmark has the name {name!r:.100}, which results.json needs; rename it "
+                "with FILE:name=NAME."
+            )
+        if len(benchmark.scores) > 1:
+            names = [scores[0].__name__.rpartition(".")[2] for scores in benchmark.scores.values()]
+            raise UserError(
+                f"evaluation.scores: {' and '.join(map(repr, names))} sample in different ways, "
+                "but an evaluation samples each benchmark once; choose one of them, and set "
+                "evaluation.n and temperature."
+            )
+
+
+def _evaluate_policy(
+    source: PolicySource,
+    directory: ResultDirectory,
+    inference: Inference,
+    evaluator: Evaluator,
+    judged: Judge,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> Evaluated:
+    config = inference.config
+    reporter.line(f"{source.name}: sending the weights")
+    digest = inference.load(source)
+    flat = {field: _field(config, field) for field in SAMPLING_FIELDS}
+    if config.evaluation.metrics:
+        flat["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
+    benchmarks = evaluator.benchmarks
+    directory.check(
+        flat | {"weights": digest},
+        {
+            name: _identity(benchmark, evaluator, inference)
+            for name, benchmark in benchmarks.items()
+        },
+    )
+    finished = directory.finished()
+    for benchmark in benchmarks.values():
+        if of_benchmark := finished.get(benchmark.name):
+            call = Call(benchmark, 0, len(benchmark.problems))
+            _check_complete(directory.path / SAMPLES, of_benchmark, call)
+    calls = [
+        call
+        for name, benchmark in benchmarks.items()
+        if name not in finished
+        for call in _calls(benchmark, config.evaluation.responses_per_call)
+    ]
+    _sample_calls(calls, directory, evaluator, judged, reporter, stop, source.name)
+    parts = [(call.benchmark.name, *_read_part(directory, call)) for call in calls]
+    over_set = {name: directory.over_set(name) for name in finished}
+    for name in [name for name in benchmarks if name not in finished]:
+        own = [(samples, states) for of, samples, states in parts if of == name]
+        finished[name] = [sample for samples, _ in own for sample in samples]
+        states = [rows for _, rows in own if rows is not None]
+        if states:
+            pending = evaluator.measurer.submit_batch(np.concatenate(states))
+            over_set[name] = pending.result()
+    samples = list(itertools.chain.from_iterable(finished.values()))
+    directory.finish(samples, over_set)
+    options = {
+        name: options_of(config.evaluation, {"n": max(s.sample for s in of_name) + 1})
+        for name, of_name in finished.items()
+    } | {name: benchmark.options for name, benchmark in benchmarks.items()}
+    figures = results.evaluate(
+        samples, evaluator.scores, config.evaluation, catalogue.GROUPS, options
+    )
+    found = results.as_results(figures)
+    for name, values in over_set.items():
+        found[name] |= {f"metrics/{label}": value for label, value in values.items()}
+    results.write_results(directory.path / "results.json", found)
+    page.write_page(
+        directory.path / "page.html", {source.name: samples}, {source.name: found}, source.name
+    )
+    reporter.line(f"{source.name}, {_sampling_text(config)}")
+    reporter.table(results.results_table(found))
+    if (table := results.selection_table(found)) is not None:
+        reporter.table(table)
+    return Evaluated(source, directory.path, figures)
+
+
+def _write_comparison(found: Sequence[Evaluated], output: pathlib.Path, reporter: Reporter) -> None:
+    """Writes comparison.json and page.html, and curves.png if a run has several steps."""
+    compared = comparison.compare({item.source.name: item.figures for item in found})
+    results.write_results(output / "comparison.json", compared)
+    reporter.table(comparison.comparison_table(compared))
+    samples = {item.source.name: read_samples(item.directory / SAMPLES) for item in found}
+    page.write_page(output / "page.html", samples, compared["results"], output.name)
+    runs: dict[str, dict[int, results.Results]] = {}
+    for item in found:
+        run = item.source.name.removesuffix(f"-step{item.source.step}")
+        runs.setdefault(run, {})[item.source.step] = results.as_results(item.figures)
+    if runs := {run: steps for run, steps in runs.items() if len(steps) > 1}:
+        comparison.write_curves(output / "curves.png", runs)
+
+
+def _sampling_text(config: ml_collections.ConfigDict) -> str:
+    options = config.evaluation
+    how = [f"temperature {options.temperature:g}", f"top-p {options.top_p:g}"]
+    how += [f"top-k {options.top_k}"] * (options.top_k > 0)
+    if options.temperature == 0:
+        how = ["greedy"]
+    return ", ".join([*how, f"at most {config.rollout.max_response_tokens} tokens"])
+
+
+def _sample_calls(
+    calls: Sequence[Call],
+    directory: ResultDirectory,
+    evaluator: Evaluator,
+    judged: Judge,
+    reporter: Reporter,
+    stop: StopRequest,
+    name: str,
+) -> None:
+    """Samples the calls that have no part yet."""
+    todo = [call for call in calls if not directory.has_part(call.part)]
+    total = sum(call.num_responses for call in calls)
+    done = total - sum(call.num_responses for call in todo)
+    if done:
+        reporter.line(f"{name}: {done} of {total} responses are there already")
+    with reporter.bar(name, total, "responses", done=done) as bar, workers(evaluator.config) as run:
+        progress = Progress(name, total, done, bar, reporter)
+
+        def sample(call: Call) -> None:
+            plan = call.plan
+            places = range(call.first, call.last)
+            in_benchmark = [(call.benchmark, place) for place in places]
+            items = judged(evaluator.sample(in_benchmark, plan, progress.count))
+            lists = evaluator.samples(call.benchmark, places, plan, items)
+            with stop.deferred():
+                directory.write_part(
+                    call.part,
+                    [sample for samples in lists for sample in samples],
+                    items.mean_states,
+                )
+
+        began = time.monotonic()
+        run(sample, todo)
+    if todo:
+        seconds, count = time.monotonic() - began, total - done
+        reporter.line(f"{name}: {count} responses in {seconds:.1f} s ({count / seconds:.1f}/s)")
+
+
+def _read_part(
+    directory: ResultDirectory, call: Call
+) -> tuple[list[Sample], Float[np.ndarray, "B L D"] | None]:
+    """The responses of a call; UserError if its file has others."""
+    samples, states = directory.read_part(call.part)
+    _check_complete(directory.part(call.part), samples, call)
+    return samples, states
+
+
+def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -> None:
+    """Raises UserError if the samples, which are of a file, are not those of the call."""
+    expected = itertools.product(
+        [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
+    )
+    if [(s.benchmark, s.problem, s.sample) for s in samples] != list(expected):
+        raise UserError(
+            f"{file} does not have all responses to {call.benchmark.name!r:.100}; remove it, and "
+            "the same command samples them again."
+        )
+
+
+def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:
+    count, (plan,) = len(benchmark.problems), benchmark.scores
+    size = max(responses_per_call // plan.num_samples, 1)
+    return [Call(benchmark, first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) -> dict[str, Any]:
+    """What decides the responses to a benchmark, and their verdicts, beside the settings of all."""
+    config = inference.config
+    (plan,) = benchmark.scores
+    problems = tuple(evaluator.problems[index] for index in benchmark.problems)
+    options = evaluator.settings.get(benchmark.name, {})
+    verifier = config.evaluation.verifier or options.get("verifier", "")
+    fields = () if verifier else ("function", "functions", "mode", "unboxed_penalty")
+    return {
+        "template": problems[0].template,
+        "special tokens before a prompt": data.special_prefix(
+            inference.tokenizer, problems[0].template, config.data.add_special_tokens
+        ),
+        "problems": data.dataset_hash(data.PromptDataset(problems)),
+        **plan._asdict(),
+        "verifier": verifier,
+        **{f"rewards.{field}": config.rewards[field] for field in fields},
+    }
+
+
+def _field(config: ml_collections.ConfigDict, name: str) -> Any:
+    """A field by its full name."""
+    return functools.reduce(lambda section, part: section[part], name.split("."), config)

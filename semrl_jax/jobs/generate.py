@@ -1,0 +1,347 @@
+"""Generates responses to the prompts of files; an interrupted generation continues.
+
+Responses are sampled in calls, each for a fixed range of them. The responses and hidden states of a
+finished call are written at once, and never sampled again. With the JAX engine they depend on
+nothing outside the call, so an interrupted generation writes the same files, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_collections
+import numpy as np
+
+from semrl_jax import data, models
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.evaluation import generated_files as files
+from semrl_jax.jobs.calls import EXIT_PREEMPTED, GRACE_S, Progress, workers
+from semrl_jax.jobs.inference import Inference, dry_run_policy, open_inference
+from semrl_jax.jobs.result_directory import PARTS, ResultDirectory, open_results
+from semrl_jax.models.of_config import build_policy
+from semrl_jax.rewards import VerifierPool
+from semrl_jax.rollout.measurer import Measurer
+from semrl_jax.runs.policies import PolicySource
+from semrl_jax.runs.setup import check_metrics_of, open_measurer
+from semrl_jax.runs.workdir import versions
+from semrl_jax.sampling.prompt_sources import check_prompts, prompts_of_files
+from semrl_jax.sampling.requests import GENERATION, Measuring, stream_seed
+from semrl_jax.support import compilation
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import Preempted, UserError
+from semrl_jax.support.parquet import ParquetFile
+from semrl_jax.types import HiddenStateParams, SampleRequest
+
+RECORD = "generation.json"
+GRADER_OPTIONS = ("timeout_s", "num_workers", "memory_limit_gib")  # of config.rewards
+MAX_STATE_BYTES = 2**30  # of hidden states of one call, which are in memory together
+# Settings that decide which responses are sampled, and what is written of them.
+FIELDS = (
+    "seed", "model.family", "model.compute_dtype", "rollout.engine", "rollout.weight_dtype",
+    "evaluation.n", "evaluation.temperature", "evaluation.top_p", "evaluation.top_k",
+    "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.stop_token_ids",
+    "rollout.stop_words", "evaluation.stop_strings",
+    "evaluation.responses_per_call", "evaluation.verifier", "evaluation.metrics",
+)  # fmt: skip
+
+
+class Contents(NamedTuple):
+    """What is generated.
+
+    Attributes:
+      num_prompts: rows that are read, at most; 0 is all.
+      logprobs: whether log-probabilities per token are written.
+      states: hidden states that are written; None: none.
+      conversations: "none", or "all" or "correct" responses as conversations.
+    """
+
+    num_prompts: int = 0
+    logprobs: bool = False
+    states: HiddenStateParams | None = None
+    conversations: str = "none"
+
+
+class Call(NamedTuple):
+    """Responses `first` to `last`: response r is sample r % n to prompt r // n."""
+
+    number: int
+    first: int
+    last: int
+
+    @property
+    def part(self) -> str:
+        """The name of its part."""
+        return f"{self.first:09d}-{self.last:09d}"
+
+
+def generate(
+    config: ml_collections.ConfigDict,
+    source: PolicySource,
+    output: pathlib.Path,
+    contents: Contents,
+    *,
+    only_check: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Samples `evaluation.n` responses to each prompt of `data.files`.
+
+    Args:
+      config: settings of data, rollout and evaluation: sampling, verifier and metrics;
+        `model.path` is not read.
+      source: the policy.
+      output: directory of the results.
+      contents: what is generated.
+      only_check: check everything that can be checked without sampling, and write nothing.
+      quiet: print only the last block and what needs attention.
+
+    Returns:
+      The exit code: 0, or 75 after a signal.
+
+    Raises:
+      UserError: for a wrong setting, file, policy or replica.
+    """
+    reporter = Reporter(quiet=quiet and not only_check)
+    stop = StopRequest(GRACE_S, EXIT_PREEMPTED)
+    try:
+        with stop.installed(), compilation.watching(reporter.line):
+            _generate(config, source, output, contents, reporter, stop, only_check)
+    except Preempted as preempted:
+        reporter.notice(f"{preempted}: stopped; the same command continues")
+        return EXIT_PREEMPTED
+    return 0
+
+
+def _generate(
+    config: ml_collections.ConfigDict,
+    source: PolicySource,
+    output: pathlib.Path,
+    contents: Contents,
+    reporter: Reporter,
+    stop: StopRequest,
+    only_check: bool,
+) -> None:
+    config = config.copy_and_resolve_references()
+    config.model.path = str(source.model)
+    with contextlib.ExitStack() as stack, stop.interruptible():
+        policy, tokenizer = build_policy(config)
+        check_layers(contents.states, policy.config)
+        verifier = config.evaluation.verifier
+        prompts = prompts_of_files(
+            config,
+            tokenizer,
+            reporter.line,
+            num_rows=contents.num_prompts,
+            needs_answer=bool(verifier),
+        )
+        vocab_size = policy.config.vocab_size
+        check_prompts("generation", prompts.examples, config, tokenizer, vocab_size, reporter.line)
+        if not only_check:
+            directory = stack.enter_context(contextlib.closing(open_results(output, RECORD)))
+            directory.check(settings_of(config, prompts, contents), {})
+            template = data.chosen_template(config.data.template, tokenizer)
+            directory.note(
+                versions=versions(),
+                policy=str(source.checkpoint or source.model),
+                template=template,
+                special_tokens_before_a_prompt=data.special_prefix(
+                    tokenizer, template, config.data.add_special_tokens
+                ),
+                files=[str(pathlib.Path(file).absolute()) for file in config.data.files],
+            )
+        grader = measurer = None
+        if verifier:
+            options = {name: config.rewards[name] for name in GRADER_OPTIONS}
+            grader = stack.enter_context(VerifierPool(function=verifier, **options))
+        if config.evaluation.metrics:
+            check_metrics_of(config.evaluation.metric_options, policy)
+            measurer = stack.enter_context(open_measurer(config, config.evaluation.metric_options))
+        calls = calls_of(config, policy.config, len(prompts), contents.states)
+        if only_check:
+            counts = f"{len(prompts)} prompts", f"{calls[-1].last} responses"
+            dry_run_policy(config, source, policy, tokenizer, output, reporter, *counts)
+            return
+        inference = stack.enter_context(
+            open_inference(
+                config,
+                policy,
+                tokenizer,
+                directory.path,
+                run_id=directory.run_id,
+                attempt_id=secrets.token_hex(8),
+                num_requests=max(call.last - call.first for call in calls),
+                reporter=reporter,
+                stop=stop,
+            )
+        )
+        reporter.line(f"{source.name}: sending the weights")
+        directory.check({"weights": inference.load(source)}, {})
+        work = Generation(inference, prompts.examples, contents, directory, grader, measurer)
+        if not (directory.path / files.RESPONSES).exists():
+            work.sample_calls(calls, reporter, stop)
+            with stop.deferred():
+                work.finish(calls)
+        work.report(reporter)
+
+
+class Generation(NamedTuple):
+    """What the calls need.
+
+    Attributes:
+      prompts: the group of a response is the place of its prompt.
+      grader: None: nothing is graded.
+      measurer: None: nothing is measured here.
+    """
+
+    inference: Inference
+    prompts: Sequence[data.PromptExample]
+    contents: Contents
+    directory: ResultDirectory
+    grader: VerifierPool | None
+    measurer: Measurer | None
+
+    def sample_calls(self, calls: Sequence[Call], reporter: Reporter, stop: StopRequest) -> None:
+        """Samples the calls that have no part yet."""
+        todo = [call for call in calls if not self.directory.has_part(call.part)]
+        total = calls[-1].last
+        done = total - sum(call.last - call.first for call in todo)
+        if done:
+            reporter.line(f"{done} of {total} responses are there already")
+        with (
+            reporter.bar("generate", total, "responses", done=done) as bar,
+            workers(self.inference.config) as run,
+        ):
+            progress = Progress("generate", total, done, bar, reporter)
+            run(lambda call: self._sample(call, len(calls), progress, stop), todo)
+
+    def _sample(self, call: Call, num_calls: int, progress: Progress, stop: StopRequest) -> None:
+        config, states = self.inference.config, self.contents.states
+        requests = [self._request(response) for response in range(call.first, call.last)]
+        asked = {request.group_id: self.prompts[request.group_id] for request in requests}
+        options = config.evaluation.metric_options
+        items = self.inference.sampler.sample(
+            requests,
+            {place: prompt.answer for place, prompt in asked.items()},
+            columns={place: prompt.columns for place, prompt in asked.items()},
+            verifier=self.grader,
+            measuring=Measuring(options, self.measurer) if config.evaluation.metrics else None,
+            stop_strings=config.evaluation.stop_strings,
+            states=states,
+            arrived=progress.count,
+            **{name: config.evaluation[name] for name in ("temperature", "top_p", "top_k")},
+        )
+        with stop.deferred():
+            if states is not None:  # first, because the part marks the call as complete
+                shard = self.directory.path / files.shard_name(call.number, num_calls)
+                files.write_states(shard, items, self.prompts, states)
+            table = files.response_table(
+                items,
+                self.prompts,
+                with_logprobs=self.contents.logprobs,
+                is_graded=self.grader is not None,
+            )
+            files.write_table(self.directory.part(call.part), table)
+
+    def _request(self, response: int) -> SampleRequest:
+        config = self.inference.config
+        place, sample = divmod(response, config.evaluation.n)
+        prompt = self.prompts[place]
+        return SampleRequest(
+            sample_id=f"generate/{prompt.index}/{sample}",
+            group_id=place,
+            sample_index=sample,
+            prompt_ids=prompt.prompt_ids,
+            seed=stream_seed(config.seed, GENERATION, prompt.index, sample),
+        )
+
+    def finish(self, calls: Sequence[Call]) -> None:
+        """Joins the parts and removes them."""
+        path = self.directory.path
+        parts = [self.directory.part(call.part) for call in calls]
+        if self.contents.states is not None:
+            files.write_states_index(path, parts, self.contents.states)
+        files.join_tables(parts, path / files.RESPONSES)
+        for part in parts:
+            part.unlink()
+        (path / PARTS).rmdir()
+
+    def report(self, reporter: Reporter) -> None:
+        """Writes the conversations, and prints what was generated."""
+        path, config = self.directory.path, self.inference.config
+        names = ["num_tokens", "finish_reason"] + ["correct"] * (self.grader is not None)
+        table = ParquetFile(path / files.RESPONSES).table(names)
+        lengths = table["num_tokens"].to_numpy()
+        finished = np.isin(table["finish_reason"].to_pylist(), files.FINISHED)
+        line = (
+            f"{len(table)} responses to {len(self.prompts)} prompts: {lengths.mean():.1f} tokens "
+            f"per response, {100 * finished.mean():.1f}% finished"
+        )
+        if self.grader is not None:
+            line += f", {100 * np.mean(table['correct'].to_pylist()):.1f}% correct"
+        reporter.line(line)
+        if self.contents.conversations != "none":
+            count, truncated = files.write_conversations(
+                path,
+                only_correct=self.contents.conversations == "correct",
+                system_prompt=config.data.system_prompt,
+            )
+            kind = "correct " if self.contents.conversations == "correct" else ""
+            reporter.line(
+                f"{files.CONVERSATIONS} has {count} conversations from {count + truncated} {kind}"
+                f"responses; {truncated} truncated or empty ones are left out"
+            )
+        reporter.notice(f"done: see {path}")
+
+
+def check_layers(states: HiddenStateParams | None, architecture: models.DecoderConfig) -> None:
+    """Raises UserError for a layer that the model does not have."""
+    for layer in states.layers if states else ():
+        if not -1 <= layer <= architecture.num_layers:
+            raise UserError(
+                f"--hidden_states has {layer}, but the model has {architecture.num_layers} layers; "
+                f"choose from 0 to {architecture.num_layers}, or -1 for the final one."
+            )
+
+
+def calls_of(
+    config: ml_collections.ConfigDict,
+    architecture: models.DecoderConfig,
+    num_prompts: int,
+    states: HiddenStateParams | None,
+) -> list[Call]:
+    """All calls. With hidden states, a call has at most MAX_STATE_BYTES of them."""
+    size = config.evaluation.responses_per_call
+    if states is not None:
+        layers = set(states.layers)
+        if config.evaluation.metrics:
+            layers.update(config.evaluation.metric_options.layers)
+        num_tokens = config.rollout.max_response_tokens
+        num_tokens += config.rollout.max_prompt_tokens * ("prefill" in states.kinds)
+        itemsize = 2 if states.dtype == "bfloat16" else 4
+        num_bytes = num_tokens * len(layers) * architecture.hidden_size * itemsize
+        size = max(min(size, MAX_STATE_BYTES // num_bytes), 1)
+    total = num_prompts * config.evaluation.n
+    starts = range(0, total, size)
+    return [Call(i, first, min(first + size, total)) for i, first in enumerate(starts)]
+
+
+def settings_of(
+    config: ml_collections.ConfigDict, prompts: data.PromptDataset, contents: Contents
+) -> dict[str, Any]:
+    """What decides the responses and their files, beside the weights."""
+    settings = {
+        field: functools.reduce(lambda section, part: section[part], field.split("."), config)
+        for field in FIELDS
+    }
+    if config.evaluation.metrics:
+        settings["evaluation.metric_options"] = config.evaluation.metric_options.to_dict()
+    return settings | {
+        "prompts": data.dataset_hash(prompts),
+        "columns": data.columns_hash(prompts),
+        "logprobs": contents.logprobs,
+        "hidden_states": vars(contents.states) if contents.states else {},
+    }

@@ -1,0 +1,148 @@
+"""Samples from a given policy without training it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_collections
+from jax.sharding import Mesh
+
+from semrl_jax import models
+from semrl_jax.cluster.peers import Peers
+from semrl_jax.cluster.preemption import StopRequest
+from semrl_jax.models.of_config import end_token_ids
+from semrl_jax.rollout.building import configured_mesh
+from semrl_jax.rollout.wire.codec import weights_digest
+from semrl_jax.runs.dry_run import Summary, check_replicas, say_model
+from semrl_jax.runs.policies import PolicySource
+from semrl_jax.runs.setup import check_model_limits
+from semrl_jax.sampling.replicas import is_embedded, open_client, take_addresses
+from semrl_jax.sampling.sampler import Sampler
+from semrl_jax.sampling.weights import WeightSync
+from semrl_jax.settings.rollout import weight_dtype
+from semrl_jax.support.console import Reporter
+from semrl_jax.support.errors import UserError
+
+
+@dataclasses.dataclass
+class Inference:
+    """A policy's architecture, tokenizer and replicas.
+
+    Attributes:
+      sampler: has no verifier.
+    """
+
+    config: ml_collections.ConfigDict
+    policy: models.Policy
+    tokenizer: Any
+    mesh: Mesh
+    sampler: Sampler
+
+    def load(self, source: PolicySource) -> str:
+        """Sends the weights to the replicas; returns their digest."""
+        params, architecture = source.params(self.policy, self.mesh), self.policy.config
+        version, dtype = self.sampler.sync_weights(params, source.step), weight_dtype(self.config)
+        if version.digest:
+            return version.digest
+        tensors = models.iterate_hf_tensors(params, architecture, dtype)
+        specs = models.tensor_specs(architecture, dtype)
+        return weights_digest(specs, (array for _, array in tensors))
+
+
+def check_inference(
+    config: ml_collections.ConfigDict, policy: models.Policy, tokenizer: Any
+) -> Mesh:
+    """The mesh; UserError if the model does not fit it or the limits. Reads rollout.addresses_file.
+
+    Args:
+      policy, tokenizer: of the directory `config.model.path`.
+    """
+    mesh = models.make_mesh(config.mesh.to_dict())
+    take_addresses(config)
+    check_model_limits(config, policy.config, tokenizer)
+    models.check_mesh(policy.config, mesh)
+    policy.check_attention(mesh)
+    if is_embedded(config):
+        configured_mesh(config, policy.config)
+    return mesh
+
+
+@contextlib.contextmanager
+def open_inference(
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    directory: pathlib.Path,
+    *,
+    run_id: str,
+    attempt_id: str,
+    num_requests: int,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> Iterator[Inference]:
+    """Connects to the replicas of `config.rollout`, in one process.
+
+    Args:
+      config: `model.path` names a directory with the architecture.
+      policy, tokenizer: of that directory, see `build_policy`.
+      directory: a child process writes its settings and output below it.
+      run_id: of the replicas' weights.
+      attempt_id: new at every start.
+      num_requests: the largest number of responses of one call.
+
+    Raises:
+      UserError: if the model or a replica cannot be used.
+    """
+    mesh = check_inference(config, policy, tokenizer)
+    with open_client(
+        config,
+        policy,
+        tokenizer,
+        threading.Lock(),  # nothing is trained beside it
+        reporter,
+        run_id=run_id,
+        attempt_id=attempt_id,
+        directory=directory,
+        num_problems=num_requests,
+    ) as client:
+        sync = WeightSync(config, policy.config, client, Peers(), stop, reporter)
+        sampler = Sampler(config, tokenizer, end_token_ids(config, tokenizer), sync)
+        yield Inference(config, policy, tokenizer, mesh, sampler)
+
+
+def dry_run_policy(
+    config: ml_collections.ConfigDict,
+    source: PolicySource,
+    policy: models.Policy,
+    tokenizer: Any,
+    output: pathlib.Path,
+    reporter: Reporter,
+    *counts: str,
+) -> None:
+    """Checks what sampling from a policy needs: weights, mesh, limits, replicas, directory.
+
+    Args:
+      config: see `open_inference`.
+      policy, tokenizer: of the source.
+      output: directory of the results.
+      counts: what would be sampled, for the summary.
+    """
+    summary = Summary(reporter)
+    check_inference(config, policy, tokenizer)
+    source.check(policy)
+    summary("policy", source.name)
+    say_model(config, source, policy, summary)
+    check_replicas(config, policy, tokenizer, output, summary)
+    summary("to sample", *counts)
+    existing = next(d for d in (output.absolute(), *output.absolute().parents) if d.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise UserError(f"--output={output} cannot be made: {existing} cannot be written to.")
+    state = "exists; the same command continues it" if output.exists() else "new"
+    summary("output", str(output), state)
+    summary("dry run", "all checks passed; nothing was started or written")

@@ -1,0 +1,250 @@
+"""Grades the responses in a file, row by row, and summarises the verdicts."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from semrl_jax import data
+from semrl_jax.data.rows import MAX_COLUMNS_CHARS, answer_text, field_value
+from semrl_jax.evaluation.generated_files import verdict_columns
+from semrl_jax.rewards import Verdict, VerifierPool
+from semrl_jax.support.end_markers import response_text
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import parse_json, replacing
+from semrl_jax.support.parquet import ParquetFile
+
+GROUP_FIELDS = ("benchmark", "data_source")
+_ROWS = 1024  # graded together
+_PROGRESS_S = 10.0
+
+
+class Fields(NamedTuple):
+    """Names of fields; `group` None is the first of GROUP_FIELDS that a row has."""
+
+    response: str = "response"
+    reference: str = "reference"
+    row: str = "row"
+    group: str | None = None
+    prefix: str = ""
+
+
+class Tally:
+    """Counts verdicts by group."""
+
+    def __init__(self):
+        self._verdicts: dict[str, list[tuple[float, bool]]] = collections.defaultdict(list)
+        self._errors: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+
+    def add(self, group: str, verdict: Verdict) -> None:
+        """Counts one verdict."""
+        self._verdicts[group].append((verdict.score, verdict.correct))
+        if verdict.error:
+            self._errors[group][verdict.error_kind] += 1
+
+    def __len__(self) -> int:
+        return sum(map(len, self._verdicts.values()))
+
+    def table(self) -> Table:
+        """A row per group; for several groups, one over all responses."""
+        table = Table("group", "responses", "correct", "mean score", "errors")
+        for group in sorted(self._verdicts):
+            table.add_row(group or "all", *self._cells([group]))
+        if len(self._verdicts) > 1:
+            table.add_row("all", *self._cells(list(self._verdicts)))
+        return table
+
+    def _cells(self, groups: Sequence[str]) -> tuple[str, ...]:
+        found = list(itertools.chain.from_iterable(self._verdicts[group] for group in groups))
+        errors = sum((self._errors[group] for group in groups), collections.Counter())
+        correct = sum(correct for _, correct in found)
+        mean = sum(score for score, _ in found) / len(found)
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(errors.items()))
+        share = f"{correct} ({100 * correct / len(found):.2f}%)"
+        return f"{len(found)}", share, f"{mean:.4f}", kinds or "none"
+
+
+def check_file(file: pathlib.Path) -> None:
+    """Raises UserError if there is no such file, or its suffix is unknown."""
+    try:
+        data.check_file(file)
+    except UserError as error:
+        raise UserError(f"--samples: {error}") from None
+
+
+def check_rows(file: pathlib.Path, fields: Fields, *, takes_row: bool) -> None:
+    """Reads all rows, so that a bad one is named before any is graded.
+
+    Args:
+      takes_row: whether the verifier takes the row of the prompt.
+
+    Raises:
+      UserError: if there is no row, or one of them cannot be graded; see `score`.
+    """
+    names: list[str] | None = None
+    for batch in _batches(file, fields, takes_row):
+        if names is None and batch.samples:
+            names = list(batch.samples[0].values)
+    if names is None:
+        raise UserError(f"--samples: {file} has no rows.")
+    if fields.group is not None and fields.group not in names:
+        raise UserError(f"--group={fields.group} is no field of {file}; the first row has {names}.")
+
+
+def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: Fields) -> Tally:
+    """Grades all rows, in constant memory; writes them with the verdicts, and prints a summary.
+
+    Args:
+      file: .jsonl or .parquet, see `check_rows`.
+      output: of the same kind; it is complete or missing.
+      pool: the verifier. A user's verifier that takes the row gets that of the prompt.
+      fields: of the rows.
+
+    Raises:
+      UserError: for a row that cannot be graded; the message names the row and the field.
+    """
+    tally = Tally()
+    started_s = reported_s = time.monotonic()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _writer(file, output, fields) as write:
+        for batch in _batches(file, fields, pool.takes_row):
+            pending = [
+                pool.submit(sample.response, sample.reference, sample.prompt_row)
+                for sample in batch.samples
+            ]
+            verdicts = [future.result() for future in pending]
+            write(batch, verdicts)
+            for sample, verdict in zip(batch.samples, verdicts):
+                tally.add(_group(sample.values, fields), verdict)
+            now = time.monotonic()
+            if now - reported_s > _PROGRESS_S:
+                reported_s = now
+                print(f"{len(tally)} responses, {len(tally) / (now - started_s):.3g}/s", flush=True)
+    Console(highlight=False, soft_wrap=True).print(tally.table())
+    print(f"done: {output} has {len(tally)} graded responses")
+    return tally
+
+
+class _Sample(NamedTuple):
+    response: str
+    reference: str
+    prompt_row: str  # the row of the prompt, a JSON object; "" if the verifier takes none
+    values: Mapping[str, Any]  # of the row
+
+
+class _Batch(NamedTuple):
+    """Some rows; `table` has all their columns if they come from Parquet."""
+
+    samples: list[_Sample]
+    table: pa.RecordBatch | None
+
+
+def _batches(file: pathlib.Path, fields: Fields, takes_row: bool) -> Iterator[_Batch]:
+    if file.suffix == ".jsonl":
+        rows = data.read_rows(file)
+        while chunk := list(itertools.islice(rows, _ROWS)):
+            yield _Batch([_sample(where, row, fields, takes_row) for where, row in chunk], None)
+        return
+    number = 0
+    for table in ParquetFile(file).batches():
+        samples = []
+        for row in data.batch_rows(table):
+            number += 1
+            samples.append(_sample(f"{file}, row {number}", row, fields, takes_row))
+        yield _Batch(samples, table)
+
+
+def _sample(
+    where: str, row: Mapping[str, Any] | data.RowError, fields: Fields, takes_row: bool
+) -> _Sample:
+    """A row with its texts; UserError if one is missing or no text."""
+    if isinstance(row, data.RowError):
+        raise UserError(f"{where}: {row}")
+    try:
+        response = field_value(row, fields.response)
+        reference = answer_text(field_value(row, fields.reference))
+        if not isinstance(response, str):
+            raise data.RowError(f"field {fields.response!r} must be text, not {response!r:.80}.")
+        if reference is None:
+            value = field_value(row, fields.reference)
+            raise data.RowError(
+                f"field {fields.reference!r} must be text or a finite number, not {value!r:.80}."
+            )
+        prompt_row = _prompt_row(row, fields.row) if takes_row else ""
+    except data.RowError as error:
+        raise UserError(f"{where}: {error}") from None
+    # Rollouts of a run have the text with its end marker, which no verifier gets.
+    return _Sample(response_text(response), reference, prompt_row, row)
+
+
+def _prompt_row(values: Mapping[str, Any], field: str) -> str:
+    """The row of the prompt as a JSON object: that of a field, or without one the whole row."""
+    value = values.get(field)
+    if value in (None, ""):
+        value = values
+    if not isinstance(value, str):
+        value = json.dumps(value, default=str)
+    try:
+        is_object = isinstance(parse_json(value.encode()), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise data.RowError(
+            f"field {field!r} must be a JSON object, the row of the prompt, not {value!r:.80}; "
+            "name another field by --row."
+        )
+    if len(value) > MAX_COLUMNS_CHARS:
+        raise data.RowError(
+            f"the row of the prompt has {len(value)} characters, and a verifier gets at most "
+            f"{MAX_COLUMNS_CHARS}; shorten it."
+        )
+    return value
+
+
+def _group(row: Mapping[str, Any], fields: Fields) -> str:
+    names = GROUP_FIELDS if fields.group is None else (fields.group,)
+    return next((str(row[name]) for name in names if name in row), "")
+
+
+@contextlib.contextmanager
+def _writer(
+    file: pathlib.Path, output: pathlib.Path, fields: Fields
+) -> Iterator[Callable[[_Batch, Sequence[Verdict]], None]]:
+    """A function that writes rows with their verdicts."""
+    with replacing(output) as out, contextlib.ExitStack() as stack:
+        writer: pq.ParquetWriter | None = None
+
+        def write(batch: _Batch, verdicts: Sequence[Verdict]) -> None:
+            nonlocal writer
+            columns = {
+                f"{fields.prefix}{name}": column
+                for name, column in verdict_columns(verdicts).items()
+            }
+            if batch.table is None:
+                new = pa.table(columns).to_pylist()
+                for sample, added in zip(batch.samples, new):
+                    row = {**sample.values, **added}
+                    out.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
+                return
+            kept = {name: batch.table[name] for name in batch.table.schema.names}
+            table = pa.table(kept | columns)
+            if writer is None:
+                writer = stack.enter_context(
+                    pq.ParquetWriter(out, table.schema, compression="zstd")
+                )
+            writer.write_table(table)
+
+        yield write

@@ -1,0 +1,173 @@
+"""The model that a config names: architecture, tokenizer, end tokens, parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+
+from semrl_jax import data, models
+from semrl_jax.models import peft
+from semrl_jax.support.errors import UserError
+
+RANDOM_MODEL_FIELDS = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "tie_embeddings",
+)  # fmt: skip
+
+
+def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]:
+    """Architecture and transformers tokenizer of `model.path`, or of a random model.
+
+    Raises:
+      UserError: if the directory is missing, unsupported or has no fitting tokenizer.
+    """
+    if config.model.path:
+        directory = models.find_directory(config.model.path)
+        architecture = models.load_config(directory, config.model.family)
+        tokenizer = data.load_tokenizer(directory)
+        place = f"model.path={config.model.path}"
+        data.check_vocabulary(tokenizer, architecture.vocab_size, place)
+    else:
+        tokenizer = data.character_tokenizer()
+        model = config.model
+        architecture = models.random_config(
+            model.family or "qwen2",
+            vocab_size=len(tokenizer),
+            head_dim=model.hidden_size // model.num_heads,
+            max_position_embeddings=2048,
+            **{name: model[name] for name in RANDOM_MODEL_FIELDS},
+        )
+    policy = models.Policy(
+        architecture,
+        config.model.compute_dtype,
+        config.model.remat,
+        attention=config.model.attention,
+    )
+    return policy, tokenizer
+
+
+def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: that of the tokenizer, and those named in `model.path`."""
+    ids = {tokenizer.eos_token_id}
+    if config.model.path:
+        ids.update(models.eos_token_ids(models.find_directory(config.model.path)))
+    return tuple(sorted(ids))
+
+
+def starting_params(
+    directory: pathlib.Path, policy: models.Policy, mesh: Mesh, dtype: str = "float32"
+) -> models.Params:
+    """The parameters of a model directory on the mesh.
+
+    Raises:
+      UserError: if the weights are missing or do not fit the architecture or the mesh.
+    """
+    shardings = models.parameter_shardings(policy.shapes(), mesh)
+    return models.load_params(directory, policy.config, shardings, dtype=dtype)
+
+
+def find_lora(
+    config: ml_collections.ConfigDict, policy: models.Policy
+) -> tuple[models.Lora, models.Params | None] | None:
+    """What `config.lora` trains, and the adapter of `lora.path`; None if it is off.
+
+    Raises:
+      UserError: if the targets or the rank do not fit the model, or the adapter does not fit them.
+    """
+    options = config.lora
+    if not options.rank:
+        return None
+    architecture = policy.config
+    modules = peft.find_modules(architecture, options.targets)
+    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
+    peft.check_rank(architecture, lora)
+    if not options.path:
+        return lora, None
+    try:
+        files = peft.find_adapter(options.path)
+        base = models.find_directory(config.model.path)
+        adapter, own = peft.load_adapter(files, architecture, base, config.model.path)
+    except UserError as error:
+        raise UserError(f"lora.path: {error}") from None
+    for field in ("rank", "alpha", "rank_stabilized", "modules"):
+        here, there = getattr(lora, field), getattr(own, field)
+        if here != there:
+            name = field
+            if field == "modules":  # as `lora.targets` takes them
+                name = "targets"
+                here, there = (peft.target_names(architecture, m) for m in (here, there))
+            raise UserError(
+                f"lora.{name}: the settings give {here!r}, but the adapter in lora.path="
+                f"{options.path!r} has {there!r}; set lora.{name} to that."
+            )
+    return lora, adapter
+
+
+class ModelFiles(NamedTuple):
+    """A checked directory of a critic or reward model.
+
+    Attributes:
+      model: its architecture, on the mesh.
+      directory: where its weights are.
+      has_head: whether it is a classifier.
+    """
+
+    model: models.ValueModel
+    directory: pathlib.Path
+    has_head: bool
+
+
+def find_value_model(
+    field: str,
+    path: str,
+    config: ml_collections.ConfigDict,
+    policy: models.Policy,
+    tokenizer: Any,
+    mesh: Mesh,
+) -> ModelFiles:
+    """The critic or reward model of a Hugging Face directory, checked without reading its weights.
+
+    Args:
+      field: of the config that names `path`, for error messages.
+      config: of the run.
+      policy, tokenizer: whose responses it reads.
+
+    Raises:
+      UserError: if it is no language model or classifier with one label that this library supports,
+        has another tokenizer than the policy, or does not fit the lengths of the run or the mesh.
+    """
+    place = f"{field}={path!r}"
+    try:
+        directory = models.find_directory(path)
+        architecture = models.load_config(directory)
+        models.check_mesh(architecture, mesh)
+        model = models.ValueModel.of(dataclasses.replace(policy, config=architecture, mesh=mesh))
+        head = models.read_head(directory, model)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    data.check_same_tokens(field, directory, tokenizer)
+    if architecture.vocab_size < policy.config.vocab_size:
+        raise UserError(
+            f"{place} has vocab_size={architecture.vocab_size}, but the policy may sample each of "
+            f"{policy.config.vocab_size} tokens; name a model with at least as many."
+        )
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if length > architecture.max_position_embeddings:
+        raise UserError(
+            f"{place} has a context of {architecture.max_position_embeddings} tokens, less than "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}."
+        )
+    return ModelFiles(model, directory, bool(head))
+
+
+def value_params(
+    directory: pathlib.Path, model: models.ValueModel, mesh: Mesh, dtype: str = "float32"
+) -> models.Params:
+    """The parameters of a critic or reward model on the mesh; raises as `starting_params`."""
+    shardings = models.parameter_shardings(model.shapes(), mesh)
+    params = models.load_value_params(directory, model, shardings)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

@@ -1,0 +1,25 @@
+"""The report of a run: `curves.png`, and `report.html`, an interactive page in one file."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+
+from semrl_jax.support.files import replacing
+from semrl_jax.support.rows import read_rows
+
+
+def write_report(workdir: pathlib.Path) -> None:
+    """Writes `curves.png` and `report.html` of a run; nothing as long as it has no row."""
+    # Matplotlib and plotly load here, because only some processes of a run draw.
+    from semrl_jax.pages.report.page import write_page
+    from semrl_jax.pages.report.picture import draw_curves
+
+    rows = read_rows(workdir / "metrics.jsonl")
+    if not rows:
+        return
+    image = io.BytesIO()
+    draw_curves(rows).savefig(image, format="png", dpi=110)
+    with replacing(workdir / "curves.png") as out:
+        out.write(image.getvalue())
+    write_page(workdir / "report.html", [workdir])

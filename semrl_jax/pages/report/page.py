@@ -1,0 +1,117 @@
+"""`report.html`: one run or several, a page in one file that also opens without a server."""
+
+from __future__ import annotations
+
+import functools
+import html
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from semrl_jax.pages.html import content_policy, data_element, filled, shortened
+from semrl_jax.pages.report import comparison, reading
+from semrl_jax.pages.report.panels import panels_of
+from semrl_jax.pages.report.reading import RunLog
+from semrl_jax.pages.report.samples import samples
+from semrl_jax.support.files import replacing
+
+MAX_KEYS = 12  # named in a note
+MAX_KEY = 80  # characters
+_HERE = pathlib.Path(__file__).parent
+
+
+def write_page(file: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
+    """Writes the page of these runs; the file is complete or missing.
+
+    Raises:
+      UserError: as `reading.read_runs`.
+    """
+    runs = reading.read_runs(paths)
+    content = page(figures(runs), samples(runs))
+    with replacing(file) as out:
+        out.write(content)
+
+
+def figures(runs: Sequence[RunLog]) -> dict[str, Any]:
+    """All that the page shows but the responses; only JSON values."""
+    shown, notes = [], []
+    for run in runs:
+        notes += run.damage()
+        if unknown := reading.never_finite(run.rows):
+            names = ", ".join(shortened(key, MAX_KEY) for key in unknown[:MAX_KEYS])
+            rest = f" and {len(unknown) - MAX_KEYS} more" if len(unknown) > MAX_KEYS else ""
+            notes.append(f"{run.name}: not a finite number at any step: {names}{rest}.")
+        rows = reading.thinned(run.rows)
+        if len(rows) < len(run.rows):
+            notes.append(
+                f"{run.name} has {len(run.rows)} rows; the plots have {len(rows)} of them, with "
+                "every one of an evaluation or an event up to "
+                f"{reading.MAX_ROWS}. metrics.jsonl has all."
+            )
+        shown.append(
+            {
+                "name": run.name,
+                "id": run.record["run_id"],
+                "steps": [row["step"] for row in rows],
+                "series": reading.series(rows),
+                # Not of the thinned rows: evaluations are a larger part of them.
+                "stage_means": reading.stage_means(run.rows),
+                "events": reading.events(run),
+                "starts": run.starts,
+                "versions": _texts(run.record.get("versions")),
+            }
+        )
+    keys = {key: None for run in shown for key in run["series"]}
+    panels = panels_of(keys)
+    varied = [panel for panel in panels if _varies(panel.keys, shown)]
+    if same := [panel.title for panel in panels if panel not in varied]:
+        notes.append(f"0 at every step and not drawn: {', '.join(same)}.")
+    return {
+        "title": ", ".join(run.name for run in runs),
+        "runs": shown,
+        "panels": [panel._asdict() | {"keys": list(panel.keys.items())} for panel in varied],
+        "notes": notes,
+        "settings": reading.settings_table(runs),
+        "paired": comparison.paired(runs, notes) if len(runs) > 1 else [],
+    }
+
+
+def _texts(value: Any) -> dict[str, str]:
+    """The entries that are there, as texts; {} for what is no object."""
+    if not isinstance(value, dict):
+        return {}
+    return {key: str(entry) for key, entry in value.items() if entry is not None}
+
+
+def _varies(keys, shown: Sequence[dict[str, Any]]) -> bool:
+    return any(any(run["series"].get(key, ())) for run in shown for key in keys)
+
+
+def page(figures: dict[str, Any], samples: dict[str, Any], *, live: bool = False) -> bytes:
+    """The page as HTML.
+
+    Args:
+      figures: of `figures`.
+      samples: of `samples.samples`.
+      live: whether the page asks the server that sent it for changes.
+    """
+    script = (_HERE / "page.js").read_text()
+    plotly = _plotly()
+    # Plotly makes a picture of a plot from data: and blob: addresses, when a button asks for one.
+    policy = f"{content_policy(plotly, script)}; img-src data: blob:"
+    parts = {
+        "policy": policy + "; connect-src 'self'" * live,
+        "title": html.escape(figures["title"]),
+        "data": data_element("figures", figures | {"live": live})
+        + data_element("samples-data", samples),
+        "plotly": plotly,
+        "script": script,
+    }
+    return filled((_HERE / "page.html").read_text(), parts)
+
+
+@functools.cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()

@@ -1,0 +1,293 @@
+"""Which quantities of the log are drawn together, and under which names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from semrl_jax.pages.html import shortened
+
+MAX_LABEL = 28  # characters
+STDERR = "_stderr"
+
+
+class Panel(NamedTuple):
+    """Quantities in one plot.
+
+    Attributes:
+      section: heading on the page.
+      title: of the plot.
+      unit: of the vertical axis.
+      keys: key of the log -> label. A key with * stands for all keys that match, and the text that
+        matches * is added to the label.
+      in_picture: whether `curves.png` has the plot. The page has every plot with data.
+      kind: "lines"; "stacked" for parts of a whole.
+      note: below the title on the page.
+    """
+
+    section: str
+    title: str
+    unit: str
+    keys: Mapping[str, str]
+    in_picture: bool = False
+    kind: str = "lines"
+    note: str = ""
+
+    def present(self, keys: Collection[str]) -> Panel:
+        """The panel with the keys that were logged, each by its own name."""
+        found: dict[str, str] = {}
+        for pattern, label in self.keys.items():
+            head, _, tail = pattern.partition("*")
+            for key in fnmatch.filter(sorted(keys), pattern):
+                name = key.removeprefix(head).removesuffix(tail)
+                found[key] = f"{label} {shortened(name, MAX_LABEL)}".strip()
+        return self._replace(keys=found)
+
+
+def _by_correctness(key: str) -> dict[str, str]:
+    return {f"{key}/{kind}": kind for kind in ("correct", "incorrect")}
+
+
+# The parts of time/step_s that exclude each other, in the order of a step. `OTHER` is the rest.
+OTHER = "time/other_s"
+STAGES = {
+    "time/sync_weights_s": "sync weights",
+    "time/evaluate_s": "evaluate",
+    "time/sample_s": "sample",
+    "time/reward_model_s": "reward model",
+    "time/old_logprobs_s": "log-probs",
+    "time/ref_logprobs_s": "log-probs of the reference",
+    "time/drift_s": "states of the reference",
+    "time/values_s": "values",
+    "time/metrics_s": "metrics",
+    "time/advantages_s": "advantages",
+    "time/update_s": "update",
+    "time/write_rollouts_s": "write responses",
+    OTHER: "other",
+}
+METRIC_TITLES = {
+    "effective_rank": ("Effective rank (ER)", "rank"),
+    "effective_rank_velocity": ("Velocity (ERV)", "rank"),
+    "effective_rank_acceleration": ("Acceleration (ERA)", "rank per stride"),
+}
+PANELS = (
+    Panel(
+        "Learning", "Accuracy", "share",
+        {
+            "eval/*/greedy_accuracy": "greedy",
+            "eval/*/pass@1": "pass@1",
+            "reward/correct": "training",
+            "reward/correct_sampled": "all sampled groups",
+        },
+        in_picture=True,
+    ),
+    Panel(
+        "Learning", "Loss on conversations", "nats",
+        {"sft/loss": "training", "eval/*/loss": "held-out"}, in_picture=True,
+    ),
+    Panel(
+        "Learning", "Reward", "score",
+        {
+            "reward/mean": "mean",
+            "reward/mean_sampled": "mean of all sampled groups",
+            "reward/group_std": "spread within groups",
+            "reward/*/mean": "mean of",
+        },
+        in_picture=True,
+    ),
+    Panel(
+        "Learning", "Groups", "share",
+        {"reward/zero_variance_group_fraction": "groups of equal rewards"},
+        note="Nothing is learned from a group with equal rewards: its advantages are 0.",
+    ),
+    *(
+        Panel(
+            "Correct against incorrect", title, unit, _by_correctness(f"metrics/{name}"),
+            in_picture=True,
+        )
+        for name, (title, unit) in METRIC_TITLES.items()
+    ),
+    Panel(
+        "Correct against incorrect", "Length by verdict", "tokens",
+        _by_correctness("response/length"),
+    ),
+    Panel(
+        "Correct against incorrect", "Truncated responses by verdict", "share",
+        _by_correctness("response/length_fraction"),
+    ),
+    Panel(
+        "Correct against incorrect", "Correlation with ER", "correlation",
+        {"metrics/correlation/effective_rank_*": ""},
+    ),
+    Panel(
+        "Shaping", "Shaping", "bonus / |advantage|",
+        {"shaping/bonus_to_advantage/mean": "mean bonus / mean |A|"}, in_picture=True,
+    ),
+    Panel("Shaping", "Bonus", "advantage", {"shaping/bonus/mean": "bonus per response token"}),
+    Panel("Shaping", "Beta and scale", "factor",
+          {"shaping/beta/mean": "beta", "shaping/scale": "scale"}),
+    Panel("Shaping", "Deviation from the baseline", "relative", {"shaping/deviation/*/mean": ""}),
+    Panel("Shaping", "Weights of the indicators", "weight", {"shaping/weight/*/mean": ""}),
+    Panel(
+        "Shaping", "Clipped and valid", "share",
+        {
+            "shaping/clipped_fraction/mean": "tokens with clipped bonus",
+            "shaping/valid_fraction/mean": "valid responses",
+        },
+    ),
+    Panel(
+        "Responses", "Response length", "tokens",
+        {"response/length/mean": "mean", "response/length/max": "max"}, in_picture=True,
+    ),
+    Panel(
+        "Responses", "How responses end", "share",
+        {
+            **{f"response/{reason}_fraction": reason for reason in ("eos", "stop", "length")},
+            "reward/boxed_fraction": "boxed",
+        },
+    ),
+    Panel(
+        "Policy", "Entropy and KL", "nats",
+        {"policy/entropy": "entropy", "policy/kl": "KL to the reference"}, in_picture=True,
+    ),
+    Panel("Policy", "Loss", "loss", {"policy/loss": "total", "policy/pg_loss": "policy gradient"}),
+    Panel("Policy", "Gradient norm", "norm",
+          {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}),
+    Panel("Policy", "Learning rate", "rate",
+          {"policy/learning_rate": "policy", "critic/learning_rate": "critic"}),
+    Panel(
+        "Policy", "Change in the update", "nats, share",
+        {"policy/approx_kl": "KL to the policy before (nats)", "policy/clip_fraction": "clipped"},
+    ),
+    Panel(
+        "Policy", "Advantages", "advantage",
+        {f"advantage/{kind}{name}": f"{kind.replace('/', ' ')}{name}"
+         for kind in ("", "shaped/") for name in ("max", "mean", "min")},
+    ),
+    Panel(
+        "Policy", "Critic", "share",
+        {
+            "critic/explained_variance": "explained variance of the returns",
+            "critic/clip_fraction": "clipped values",
+        },
+        in_picture=True,
+    ),
+    Panel(
+        "Policy", "Values of the critic", "reward",
+        {"critic/value/mean": "mean value", "critic/return/mean": "mean return"}, in_picture=True,
+    ),
+    Panel("Policy", "State of the algorithm", "value", {"algorithm/*": ""}, in_picture=True),
+    Panel(
+        "Sampling", "Mismatch of log-probabilities", "nats",
+        {"rollout/logprob_mismatch/mean": "mean", "rollout/logprob_mismatch/max": "max"},
+        note="Between the rollout engine and the policy; above rounding, the engine samples from "
+        "another distribution.",
+    ),
+    Panel(
+        "Sampling", "Mismatch of hidden states", "relative",
+        {"rollout/hidden_state_mismatch/mean": "mean", "rollout/hidden_state_mismatch/max": "max"},
+    ),
+    Panel(
+        "Sampling", "Importance weights", "weight",
+        {f"policy/importance_weight/{name}": name for name in ("max", "mean", "min")},
+    ),
+    Panel(
+        "Sampling", "Staleness", "steps",
+        {"rollout/staleness": "mean", "rollout/staleness/max": "max"},
+    ),
+    Panel(
+        "Sampling", "Dynamic sampling", "groups",
+        {
+            "rollout/groups_sampled": "sampled",
+            "rollout/groups_dropped/all_correct": "dropped, all correct",
+            "rollout/groups_dropped/all_incorrect": "dropped, all incorrect",
+            "rollout/groups_unused": "unused",
+        },
+    ),
+    Panel(
+        "Sampling", "Failures of the verifier", "responses",
+        {f"reward/num_{name}": name.replace("_", " ")
+         for name in ("timeouts", "crashes", "exceptions", "invalid", "too_long")},
+    ),
+    Panel(
+        "Time", "Stages of a step", "s", STAGES, kind="stacked",
+        note="A first step compiles and may leave the plot; double-click shows all of it.",
+    ),
+    Panel(
+        "Time", "Time of a step", "s",
+        {
+            "time/step_s": "step",
+            "time/generate_s": "generate",
+            "time/update_s": "update",
+            "time/old_logprobs_s": "log-probs",
+        },
+        in_picture=True,
+    ),
+    Panel(
+        "Time", "Sampling ahead", "s",
+        {
+            "time/sample_ahead_s": "sample beside the trainer",
+            "time/replicas_idle_s": "wait of the replicas",
+            "time/queued_s": "wait of the batch",
+        },
+    ),
+    Panel(
+        "Time", "Speed", "tokens / s",
+        {
+            "rollout/tokens_per_s": "sampled",
+            "policy/tokens_per_s": "trained",
+            "sft/tokens_per_s": "fine-tuned",
+        },
+    ),
+    Panel(
+        "Time", "Speed of the replicas", "tokens / s",
+        {"rollout/replica/*/tokens_per_s": "replica"}, in_picture=True,
+    ),
+    Panel("Time", "Time with a call", "share", {"time/replica/*/busy_fraction": "replica"},
+          in_picture=True),
+)  # fmt: skip
+# Figures of a benchmark whose plots come first, with title and unit.
+FIGURES = {
+    "greedy_accuracy": ("Greedy accuracy", "share"),
+    "mean_score": ("Mean score", "score"),
+    "mean_length": ("Mean length", "tokens"),
+    "mean_length_correct": ("Mean length of correct responses", "tokens"),
+    "mean_length_incorrect": ("Mean length of incorrect responses", "tokens"),
+    "finished_fraction": ("Responses that end", "share"),
+    "boxed_fraction": ("Boxed responses", "share"),
+    "loss": ("Held-out loss", "nats"),
+}
+UNPLOTTED = {"num_problems"}
+
+
+def panels_of(keys: Iterable[str]) -> list[Panel]:
+    """The plots of the page for these keys of the log, in its order; none is empty."""
+    present = set(keys)
+    known = [panel.present(present) for panel in PANELS]
+    drawn = {key for panel in known for key in panel.keys}
+    benchmarks: dict[str, dict[str, str]] = {}
+    metrics: dict[str, dict[str, str]] = {}
+    for key in sorted(present):
+        if key.startswith("eval/") and "/metrics/" not in key:
+            benchmark, _, figure = key.removeprefix("eval/").rpartition("/")
+            if not key.endswith(STDERR) and figure not in UNPLOTTED:
+                benchmarks.setdefault(figure, {})[key] = shortened(benchmark, MAX_LABEL)
+        metric, _, kind = key.removeprefix("metrics/").rpartition("/")
+        if key.startswith("metrics/") and kind in ("correct", "incorrect") and key not in drawn:
+            metrics.setdefault(metric, {})[key] = kind
+    of_benchmarks = [
+        Panel("Benchmarks", *FIGURES.get(figure, (figure, "value")), benchmarks[figure])
+        for figure in sorted(benchmarks, key=lambda figure: _rank(FIGURES, figure))
+    ]
+    of_metrics = [
+        Panel("Correct against incorrect", metric, "value", metrics[metric]) for metric in metrics
+    ]
+    sections = list(dict.fromkeys(panel.section for panel in PANELS))
+    sections.insert(sections.index("Shaping") + 1, "Benchmarks")
+    found = [panel for panel in (*known, *of_benchmarks, *of_metrics) if panel.keys]
+    return sorted(found, key=lambda panel: sections.index(panel.section))
+
+
+def _rank(known: Mapping[str, Any], name: str) -> tuple[int, str]:
+    return (list(known).index(name) if name in known else len(known)), name

@@ -1,0 +1,199 @@
+"""What the log of a run holds: its rows, thinned out for a page, and its events."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from configs.default import get_config
+from semrl_jax.pages.html import rounded
+from semrl_jax.pages.report.panels import OTHER, STAGES
+from semrl_jax.settings.moved import with_present_names
+from semrl_jax.settings.rules import flatten
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import jsonable, read_json_object
+from semrl_jax.support.rows import STARTS, read_log, read_rows
+from semrl_jax.support.run_directory import distinct_names
+
+MAX_ROWS = 1500  # per run, of each kind: with an evaluation, with an event, others
+MAX_EVENTS = 300  # per run
+DIGITS = 6  # of a number
+# Keys that count events: key -> what happened.
+EVENTS = {
+    "policy/update_skipped": "skipped update",
+    "critic/update_skipped": "skipped update of the critic",
+    "rollout/retries": "retry",
+    "rollout/replica_failures": "replica failure",
+}
+RESUME = "resume"
+START_FIELDS = ("time", "devices", "processes", "cores", "system", "python")
+
+Row = Mapping[str, Any]
+
+
+class RunLog(NamedTuple):
+    """The records of a run.
+
+    Attributes:
+      name: of the run on the page; no two runs have the same.
+      record: `config.json`.
+      rows: of `metrics.jsonl`.
+      starts: of `starts.jsonl`, one per attempt; [] for a run that is older than this file.
+      num_left_out: lines of `metrics.jsonl` from the first damaged one on.
+    """
+
+    name: str
+    path: pathlib.Path
+    record: dict[str, Any]
+    rows: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+    num_left_out: int = 0
+
+    def damage(self) -> list[str]:
+        """What of the log cannot be read, in at most one sentence."""
+        if not self.num_left_out:
+            return []
+        return [
+            f"{self.name}: line {len(self.rows) + 1} of metrics.jsonl is damaged; it and the lines "
+            f"after it are left out ({self.num_left_out} in all)."
+        ]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every field of the config by its present name."""
+        return with_present_names(flatten(self.record["config"]))
+
+
+def read_runs(paths: Sequence[pathlib.Path], *, may_be_empty: bool = False) -> list[RunLog]:
+    """Reads the logs of runs.
+
+    Args:
+      paths: run directories.
+      may_be_empty: whether a run may have no row yet.
+
+    Raises:
+      UserError: if a path holds no run, has no row, or is named twice.
+    """
+    paths = [path.absolute() for path in paths]
+    if len(set(paths)) < len(paths):
+        raise UserError("a run is named twice; name each run once.")
+    runs = []
+    for name, path in zip(distinct_names(paths), paths):
+        try:
+            record = read_json_object(path / "config.json")
+        except (FileNotFoundError, NotADirectoryError):
+            record = {}
+        if not isinstance(record.get("run_id"), str) or not isinstance(record.get("config"), dict):
+            raise UserError(
+                f"{path} is not the directory of a run (no config.json of one); name what was "
+                "--workdir of launch.train or launch.sft."
+            )
+        rows, num_left_out = read_log(path / "metrics.jsonl")
+        if not rows and num_left_out:
+            raise UserError(f"{path / 'metrics.jsonl'}: line 1 is damaged, so there is no log.")
+        if not rows and not may_be_empty:
+            raise UserError(
+                f"{path} has no log yet (metrics.jsonl has no row); wait for the first step, or "
+                "follow the run with --serve."
+            )
+        starts = [_shown_start(start) for start in read_rows(path / STARTS)]
+        runs.append(RunLog(name, path, record, rows, starts, num_left_out))
+    return runs
+
+
+def _shown_start(start: Row) -> dict[str, Any]:
+    """The fields that a page shows, as texts: a damaged file may have anything."""
+    changed = start.get("changed")
+    return {
+        "step": start["step"],
+        **{name: str(start[name]) for name in START_FIELDS if start.get(name) is not None},
+        "changed": list(map(str, changed)) if isinstance(changed, list) else [],
+    }
+
+
+def thinned(rows: Sequence[Row]) -> list[Row]:
+    """At most `MAX_ROWS` rows of each kind, at equal distances, and the last one."""
+    kinds: list[list[int]] = [[], [], []]
+    for index, row in enumerate(rows):
+        if any(key.startswith("eval/") for key in row):
+            kinds[0].append(index)
+        elif any(row.get(key) for key in EVENTS):
+            kinds[1].append(index)
+        else:
+            kinds[2].append(index)
+    kept = {index for kind in kinds for index in kind[:: -(-len(kind) // MAX_ROWS) or 1]}
+    return [rows[index] for index in sorted(kept | {len(rows) - 1})] if rows else []
+
+
+def never_finite(rows: Sequence[Row]) -> list[str]:
+    """Keys that were logged and had no finite value at any step."""
+    keys = {key for row in rows for key in row}
+    return sorted(key for key in keys if all(_number(row.get(key)) is None for row in rows))
+
+
+def stage_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean times of the stages over all rows; a row without a stage counts as 0 seconds."""
+    found = series(rows)
+    return {key: sum(v or 0.0 for v in found[key]) / len(rows) for key in STAGES if key in found}
+
+
+def series(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """The values of every key, one per row; None where it was not logged or not finite."""
+    keys = sorted({k for row in rows for k, value in row.items() if _number(value) is not None})
+    found = {
+        key: [_number(row.get(key)) for row in rows] for key in keys if key not in ("step", OTHER)
+    }
+    if "time/step_s" in found:
+        parts = [found[key] for key in STAGES if key in found]
+        totals = found["time/step_s"]
+        rest = [
+            None if total is None else max(0.0, total - sum(part[i] or 0.0 for part in parts))
+            for i, total in enumerate(totals)
+        ]
+        found[OTHER] = [value if value is None else rounded(value, DIGITS) for value in rest]
+    return found
+
+
+def events(run: RunLog) -> list[dict[str, Any]]:
+    """The last `MAX_EVENTS` events of a run by step, each with `step`, `kind` and `text`."""
+    found = []
+    for row in run.rows:
+        for key, kind in EVENTS.items():
+            if value := _number(row.get(key)):
+                text = f"{100 * value:.3g} % of the mini-batches"
+                if not key.endswith("update_skipped"):
+                    text = f"{value:g} in this step"
+                found.append({"step": row["step"], "kind": kind, "text": text})
+    for start in run.starts:
+        if start is run.starts[0] and not start["step"]:
+            continue  # the begin of the run
+        text = ", ".join(start["changed"]) or "no setting changed"
+        found.append({"step": start["step"], "kind": RESUME, "text": text})
+    return sorted(found, key=lambda event: event["step"])[-MAX_EVENTS:]
+
+
+def settings_table(runs: Sequence[RunLog]) -> list[list[Any]]:
+    """Field, default, and the value in each run, as JSON texts; None where a run lacks it."""
+    default = flatten(jsonable(get_config().to_dict()))
+    of_runs = [run.settings for run in runs]
+    fields = sorted({field for settings in (default, *of_runs) for field in settings})
+    return [
+        [field, *(_text(settings, field) for settings in (default, *of_runs))] for field in fields
+    ]
+
+
+def _text(settings: Mapping[str, Any], field: str) -> str | None:
+    return json.dumps(settings[field], ensure_ascii=False) if field in settings else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return rounded(value, DIGITS) if _is_number(value) else None
+    except OverflowError:  # a whole number with hundreds of digits
+        return None

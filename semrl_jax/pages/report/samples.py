@@ -1,0 +1,241 @@
+"""Recorded responses for the page of a run, within a limit of bytes."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from semrl_jax.metrics.records import value_names
+from semrl_jax.pages.html import cut, rounded, shortened
+from semrl_jax.pages.report.reading import RunLog
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.parquet import ParquetFile, with_types
+
+MAX_BYTES = 6 * 2**20  # of the texts of all responses
+MAX_FILES = 5  # of a run, of training and of evaluations each
+MAX_RESPONSES = 256  # of a file
+MAX_CHARACTERS = 4000  # of a response or a prompt
+MAX_ANSWER = 300  # characters of an answer or an error
+NUM_POINTS = 60  # of a line of values along a response
+TRAINING = "training"
+COLUMNS = (
+    "run", "source", "step", "group", "sample", "prompt", "response", "reference", "extracted",
+    "score", "correct", "error", "finish", "tokens", "logprobs", "ranks", "metrics",
+)  # fmt: skip
+TYPES = {
+    **dict.fromkeys(("step", "group_id", "sample_index"), pa.int64()),
+    **dict.fromkeys(
+        (
+            "benchmark", "prompt", "response", "reference", "extracted", "verifier_error",
+            "finish_reason",
+        ),
+        pa.string(),
+    ),
+    "score": pa.float64(),
+    "correct": pa.bool_(),
+    **dict.fromkeys(("rollout_logprobs", "effective_ranks"), pa.list_(pa.float64())),
+}  # fmt: skip
+READ = TYPES.keys() - {"benchmark", "group_id"}
+
+
+def samples(runs: Sequence[RunLog]) -> dict[str, Any]:
+    """The responses that the page shows, whole groups at equal distances.
+
+    Returns:
+      `columns`: names of the fields of a row. `rows`: one per response; its `run` is the index of
+      the run, its `prompt` an index into `prompts`, its `metrics` are in the order of
+      `metric_names`. `note`: what is left out.
+    """
+    files = [(index, file) for index, run in enumerate(runs) for file in _chosen(run.path)]
+    found = _Found()
+    for index, file in files:
+        try:
+            found.add(index, file, MAX_BYTES // len(files))
+        except (OSError, KeyError, ValueError, TypeError):
+            found.unreadable.append(file.name)
+    return {
+        "columns": COLUMNS,
+        "rows": found.rows,
+        "prompts": list(found.prompts),
+        "metric_names": found.metric_names,
+        "note": found.note(),
+    }
+
+
+def recorded(path: pathlib.Path, kind: str) -> dict[int, pathlib.Path]:
+    """The files of recorded responses of a run by step; `kind` is "step" or "eval".
+
+    Raises:
+      UserError: if the directory cannot be read; a glob would find nothing in it.
+    """
+    directory = path / "rollouts"
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
+    found = {}
+    for name in names:
+        if step := re.fullmatch(rf"{kind}_(\d{{1,15}})\.parquet", name):
+            found[int(step[1])] = directory / name
+    return dict(sorted(found.items()))
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` items at equal distances, with the first and the last one."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(place)] for place in np.linspace(0, len(items) - 1, count)]
+
+
+def _chosen(path: pathlib.Path) -> list[pathlib.Path]:
+    """The files to read, the newest first."""
+    files = [
+        (step, kind, file)
+        for kind in ("step", "eval")
+        for step, file in spread(list(recorded(path, kind).items()), MAX_FILES)
+    ]
+    return [file for *_, file in sorted(files, key=lambda item: item[:2], reverse=True)]
+
+
+class _Found:
+    """Collects rows, and counts what is left out."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[Any]] = []
+        self.prompts: dict[str, int] = {}
+        self.metric_names: list[str] = []
+        self.unreadable: list[str] = []
+        self._num_recorded = self._num_cut = 0
+
+    def add(self, run: int, file: pathlib.Path, max_bytes: int) -> None:
+        """Adds groups of a file; their texts have at most `max_bytes`, or it is one per source."""
+        parquet = ParquetFile(file)
+        columns = set(parquet.names)
+        small = _read(parquet, file, lambda name: name in ("benchmark", "group_id")).to_pydict()
+        sources = small.get("benchmark") or [TRAINING] * len(small["group_id"])
+        groups: dict[tuple[str, int], list[int]] = {}
+        for index, key in enumerate(zip(sources, small["group_id"])):
+            groups.setdefault(key, []).append(index)
+        names = {
+            name.removeprefix("metrics/")
+            for name in value_names(c for c in columns if c.startswith("metrics/"))
+        }
+        self.metric_names += sorted(names - set(self.metric_names))
+        read = _read(parquet, file, lambda name: name in READ or name.startswith("metrics/"))
+        kept = self._fitting(groups, read, max_bytes)
+        table = read.take([index for key in kept for index in groups[key]]).to_pylist()
+        keys = [key for key in kept for _ in groups[key]]
+        # All rows of a file or none: one of them may be damaged.
+        num_cut = self._num_cut
+        try:
+            self.rows += [self._row(run, *key, row) for key, row in zip(keys, table)]
+        except BaseException:
+            self._num_cut = num_cut
+            raise
+        self._num_recorded += len(read)
+
+    def _fitting(
+        self, groups: dict[tuple[str, int], list[int]], read: pa.Table, max_bytes: int
+    ) -> list[tuple[str, int]]:
+        by_source: dict[str, list[tuple[str, int]]] = {}
+        for key in groups:
+            by_source.setdefault(key[0], []).append(key)
+        lengths = [
+            np.minimum(np.asarray(pc.binary_length(read[name]).fill_null(0)), limit)
+            for name, limit in (("response", MAX_CHARACTERS), ("prompt", MAX_CHARACTERS))
+        ]
+        sizes = np.sum(lengths, axis=0)
+        stride = 1
+        while True:
+            kept = [key for keys in by_source.values() for key in keys[::stride]]
+            rows = [index for key in kept for index in groups[key]]
+            if len(rows) <= MAX_RESPONSES and sizes[rows].sum() <= max_bytes:
+                return kept
+            if len(kept) == len(by_source):
+                return kept
+            stride += 1 + stride // 4
+
+    def _row(self, run: int, source: str, group: int, row: dict[str, Any]) -> list[Any]:
+        self._num_cut += max(len(row["response"]), len(row["prompt"])) > MAX_CHARACTERS
+        prompt = cut(row["prompt"], MAX_CHARACTERS)
+        logprobs = row.get("rollout_logprobs") or []
+        return [
+            run,
+            str(source),
+            int(row["step"]),
+            int(group),
+            int(row["sample_index"]),
+            self.prompts.setdefault(prompt, len(self.prompts)),
+            cut(row["response"], MAX_CHARACTERS),
+            _short(row["reference"]),
+            _short(row["extracted"]),
+            rounded(row["score"]),
+            verdict(row["correct"]),
+            _short(row.get("verifier_error")),
+            str(row.get("finish_reason") or ""),
+            len(logprobs),
+            _line(logprobs),
+            _line(row.get("effective_ranks") or []),
+            [_metric(row, name) for name in self.metric_names],
+        ]
+
+    def note(self) -> str:
+        """What the page lacks, in sentences."""
+        if not self.rows and not self.unreadable:
+            return "No response is recorded; logging.rollouts_every_steps sets how often."
+        note = f"{len(self.rows)} responses of {self._num_recorded} in the files that were read"
+        note += (
+            f" (at most {MAX_FILES} files of training and {MAX_FILES} of evaluations per run, and "
+            f"{MAX_RESPONSES} responses per file, in whole groups)."
+        )
+        if self._num_cut:
+            note += (
+                f" {self._num_cut} of them have more than {MAX_CHARACTERS} characters and are "
+                "shortened in the middle."
+            )
+        if self.unreadable:
+            note += f" Unreadable: {', '.join(self.unreadable)}."
+        return note + " rollouts/ has all of them."
+
+
+def _read(parquet: ParquetFile, file: pathlib.Path, is_wanted: Callable[[str], bool]) -> pa.Table:
+    table = parquet.table([name for name in parquet.names if is_wanted(name)])
+    metrics = {name: pa.float64() for name in table.column_names if name.startswith("metrics/")}
+    return with_types(table, TYPES | metrics, file)
+
+
+def verdict(value: Any) -> bool:
+    """Whether a response is correct; TypeError for what is no verdict, which is not "wrong"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"the verdict is {value!r:.40}")
+    return value
+
+
+def _short(text: str | None) -> str | None:
+    return None if text is None else shortened(text, MAX_ANSWER)
+
+
+def _line(values: Sequence[float]) -> list[float | None]:
+    """At most `NUM_POINTS` means of neighbouring values."""
+    count = min(NUM_POINTS, len(values))
+    if not count:
+        return []
+    starts = np.arange(count) * len(values) // count
+    sums = np.add.reduceat(np.asarray(values, float), starts)
+    return [rounded(mean, 3) for mean in (sums / np.diff([*starts, len(values)])).tolist()]
+
+
+def _metric(row: dict[str, Any], name: str) -> float | None:
+    value = row.get(f"metrics/{name}")
+    valid = row.get(f"metrics/{name}_valid", 1.0)
+    return rounded(value) if value is not None and valid and math.isfinite(value) else None

@@ -1,0 +1,106 @@
+"""Imports the modules, built in or the user's own, that a config names."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import pathlib
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from semrl_jax.support.errors import UserError
+
+
+def module_names(package: str, parts: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules of a package, sorted. It imports the package, but not the modules.
+
+    With `parts` it imports the modules too, and leaves out those that do not define all parts.
+    """
+    path = importlib.import_module(package).__path__
+    names = sorted(module.name for module in pkgutil.iter_modules(path))
+    if parts:
+        modules = {name: importlib.import_module(f"{package}.{name}") for name in names}
+        names = [name for name in names if not _missing(modules[name], parts)]
+    return tuple(names)
+
+
+def _missing(module: ModuleType, parts: Sequence[str]) -> list[str]:
+    return [part for part in parts if not hasattr(module, part)]
+
+
+def load_module(field: str, name: str, package: str, parts: Sequence[str]) -> ModuleType:
+    """Imports the module that a config names.
+
+    Args:
+      field: of the config, for error messages.
+      name: of a module of `package`, or "my_package.my_module".
+      package: contains the modules whose names have no dot; "" if there are none built in.
+      parts: names that the module must define.
+
+    Raises:
+      UserError: if there is no such module, if a user's module cannot be imported, or if a part is
+        missing.
+    """
+    is_users = "." in name or not package
+    full = name if is_users else f"{package}.{name}"
+    try:
+        module = importlib.import_module(full)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        if is_users:
+            raise UserError(
+                f"{field}={name!r:.100} cannot be imported ({_reason(error)}); the module must be "
+                "on PYTHONPATH or in the directory the command was started in."
+            ) from error
+        if not isinstance(error, ModuleNotFoundError) or error.name != full:
+            raise  # the module exists, but something that it imports does not
+        module = None
+    missing = parts if module is None else _missing(module, parts)
+    if missing and not is_users:  # a helper module of the package is no choice either
+        known = module_names(package, parts)
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(
+            f"{field}={name!r:.100} is unknown; {hint}choose one of {', '.join(known)}, "
+            "or a module of yours, 'my_package.my_module' (docs/extending.md)."
+        )
+    if missing:
+        raise UserError(
+            f"{field}={name!r}: module {full} has no {missing[0]!r}; it has to define "
+            f"{', '.join(parts)} (docs/extending.md)."
+        )
+    return module
+
+
+@contextlib.contextmanager
+def running(field: str, module: ModuleType, part: str) -> Iterator[None]:
+    """Turns any error of a user's module in the block into a UserError; `part` is what is called.
+
+    An error of a module of this package is a defect and stays as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if module.__name__.startswith("semrl_jax."):
+            raise
+        raise UserError(
+            f"{field}: {part} of {module.__name__} failed ({_reason(error)})."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Type and message on one line, with the user's line of code that raised it."""
+    reason = f"{' '.join(f'{type(error).__name__}: {error}'.split()):.300}"
+    if isinstance(error, SyntaxError):  # its message has the place
+        return reason
+    others = ("<", str(pathlib.Path(__file__).parents[1]), sys.base_prefix, sys.prefix)
+    lines = traceback.extract_tb(error.__traceback__)
+    users = [line for line in lines if not line.filename.startswith(others)]
+    if not users:
+        return reason
+    return f"{reason}, at {pathlib.Path(users[-1].filename).name} line {users[-1].lineno}"

@@ -1,0 +1,233 @@
+"""Reads untrusted Parquet files within limits of memory; checks and makes their columns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from semrl_jax.support.errors import UserError
+from semrl_jax.support.files import check_regular
+
+MAX_CELL_BYTES = 4 * 2**20  # of a text, alone or in a list
+MAX_ROW_BYTES = 64 * 2**20  # of all texts in the lists of a column
+MAX_TABLE_BYTES = 2 * 2**30  # of a file that is read as a whole
+MAX_EXPANSION = 1000  # decoded bytes per byte of a large file
+MAX_WIDTH = 2**16  # bytes of a value of fixed width
+_LARGE_BYTES = 64 * 2**20
+_BATCH_ROWS = 1024
+
+
+class ParquetFile:
+    """An untrusted file, whose texts are checked before they are multiplied in memory.
+
+    A dictionary holds a text once for all rows, so a few bytes in a file can become gigabytes. All
+    texts are therefore read as dictionaries, which are not larger than the footer says. They become
+    plain texts only after their lengths have been checked, and few rows at a time if they are long.
+
+    Attributes:
+      schema: of all columns.
+      names: of all columns.
+
+    Raises:
+      UserError: naming the file, if it cannot be read or is not a regular file, or if it would
+        expand as no file of data does.
+    """
+
+    def __init__(self, file: str | os.PathLike[str]):
+        self._file = pathlib.Path(file)
+        with self._named():
+            check_regular(file)
+            self._metadata = pq.read_metadata(file)
+            self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
+            self.names: list[str] = list(self.schema.names)  # decodes them
+            # Not of single columns: damage in their statistics ends the process in C++.
+            groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
+            size, stored = sum(group.total_byte_size for group in groups), os.stat(file).st_size
+        if size > max(_LARGE_BYTES, MAX_EXPANSION * stored):
+            raise UserError(
+                f"{self._file} has {stored} bytes and would become {size} in memory, as no file of "
+                "data does; name another one."
+            )
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """All rows of some columns, a few at a time; None for all columns.
+
+        Raises:
+          UserError: naming file and column, if the file is damaged or a text is too long.
+        """
+        with self._named():
+            source = pq.ParquetFile(
+                self._file, metadata=self._metadata, read_dictionary=self._texts()
+            )
+        first = 1
+        with source:
+            found = source.iter_batches(_BATCH_ROWS, columns=columns and list(columns))
+            while True:
+                with self._named():
+                    batch = next(found, None)
+                if batch is None:
+                    return
+                for part in self._parts(batch, first):
+                    first += len(part)
+                    yield part
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows of some columns that the file has, with texts that are UTF-8.
+
+        Raises:
+          UserError: as `batches`, or if it is larger than MAX_TABLE_BYTES.
+        """
+        num_bytes, found = 0, []
+        names = self.names if columns is None else columns
+        for batch in self.batches(columns):
+            num_bytes += batch.nbytes
+            if num_bytes > MAX_TABLE_BYTES:
+                raise UserError(
+                    f"{self._file} has more than {MAX_TABLE_BYTES // 2**30} GiB in the columns "
+                    f"{names!s:.200}, too much to read at once; split it."
+                )
+            found.append(batch)
+        with self._named():
+            schema = pa.schema([self.schema.field(name) for name in names])
+            table = pa.Table.from_batches(found, found[0].schema if found else schema)
+            table.validate(full=True)
+            return table
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file breaks the reader in any way
+            if isinstance(error, OSError) and error.errno:
+                raise UserError(f"{self._file} cannot be read: {error.strerror}.") from None
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise UserError(f"{self._file} cannot be read as Parquet: {reason:.200}.") from None
+
+    def _texts(self) -> list[str]:
+        """The paths of the columns with texts, also in lists and structs."""
+        leaves = [self._metadata.schema.column(i) for i in range(self._metadata.num_columns)]
+        for leaf in leaves:
+            if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_WIDTH:
+                raise UserError(
+                    f"{self._file}: the values of column {leaf.path!r:.100} have {leaf.length} "
+                    f"bytes, more than {MAX_WIDTH}; remove it."
+                )
+        return [
+            leaf.path
+            for leaf in leaves
+            if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL"
+        ]
+
+    def _parts(self, batch: pa.RecordBatch, first: int) -> Iterator[pa.RecordBatch]:
+        """The rows with plain texts, in parts that fit into memory."""
+        total = 0
+        for name, column in zip(batch.schema.names, batch.columns):
+            where = f"{self._file}: column {name!r:.100}, rows {first} to {first + len(batch) - 1}:"
+            with self._named():
+                lengths = list(_text_lengths(column))
+                longest = max((pc.max(part).as_py() or 0 for part in lengths), default=0)
+                size = sum(pc.sum(part).as_py() or 0 for part in lengths)
+            if longest > MAX_CELL_BYTES:
+                raise UserError(
+                    f"{where} a text has {longest} bytes, more than {MAX_CELL_BYTES}; remove it."
+                )
+            if len(batch) == 1 and size > MAX_ROW_BYTES:
+                raise UserError(
+                    f"{where} the lists have {size} bytes of text, more than {MAX_ROW_BYTES}; "
+                    "remove the row."
+                )
+            total += size
+        if len(batch) > 1 and total > _LARGE_BYTES:
+            half = len(batch) // 2
+            yield from self._parts(batch.slice(0, half), first)
+            yield from self._parts(batch.slice(half), first + half)
+            return
+        with self._named():
+            indices = map(self.schema.get_all_field_indices, batch.schema.names)
+            kinds = [self.schema.field(places[0]).type for places in indices]
+            columns = [
+                column if column.type == kind else column.cast(kind)
+                for column, kind in zip(batch.columns, kinds)
+            ]
+            plain = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+        yield plain
+
+
+def _text_lengths(array: pa.Array) -> Iterator[pa.Array]:
+    """The number of bytes of each text in an array, also of those in lists and structs."""
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        yield from _text_lengths(array.storage)
+    elif pa.types.is_dictionary(kind):
+        for lengths in _text_lengths(array.dictionary):
+            yield lengths.take(array.indices)
+    elif pa.types.is_struct(kind):
+        for child in array.flatten():
+            yield from _text_lengths(child)
+    elif pa.types.is_nested(kind):  # lists and maps
+        yield from _text_lengths(array.flatten())
+    elif pa.types.is_fixed_size_binary(kind):
+        yield pa.array([kind.byte_width] * bool(len(array)))
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind):
+        yield pc.binary_length(array)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def with_types(table: pa.Table, types: Mapping[str, pa.DataType], file: pathlib.Path) -> pa.Table:
+    """The table with its columns of these names in these types: 7 and bytes of UTF-8 become texts.
+
+    Raises:
+      UserError: naming file and column, if a value does not fit.
+    """
+    for name in types.keys() & set(table.column_names):
+        try:
+            column = pc.cast(table[name], types[name])
+        except pa.ArrowException:
+            raise UserError(
+                f"{file}: the column {name!r} is of {table[name].type!s:.100}, but must be of "
+                f"{types[name]}; it is damaged or not of responses, so name another file."
+            ) from None
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def strings(values: Iterable[str | None]) -> pa.Array:
+    """A column of text, typed also if all values are None; unpaired surrogates become "?"."""
+    texts = [
+        value if value is None else value.encode(errors="replace").decode() for value in values
+    ]
+    return pa.array(texts, pa.string())
+
+
+def check_token_ids(table: pa.Table, file: pathlib.Path) -> None:
+    """Checks `prompt_ids` and `response_ids` of responses, of which only the latter may be empty.
+
+    Raises:
+      UserError: if a row has something else than token ids.
+    """
+    for name in ("prompt_ids", "response_ids"):
+        column = table[name]
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        good = is_list and not column.null_count
+        ids = pc.list_flatten(column) if good else column
+        if good and len(ids):
+            good = pa.types.is_integer(ids.type) and not ids.null_count
+            good = good and 0 <= pc.min(ids).as_py() <= pc.max(ids).as_py() < 2**31
+        if good and len(column) and name == "prompt_ids":
+            good = pc.min(pc.list_value_length(column)).as_py() > 0
+        if not good:
+            raise UserError(
+                f"{file}: a row has no token ids in the column {name}; it is damaged or not of "
+                "responses, so name another file."
+            )
