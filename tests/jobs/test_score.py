@@ -40,7 +40,7 @@ def pool():
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_rows_are_kept_and_get_verdicts(tmp_path, pool, suffix, monkeypatch, capsys):
-    monkeypatch.setattr(scoring, "_ROWS", 2)  # two batches
+    monkeypatch.setattr("semrl_jax.jobs.score._ROWS", 2)  # two batches
     rows = ROWS if suffix == ".jsonl" else [row | {"reference": "4"} for row in ROWS]
     file, output = write(tmp_path / f"in{suffix}", rows), tmp_path / "deep" / f"out{suffix}"
     tally = score(file, output, pool, Fields())

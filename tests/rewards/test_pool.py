@@ -448,7 +448,8 @@ def test_workers_may_use_the_cores_that_the_trainer_left():
     program = (
         "import json, os, sys\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
-        "from semrl_jax import cores, rewards\n"
+        "from semrl_jax import rewards\n"
+        "from semrl_jax.support import cores\n"
         "before = sorted(os.sched_getaffinity(0))\n"
         "cores.leave_cores(len(before) - 1, 1, in_turn=True)\n"
         "with rewards.VerifierPool(num_workers=1, function='hostile:usable_cores') as pool:\n"

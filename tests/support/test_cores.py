@@ -52,5 +52,5 @@ def test_a_system_without_binding_says_so(four, monkeypatch):
 
 def test_a_process_is_bound():
     own = min(os.sched_getaffinity(0))
-    code = f"from semrl_jax import cores; cores.bind([{own}]); print(cores.usable_cores())"
+    code = f"from semrl_jax.support import cores; cores.bind([{own}]); print(cores.usable_cores())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
