@@ -31,7 +31,6 @@ from semrl_jax.evaluation.statistics import NUM_DRAWS, interval
 from semrl_jax.metrics import MetricKey, flatten, hidden_state_metrics
 from semrl_jax.metrics.inputs import anchor, compact
 from semrl_jax.metrics.names import ORDERS
-from semrl_jax.metrics.nested import narrow_sums
 from semrl_jax.metrics.spectrum import PrefixSpectra, symmetric_product
 from semrl_jax.support import compilation
 
@@ -67,8 +66,8 @@ Q: {input}
 A:"""  # noqa: E501
 STRIDES = (1, 4, 16, 40)
 STRIDE, ROUTE_STRIDE = 4, 16  # of the results, and of the errors by route
-ROUTES = ("float64", "float32", "sums")
-EVERY = 8  # the slow oracle checks every 8th response, and all responses of the slower routes
+ROUTES = ("float64", "float32")
+EVERY = 8  # the slow oracle checks every 8th response, and all responses of the slower route
 EQUAL = 32  # tokens of the spectra: the first ones of each response that has as many
 NEAR = 1.1  # ratio of two lengths that count as equal
 LABELS = tuple(MetricKey("effective_rank", order).label for order in ORDERS)
@@ -113,7 +112,7 @@ def measure(directory: pathlib.Path, model: str) -> None:
             found |= measured(padded, mask, f"{layer}/{stride}", stride)
         found |= of_equal(padded[found["length"] >= EQUAL, :EQUAL], layer)
         which = np.array([ROUTES[route(x, m, ROUTE_STRIDE)] for x, m in zip(padded, mask)])
-        some = np.flatnonzero((which != "sums") | (np.arange(len(which)) % EVERY == 0))
+        some = np.flatnonzero((which != "float32") | (np.arange(len(which)) % EVERY == 0))
         ours = measured(padded[some], mask[some], "ours", ROUTE_STRIDE)
         rounded = measured(
             padded[some].astype(ml_dtypes.bfloat16), mask[some], "ours", ROUTE_STRIDE
@@ -144,14 +143,12 @@ def by_oracle(rows):
 
 @functools.partial(jax.jit, static_argnames="stride")
 def route(states, mask, stride):
-    """Which of ROUTES measures a response, for strides with which sums are faster."""
+    """Which of ROUTES measures a response."""
     rows, size = compact(states, mask), len(states)
-    gram = symmetric_product(anchor(rows, size))
-    narrow = narrow_sums(gram, rows.num_tokens, states.shape[1])[1]
     spectra = PrefixSpectra(anchor(rows, stride))
     counts = jnp.append(jnp.arange(stride, size + 1, stride), rows.num_tokens)
     one = lambda n: spectra(size, n, n <= rows.num_tokens).resolved  # noqa: E731
-    return jnp.where(narrow, 2, jnp.all(jax.lax.map(one, counts)).astype(int))
+    return jnp.all(jax.lax.map(one, counts)).astype(int)
 
 
 def of_equal(rows, layer):
