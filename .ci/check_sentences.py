@@ -1,9 +1,9 @@
-"""Lists sentences in docstrings, comments and pages that need a second reading (STYLE: plain English).
+"""Lists sentences in docstrings, comments and pages that need a second reading.
 
     python .ci/check_sentences.py
 
-A docstring, a comment or a description of an argument begins with a noun or a verb, not with the
-rest of a genitive. "beside" means a place, "whatever" hides the subject. Exit code 1 if there is one.
+A docstring or a comment begins with a noun or a verb, not with the rest of a genitive. "beside" has
+two meanings, "whatever" hides the subject. Exit code 1 if there is such a sentence.
 """
 
 import ast
@@ -30,9 +30,9 @@ def texts(path: pathlib.Path):
                 yield number, line, False
         return
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node, clean=False):
-                yield node.body[0].lineno, text, True
+        has_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, has_docstring) and (text := ast.get_docstring(node, clean=False)):
+            yield node.body[0].lineno, text, True
     before = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
