@@ -16,6 +16,7 @@ setup(
     package_data={
         "semrl_jax.evaluation": ["page.html"],
         "semrl_jax.jobs": ["view.html"],
+        "semrl_jax.pages": ["kit.css", "kit.js"],
         "semrl_jax.pages.report": ["page.html", "page.js"],
     },
     install_requires=[

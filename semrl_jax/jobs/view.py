@@ -235,7 +235,7 @@ def write_view(
         ],
     }
     template = _TEMPLATE.read_text()
-    script = template.split("<script>")[1].split("</script>")[0]
+    script = template.split("<script>")[-1].split("</script>")[0]
     parts = {"policy": content_policy(script), "data": data_element("index", index)}
     with replacing(file) as out:
         out.write(filled(template, parts))

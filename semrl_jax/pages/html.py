@@ -6,9 +6,13 @@ import base64
 import hashlib
 import json
 import math
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
+
+_HERE = pathlib.Path(__file__).parent
+STYLE, KIT = ((_HERE / f"kit.{kind}").read_text() for kind in ("css", "js"))
 
 
 def data_element(name: str, value: Any) -> str:
@@ -20,17 +24,21 @@ def data_element(name: str, value: Any) -> str:
 
 
 def content_policy(*scripts: str) -> str:
-    """A Content-Security-Policy: only these scripts run, and nothing is loaded.
+    """A Content-Security-Policy: only these scripts and the kit run, and nothing is loaded.
 
-    It is a second wall beside the escaping.
+    It is a second wall after the escaping.
     """
-    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    digests = (hashlib.sha256(script.encode()).digest() for script in (KIT, *scripts))
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
 
 
 def filled(template: str, parts: Mapping[str, str]) -> bytes:
-    """The template with every {{name}} replaced; unpaired surrogates become "?"."""
+    """The template with every {{name}} replaced; unpaired surrogates become "?".
+
+    {{style}} and {{kit}} are what all pages share.
+    """
+    parts = {"style": STYLE, "kit": KIT} | parts
     # One pass: braces in a part are not filled again.
     return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], template).encode(errors="replace")
 

@@ -37,7 +37,7 @@ def test_hostile_text_is_data(tmp_path):
         metrics={HOSTILE: float("nan")},
     )  # fmt: skip
     text = write(tmp_path / "page.html", [hostile], title=HOSTILE)
-    assert text.count("<script") == 3  # the index, one problem, the program
+    assert text.count("<script") == 4  # the index, one problem, the kit, the program
     data = text[text.index("<script") :]
     assert "<!--" not in text and "\u2028" not in data and "&lt;" not in data
     expected = HOSTILE.replace("\ud800", "?")

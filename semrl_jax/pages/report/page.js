@@ -1,15 +1,6 @@
 "use strict";
-const byId = (id) => document.getElementById(id);
 let figures = JSON.parse(byId("figures").textContent);
 let samples = JSON.parse(byId("samples-data").textContent);
-
-// Texts of runs only ever become text nodes, so nothing in them is markup.
-function make(tag, name, ...children) {
-  const node = document.createElement(tag);
-  if (name) node.className = name;
-  node.append(...children);
-  return node;
-}
 
 // Plotly reads some markup in names; as entities it is text.
 const plain = (text) =>

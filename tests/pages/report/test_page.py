@@ -282,9 +282,9 @@ def test_hostile_text_is_only_data(config, tmp_path):
     assert "<img" not in text and text.count("alert(1)") > 10
     elements = re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
     assert [attributes.strip()[:31] for attributes, _ in elements] == [
-        'type="application/json" id="fig', 'type="application/json" id="sam', "", "",
+        'type="application/json" id="fig', 'type="application/json" id="sam', "", "", "",
     ]  # fmt: skip
-    # Only the two scripts of the package run.
+    # Only the three scripts of the package run.
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
     digests = [
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
