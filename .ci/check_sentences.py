@@ -1,9 +1,9 @@
-"""Lists sentences in docstrings, comments and pages that need a second reading (STYLE: plain English).
+"""Lists sentences in docstrings, comments and pages that need a second reading (STYLE, 11).
 
     python .ci/check_sentences.py
 
-A docstring, a comment or a description of an argument begins with a noun or a verb, not with the
-rest of a genitive. "beside" means a place, "whatever" hides the subject. Exit code 1 if there is one.
+A docstring or a comment begins with a noun or a verb, not with the rest of a genitive. BEGINS and
+CONTAINS have the words that are listed. Exit code 1 if there is one.
 """
 
 import ast
