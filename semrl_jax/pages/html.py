@@ -22,7 +22,7 @@ def data_element(name: str, value: Any) -> str:
 def content_policy(*scripts: str) -> str:
     """A Content-Security-Policy: only these scripts run, and nothing is loaded.
 
-    It is a second wall beside the escaping.
+    It is a second protection, in addition to the escaping.
     """
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
