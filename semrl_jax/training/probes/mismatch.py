@@ -59,8 +59,8 @@ def logprob_mismatch(
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
-    The training model's log-probabilities are over the whole vocabulary at `temperature`. With top-p
-    or top-k, the engine samples from a part of the vocabulary, and with annealing at other
+    The training model's log-probabilities are over the whole vocabulary at `temperature`. With
+    top-p or top-k, the engine samples from a part of the vocabulary, and with annealing at other
     temperatures. Then its raw log-probabilities are compared, which are over the whole vocabulary
     at temperature 1. Returns {} if `temperature` is then not 1, or an engine sends no raw
     log-probabilities.
