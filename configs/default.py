@@ -43,12 +43,12 @@ def get_config() -> ml_collections.ConfigDict:
     # A family of semrl_jax/models/families, or "my_package.my_module" with your own; empty: by the
     # model_type of its config.json, and qwen2 for a random model.
     config.model.family = ""
-    # Of activations: float32 or bfloat16
+    # Dtype of activations: float32 or bfloat16
     config.model.compute_dtype = "float32"
-    # Of the trained parameters: float32, or bfloat16, with float32 copies in the optimiser
+    # Dtype of the trained parameters: float32, or bfloat16 with float32 copies in the optimiser
     # (docs/memory.md)
     config.model.param_dtype = "float32"
-    # Of the reference: float32, or bfloat16, which takes half the memory
+    # Dtype of the reference: float32, or bfloat16, which takes half the memory
     config.model.reference_dtype = "float32"
     # What the backward pass recomputes: none, dots (all but the products, which saves memory and
     # its traffic) or full.
@@ -83,15 +83,16 @@ def get_config() -> ml_collections.ConfigDict:
     # Prompts of one training step, each with rollout.group_size responses
     config.data.prompts_per_step = 48
     config.data.files = ()  # training prompts, .jsonl and .parquet, repeat the flag; docs/data.md
-    config.data.row_format = "question_answer"  # of the files: question_answer or simplerl
-    config.data.question_fields = ("question",)  # of a row; several fields are joined by a space
-    config.data.answer_field = "answer"  # of a row, with the reference answer
+    config.data.row_format = "question_answer"  # rows of the files: question_answer or simplerl
+    # Fields of a row that make the question; several are joined by a space
+    config.data.question_fields = ("question",)
+    config.data.answer_field = "answer"  # field of a row with the reference answer
     # The answer is the text after this mark, #### in GSM8K; empty: all
     config.data.answer_after = ""
     # Template of a prompt: auto (the tokenizer's chat template, else plain), plain, abel, ...,
     # chat, a text with {input}, or its file
     config.data.template = "auto"
-    config.data.system_prompt = ""  # for the template chat
+    config.data.system_prompt = ""  # system prompt for the template chat
     # Before a prompt: the special tokens that the tokenizer adds by default, such as BOS. A chat
     # template writes its own. docs/data.md
     config.data.add_special_tokens = True
@@ -103,14 +104,15 @@ def get_config() -> ml_collections.ConfigDict:
     # A file with one host:port a line in place of addresses. It is read again before each sync of
     # weights, so that replicas may join and leave. docs/clusters.md
     config.rollout.addresses_file = ""
-    config.rollout.engine = "jax"  # of the trainer's own: jax (embedded) or vllm (a child process)
+    # Engine of the trainer's own replica: jax (embedded) or vllm (a child process)
+    config.rollout.engine = "jax"
     config.rollout.token_file = ""  # token for the addresses; empty: $SEMRL_ROLLOUT_TOKEN
     config.rollout.tls_ca_file = ""  # certificate authority for the addresses; empty: no TLS
     config.rollout.group_size = 8  # responses per prompt
     # N: a replica gets the prompts in calls of N, the next one when it is free. 0: an equal part of
     # the batch each. docs/clusters.md
     config.rollout.groups_per_call = 0
-    config.rollout.temperature = 1.0  # of the sampling; 0 is greedy
+    config.rollout.temperature = 1.0  # temperature of the sampling; 0 is greedy
     # Sample from the most probable tokens with this sum of probabilities; 1: all
     config.rollout.top_p = 1.0
     config.rollout.top_k = 0  # sample from this many most probable tokens; 0: all
@@ -128,7 +130,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.annealing.max_decay_tokens = 800_000.0  # the largest d
     config.rollout.max_prompt_tokens = 512  # longer prompts of files are left out
     config.rollout.max_response_tokens = 1536  # a response is truncated there
-    # Token ids that end a response, beside the end-of-sequence token. docs/data.md
+    # Token ids that end a response, in addition to the end-of-sequence token. docs/data.md
     config.rollout.stop_token_ids = ()
     # Words of one token that end a response, or verl:llama, ...; repeat the flag
     config.rollout.stop_words = ()
@@ -138,9 +140,9 @@ def get_config() -> ml_collections.ConfigDict:
     # or keep them. Kept responses take their further tokens from the new weights: with any engine
     # if max_staleness is at least 2 (docs/ahead.md), else with vLLM only.
     config.rollout.in_flight = "wait"
-    config.rollout.weight_dtype = ""  # on the wire; empty: model.compute_dtype
-    # k: the batch of step s is sampled with the weights of step max(0, s - k), beside the updates
-    # of the steps between. docs/ahead.md
+    config.rollout.weight_dtype = ""  # dtype of weights on the wire; empty: model.compute_dtype
+    # Lag k: the batch of step s is sampled with the weights of step max(0, s - k), during the
+    # updates of the steps between. docs/ahead.md
     config.rollout.max_staleness = 0
     config.rollout.connect_timeout_s = 300.0  # limit for all replicas to answer
     # Limit of one batch of responses or one sync, retries included
@@ -164,7 +166,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Python of vLLM's environment, third_party/vllm_patch/README.md.
     config.rollout.vllm_python = ".venv-vllm/bin/python"
     config.rollout.vllm_max_num_seqs = 256  # vLLM engine: responses decoded side by side
-    # vLLM engine: per engine step; 0: its own default
+    # vLLM engine: most tokens of an engine step; 0: its own default
     config.rollout.vllm_max_num_batched_tokens = 0
     config.rollout.vllm_tensor_parallelism = 1  # vLLM engine: devices of a replica
     # vLLM engine: share of a GPU, or of the machine without one, for weights and cache
@@ -180,21 +182,24 @@ def get_config() -> ml_collections.ConfigDict:
     config.hidden_states = ml_collections.ConfigDict()
     # Who computes the states that are measured: rollout, policy or none
     config.hidden_states.source = "rollout"
-    config.hidden_states.dtype = "bfloat16"  # of states on the wire: bfloat16 or float32
+    config.hidden_states.dtype = "bfloat16"  # dtype of states on the wire: bfloat16 or float32
     config.hidden_states.compare_every = 0  # how often both sources are compared; 0: never
 
     config.metrics = ml_collections.ConfigDict()
-    config.metrics.stride = 40  # between two measured prefixes of a response; ERA needs 3 strides
-    config.metrics.dataset_stride = 20  # between two measured prefixes of a batch; 0: not measured
+    # Tokens between two measured prefixes of a response; ERA needs 3 strides
+    config.metrics.stride = 40
+    # Responses between two measured prefixes of a batch; 0: not measured
+    config.metrics.dataset_stride = 20
     # Which prefixes velocity and acceleration compare: exact, release or later
     config.metrics.window = "exact"
     config.metrics.method = "gram"  # decomposition: gram, or svd, which is slower and has 5 digits
     # Metrics of a response's hidden states: built in, or of your own; docs/extending.md.
     config.metrics.names = ("effective_rank",)
-    # Of the mean states of each group: elliptical_novelty, log_determinant, lidar; docs/metrics.md.
+    # Metrics of the mean states of each group: elliptical_novelty, log_determinant, lidar;
+    # docs/metrics.md.
     config.metrics.of_groups = ()
-    # How often the final states are compared with those of the reference; 0: never. It takes a
-    # forward pass of both models.
+    # How often the final states of policy and reference are compared; 0: never. A comparison takes
+    # a forward pass of both models.
     config.metrics.drift_every = 0
     # Your own numbers for the log: modules, repeat the flag; docs/extending.md
     config.metrics.probes = ()
@@ -212,7 +217,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.shaping.tokens = "all"  # which response tokens get the bonus: all or last
     # Weight of exploration: adaptive, by the guidance; half, 0.5; sum, no mixing.
     config.shaping.mixing = "adaptive"
-    # Of the bonus: fixed, or performance, which falls as the mean reward rises
+    # Scale of the bonus: fixed, or performance, which falls as the mean reward rises
     config.shaping.scale = "fixed"
     config.shaping.eta = 1.0  # strength of the bonus; 0: none
     config.shaping.gain = 2.0  # how strongly the guidance changes the weight of exploration
@@ -280,12 +285,12 @@ def get_config() -> ml_collections.ConfigDict:
     # Weight of the KL penalty; 0: no reference is loaded or computed
     config.algorithms.loss.kl_coefficient = 0.001
     config.algorithms.loss.entropy_coefficient = 0.001  # weight of the entropy bonus
-    # Of the KL: kl, abs, mse, low_var_kl or low_var_kl+
+    # Estimator of the KL: kl, abs, mse, low_var_kl or low_var_kl+
     config.algorithms.loss.kl_estimator = "low_var_kl"
     config.algorithms.loss.value_clip = 0.5  # ppo: largest change of a value in a step
     # Correction for the difference between rollout engine and policy; docs/verl.md
     config.algorithms.importance = ml_collections.ConfigDict()
-    # Of the weights: none, token, sequence, geometric or total_variation
+    # Level of the importance weights: none, token, sequence, geometric or total_variation
     config.algorithms.importance.level = "none"
     # The level where level is none, but responses come from another policy: with
     # rollout.max_staleness above 0 or rollout.vllm_quantization. none: no correction either.
@@ -305,22 +310,22 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithms.batch_rules.max_sampling_rounds = 0
     # What must differ in a group: reward or correctness
     config.algorithms.batch_rules.keep_groups_by = "reward"
-    # Of the tokens' losses: token_mean, response_mean or constant_length
+    # How the losses of the tokens become one: token_mean, response_mean or constant_length
     config.algorithms.aggregation = "token_mean"
-    config.algorithms.constant_length = 0  # for constant_length: the limit of a response
+    config.algorithms.constant_length = 0  # aggregation constant_length: limit of a response
 
     config.rewards = ml_collections.ConfigDict()
     # A built-in verifier, or "package.module:name" of your own; empty: math. docs/verifiers.md
     config.rewards.function = ""
     # Several functions, summed: FUNCTION, or FUNCTION:weight=0.5:name=NAME; repeat the flag. The
-    # entry "model" is that of rewards.model. Without another entry, rewards.function only tells
-    # which responses are correct.
+    # entry "model" is the score of rewards.model. Without another entry, rewards.function only
+    # tells which responses are correct.
     config.rewards.functions = ()
     config.rewards.model = ml_collections.ConfigDict()
     config.rewards.model.path = ""  # Hugging Face directory or hub id of a sequence classifier
     config.rewards.model.dtype = "float32"  # float32, or bfloat16, which takes half the memory
     config.rewards.failure_score = 0.0  # score if your function raises, hangs or returns no verdict
-    config.rewards.memory_limit_gib = 2.0  # of one worker; 0: no limit
+    config.rewards.memory_limit_gib = 2.0  # limit of one worker; 0: no limit
     config.rewards.mode = "independent"  # correctness and the box count; mix: only correctness
     # Score of wrong and unboxed responses, in independent mode
     config.rewards.unboxed_penalty = -1.0
@@ -333,7 +338,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.critic.path = ""  # Hugging Face directory; empty: the policy's weights and a new head
     # Steps at the beginning that train only the critic
     config.critic.warmup_steps = 0
-    config.critic.learning_rate = 1e-5  # of the critic
+    config.critic.learning_rate = 1e-5  # learning rate of the critic
     config.critic.learning_rate_warmup_steps = 0  # optimiser steps with a linearly rising rate
     config.critic.adam_b1 = 0.9  # adamw: decay of the mean of gradients
     config.critic.adam_b2 = 0.999  # adamw: decay of the mean of squared gradients
@@ -341,13 +346,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.critic.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
 
     config.lora = ml_collections.ConfigDict()  # adapters upon a frozen base. docs/lora.md
-    config.lora.rank = 0  # of the adapters; 0: no adapters, all parameters are trained
+    config.lora.rank = 0  # rank of the adapters; 0: no adapters, all parameters are trained
     config.lora.alpha = 32.0  # the product of an adapter's matrices is scaled by alpha / rank
     config.lora.rank_stabilized = False  # True: scaled by alpha / sqrt(rank)
     # Modules of every layer that get adapters: q_proj, ..., patterns such as *_proj, or all-linear;
     # repeat the flag
     config.lora.targets = ("all-linear",)
-    # Of the frozen base, which is also the reference: float32, or bfloat16 for half the memory
+    # Dtype of the frozen base, which is also the reference: float32, or bfloat16 for half the
+    # memory
     config.lora.base_dtype = "float32"
     # Directory in PEFT's format with the adapter to start from; empty: a new adapter
     config.lora.path = ""
@@ -355,10 +361,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.warm_start = ml_collections.ConfigDict()  # supervised training before the first update
     config.warm_start.num_steps = 0  # optimiser steps; 0: no warm start
     config.warm_start.num_demonstrations = 20_000  # demonstrations that are generated and repeated
-    config.warm_start.batch_size = 64  # of an optimiser step
-    # Of one forward and backward pass; divides batch_size. Default: 16 if that divides it, else all
+    config.warm_start.batch_size = 64  # sequences of an optimiser step
+    # Sequences of one forward and backward pass; divides batch_size. Default: 16 if that divides
+    # it, else all
     config.warm_start.micro_batch_size = part_of(config.warm_start.get_ref("batch_size"), 16)
-    config.warm_start.learning_rate = 2e-3  # of the warm start
+    config.warm_start.learning_rate = 2e-3  # learning rate of the warm start
     config.warm_start.forget_probability = 0.8  # probability that the teacher drops a carry
 
     # Supervised fine-tuning on conversations of your own, launch.sft; docs/data.md
@@ -366,15 +373,15 @@ def get_config() -> ml_collections.ConfigDict:
     # Conversations, .jsonl and .parquet, repeat the flag; empty: launch.sft warm-starts
     config.sft.files = ()
     config.sft.evaluation_files = ()  # held-out conversations; each file has its own loss
-    # Between evaluations, also before the first and after the last; 0: never
+    # Steps between evaluations, which also run before the first and after the last step; 0: never
     config.sft.evaluation_every_steps = 50
-    config.sft.row_format = "messages"  # of the files: messages or prompt_completion
-    config.sft.messages_field = "messages"  # of a row, with the list of messages
-    # Of a row with prompt_completion; several are joined by a space
+    config.sft.row_format = "messages"  # rows of the files: messages or prompt_completion
+    config.sft.messages_field = "messages"  # field of a row with the list of messages
+    # prompt_completion: fields that make the prompt; several are joined by a space
     config.sft.prompt_fields = ("prompt",)
-    config.sft.completion_field = "completion"  # of a row with prompt_completion
+    config.sft.completion_field = "completion"  # prompt_completion: field with the completion
     config.sft.template = "auto"  # as data.template
-    config.sft.system_prompt = ""  # for the template chat
+    config.sft.system_prompt = ""  # system prompt for the template chat
     config.sft.add_special_tokens = True  # as data.add_special_tokens
     config.sft.chat_template = ""  # Jinja file that replaces the tokenizer's chat template
     # True: count and skip rows that cannot be used instead of stopping
@@ -383,15 +390,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft.too_long = "drop"  # conversations above max_tokens: drop, truncate or refuse
     config.sft.num_epochs = 1  # passes over the conversations
     config.sft.num_steps = 0  # optimiser steps; above 0, replaces num_epochs
-    config.sft.batch_size = 64  # of an optimiser step
+    config.sft.batch_size = 64  # conversations of an optimiser step
     config.sft.batch_tokens = 0  # above 0, replaces batch_size: most tokens of an optimiser step
     config.sft.micro_batch_size = 8  # as training.micro_batch_size
-    # As training.micro_batch_tokens; sft.max_tokens unless set
+    # Tokens of one forward and backward pass on each data shard; follows sft.max_tokens unless set
     config.sft.micro_batch_tokens = config.sft.get_ref("max_tokens").identity()
     config.sft.pack_sequences = True  # as training.pack_sequences
     config.sft.balance_lengths = True  # as training.balance_lengths
-    config.sft.learning_rate = 1e-5  # the highest of the schedule
-    config.sft.schedule = "cosine"  # of the rate after the warm-up: cosine, linear or constant
+    config.sft.learning_rate = 1e-5  # highest rate of the schedule
+    config.sft.schedule = "cosine"  # rate after the warm-up: cosine, linear or constant
     config.sft.warmup_fraction = 0.03  # share of the steps in which the rate rises linearly
     config.sft.final_fraction = 0.0  # share of the highest rate, at the end of cosine and linear
     config.sft.adam_b1 = 0.9  # adamw: decay of the mean of gradients
@@ -399,7 +406,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.sft.weight_decay = 0.01  # times the learning rate, per step
     config.sft.max_grad_norm = 1.0  # gradients above this norm are scaled down to it
 
-    # Of the policy, the critic and launch.sft; docs/memory.md
+    # Optimiser of the policy, the critic and launch.sft; docs/memory.md
     config.optimizer = ml_collections.ConfigDict()
     # adamw or adafactor, or "my_package.my_module" with one of your own, docs/extending.md
     config.optimizer.name = "adamw"
@@ -414,16 +421,17 @@ def get_config() -> ml_collections.ConfigDict:
     config.training.responses_per_step = (  # derived: follows overrides of both factors
         config.data.get_ref("prompts_per_step") * config.rollout.get_ref("group_size")
     )
-    # Of one optimiser step; divides data.prompts_per_step. Default: 24 if that divides it, else all
+    # Prompts of one optimiser step; divides data.prompts_per_step. Default: 24 if that divides it,
+    # else all
     config.training.prompts_per_minibatch = part_of(config.data.get_ref("prompts_per_step"), 24)
-    config.training.micro_batch_size = 8  # of one forward and backward pass
+    config.training.micro_batch_size = 8  # responses of one forward and backward pass
     # Tokens of one forward and backward pass on each data shard, padding included. Above 0, it
     # replaces micro_batch_size.
     config.training.micro_batch_tokens = 0
     config.training.pack_sequences = False  # put several sequences into a row of micro_batch_tokens
     # Give shards equally many tokens; same numbers up to rounding
     config.training.balance_lengths = True
-    config.training.learning_rate = 5e-7  # of the policy
+    config.training.learning_rate = 5e-7  # learning rate of the policy
     config.training.learning_rate_warmup_steps = 0  # optimiser steps with a linearly rising rate
     config.training.adam_b1 = 0.9  # adamw: decay of the mean of gradients
     config.training.adam_b2 = 0.999  # adamw: decay of the mean of squared gradients
@@ -452,26 +460,27 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.benchmarks = ()
     config.evaluation.data_dir = "data/benchmarks"  # where the files of named benchmarks are
     config.evaluation.shots = 0  # examples before each question, the first ones of shots_file
-    # Of the examples: .jsonl or .parquet, with question and answer (or response)
+    # File of the examples: .jsonl or .parquet, with question and answer (or response)
     config.evaluation.shots_file = ""
     # Responses per problem, for scores such as pass_at_k. The score greedy always samples one
     # response at temperature 0.
     config.evaluation.n = 1
-    config.evaluation.temperature = 0.0  # of the sampling for scores other than greedy; 0 is greedy
+    # Temperature of the sampling for scores other than greedy; 0 is greedy
+    config.evaluation.temperature = 0.0
     config.evaluation.top_p = 1.0  # as rollout.top_p, for these scores
     config.evaluation.top_k = 0  # as rollout.top_k, for these scores
-    config.evaluation.k = (1,)  # of pass@k, maj@k and best@k; at most n
+    config.evaluation.k = (1,)  # values of k in pass@k, maj@k and best@k; at most n
     # Responses of one call of launch.evaluate. An interrupted evaluation repeats the last call.
     config.evaluation.responses_per_call = 1024
     # Sequence classifier for best@k of launch.evaluate: Hugging Face directory or hub id.
     config.evaluation.reward_model = ""
-    # As rewards.function, for all held-out problems. Empty: named benchmarks have their own grader,
-    # benchmark, and other problems have that of the rewards.
+    # Verifier of all held-out problems, named as in rewards.function. Empty: the verifier
+    # "benchmark" for named benchmarks, and the verifier of the rewards for other problems.
     config.evaluation.verifier = ""
     config.evaluation.metrics = False  # True: measure hidden states of evaluated responses too
     # Without identity(), setting a field that follows another one would change that one too
 
-    # Of held-out files; follows data.row_format unless set
+    # Rows of held-out files; follows data.row_format unless set
     config.evaluation.row_format = config.data.get_ref("row_format").identity()
     # Follows data.question_fields unless set
     config.evaluation.question_fields = config.data.get_ref("question_fields").identity()
@@ -483,13 +492,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.evaluation.template = config.data.get_ref("template").identity()
     # Follows rollout.stop_strings unless set
     config.evaluation.stop_strings = config.rollout.get_ref("stop_strings").identity()
-    # As config.metrics, for evaluation.metrics. Each field follows it unless set.
+    # Options of evaluation.metrics. Each field follows the field of config.metrics unless set.
     config.evaluation.metric_options = ml_collections.ConfigDict()
     for field in set(config.metrics) - {"of_groups", "drift_every", "probes"}:
         config.evaluation.metric_options[field] = config.metrics.get_ref(field).identity()
 
     config.checkpoints = ml_collections.ConfigDict()
-    config.checkpoints.every_steps = 40  # between two checkpoints
+    config.checkpoints.every_steps = 40  # steps between two checkpoints
     config.checkpoints.keep = 2  # the newest ones stay
     # Checkpoints of multiples of this step are never removed; 0: none
     config.checkpoints.keep_every = 0
@@ -497,10 +506,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoints.extra_steps = ()
 
     config.logging = ml_collections.ConfigDict()
-    # Steps between two whose responses are recorded, beside the last step and every evaluation.
-    # 0: no response is recorded.
+    # Steps between two whose responses are recorded, in addition to the last step and every
+    # evaluation. 0: no response is recorded.
     config.logging.rollouts_every_steps = 10
-    # Between two drawings of the report; 0: only at the end, also after a failure
+    # Steps between two drawings of the report; 0: only at the end, also after a failure
     config.logging.plot_every_steps = 10
 
     # Project of Weights & Biases that gets the rows too; empty: none. Needs `pip install wandb`

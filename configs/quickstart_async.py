@@ -1,4 +1,4 @@
-"""The quickstart with a replica process beside the trainer: sampling and updates overlap.
+"""The quickstart with a replica in a second process: sampling and updates overlap.
 
 The trainer keeps one core and leaves the other to the replica, which also computes the metrics. The
 batch of each step is sampled with the weights of the step before. docs/ahead.md

@@ -2,8 +2,8 @@
 
 import os
 
-# This runs before any command imports JAX or NumPy. BLAS threads beside XLA's have given wrong
-# products (jax#38056). XLA's own thread pool uses the cores anyway.
+# This runs before any command imports JAX or NumPy. BLAS threads in addition to XLA's have given
+# wrong products (jax#38056). XLA's own thread pool uses the cores anyway.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # Without PyTorch, transformers would print advice to install it in every command.

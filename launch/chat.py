@@ -5,9 +5,9 @@
 
 The policy is a run directory, one of its checkpoints, or a Hugging Face directory. A line is a
 question; /new forgets the conversation, /quit ends. Standard input may be a file or a pipe with a
-question per line. Any field of the config can be set, --config.rollout.engine=vllm. The config is
-that of the run, or the default. Exit codes: 0 done, 2 wrong setting (one line names it), or a
-question of a file or pipe had no response.
+question per line. Any field of the config can be set, --config.rollout.engine=vllm. Without
+--config, the command takes the config of the run, or the default config. Exit codes: 0 done, 2
+wrong setting (one line names it), or a question of a file or pipe had no response.
 """
 
 import ml_collections

@@ -294,7 +294,7 @@ def _parse(usage: str) -> list[str]:
             "explain",
             False,
             "print every setting with its value, unit, origin and meaning, and end",
-            module_name=sys.argv[0],  # so that --help lists it with those of the command
+            module_name=sys.argv[0],  # so that --help lists it among the command's flags
             flag_values=flags.FLAGS,
         )
     _check_values()

@@ -3,10 +3,10 @@
     python -m launch.convert --source=runs/quickstart --target=exported
 
 A run directory becomes a directory for transformers, vLLM or --config.model.path, from its newest
-valid checkpoint or that of --step. Adapters are merged with their base, or written in PEFT's format
-with --adapter. A directory in PEFT's format becomes one of the merged model, and a GGUF file one
-of its dequantised model. Another Hugging Face directory becomes a checkpoint of its parameters,
-with config.json and tokenizer beside it. Converting back gives the same weights, bit for bit.
+valid checkpoint or the one of --step. Adapters are merged with their base, or written in PEFT's
+format with --adapter. A directory in PEFT's format becomes one of the merged model, and a GGUF file
+one of its dequantised model. Another Hugging Face directory becomes a checkpoint of its parameters,
+with config.json and tokenizer next to it. Converting back gives the same weights, bit for bit.
 Nothing is overwritten. Exit codes: 0 done, 2 wrong flag or directory (one line names it).
 """
 

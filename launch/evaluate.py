@@ -8,9 +8,9 @@ A policy is a run directory, one of its checkpoints, or a Hugging Face directory
 .parquet file, or a module; without --benchmarks, the held-out problems of the run. Writes
 samples.parquet, results.json and page.html into --output, for several policies into a directory
 each, and a comparison. The same command continues an interrupted evaluation. Any field of the
-config can be set, --config.rollout.engine=vllm. The config is that of the run, or the default.
-docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong setting (one line names it), 75
-ended by a signal.
+config can be set, --config.rollout.engine=vllm. Without --config, the command takes the config of
+the run, or the default config. docs/evaluation.md has the figures. Exit codes: 0 done, 2 wrong
+setting (one line names it), 75 ended by a signal.
 """
 
 import os
@@ -106,7 +106,7 @@ def prepare(config: ml_collections.ConfigDict) -> None:
     has_problems = CONFIG_GIVEN or first_run(sys.argv) is not None
     of_run = has_problems and not {"evaluation.benchmarks"} & {*fields, *given}
     if not of_run:
-        # The held-out problems of a training run are not evaluated beside the named benchmarks.
+        # Only the named benchmarks are evaluated, without the held-out problems of a run.
         fields["evaluation.held_out"] = False
     # Procedural problems have no end: those of a run are as many as the run held out.
     is_endless = of_run and config.data.task == "reasoning_gym"

@@ -24,7 +24,7 @@ NO_FIELDS: Mapping[str, Any] = {}
 
 
 def config_of_policy() -> bool:
-    """Adds --config to the arguments unless it is given: that of the run, or the default.
+    """Adds --config to the arguments unless it is given: the config of the run, or the default.
 
     Returns whether it was given.
     """

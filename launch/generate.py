@@ -6,9 +6,9 @@
 The policy is a run directory, one of its checkpoints, or a Hugging Face directory. Writes
 responses.parquet into --output; with --hidden_states, safetensors shards; with --conversations,
 conversations.jsonl for launch.sft. The same command continues an interrupted generation. Any field
-of the config can be set, --config.data.question_fields=problem. The config is that of the run, or
-the default. docs/generation.md has the columns. Exit codes: 0 done, 2 wrong setting (one line names
-it), 75 ended by a signal.
+of the config can be set, --config.data.question_fields=problem. Without --config, the command takes
+the config of the run, or the default config. docs/generation.md has the columns. Exit codes: 0
+done, 2 wrong setting (one line names it), 75 ended by a signal.
 """
 
 import pathlib

@@ -7,8 +7,8 @@ Starts --processes copies of launch.train with the arguments after the two dashe
 over loopback. Every printed line begins with [its process]. When one of them fails, the others get
 SIGTERM and, --grace_s later, SIGKILL. SIGTERM and SIGINT are passed on to all. If this command
 itself is killed, they are killed too (Linux). Exit codes: 0 all done, 2 wrong setting,
-otherwise that of the first process that failed (launch.train: 75 ended by a signal, 76 another
-process was lost; 128 + N: killed by signal N).
+otherwise the exit code of the first process that failed (launch.train: 75 ended by a signal, 76
+another process was lost; 128 + N: killed by signal N).
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Job:
             signal.signal(number, self.end)
         first, address, readers = 0, _free_address(), []
         try:
-            # Start all processes before the first thread: preexec_fn is unsafe beside threads.
+            # Start all processes before the first thread: preexec_fn is unsafe with other threads.
             for index in range(self._count):
                 self._processes.append(self._start(index, address))
             if self._signal:  # it arrived while the processes were being started

@@ -56,7 +56,7 @@ METRICS_HOST = flags.DEFINE_string(
 
 
 def end_with_stdin() -> None:
-    """Sends this process SIGTERM once standard input closes, for whatever reason."""
+    """Sends this process SIGTERM once standard input closes, for any reason."""
     # Not through sys.stdin: its lock, held by a daemon thread, aborts an exit after a mistake.
     while os.read(0, 2**16):
         pass
@@ -64,7 +64,7 @@ def end_with_stdin() -> None:
 
 
 def end_with_parent() -> None:
-    """Kills this process, which vLLM started, once its parent has ended for whatever reason.
+    """Kills this process, which vLLM started, once its parent has ended, for any reason.
 
     Otherwise vLLM's engine process and its workers would outlive a parent that was killed.
     """

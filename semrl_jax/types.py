@@ -81,8 +81,8 @@ class VersionSpan:
 class Annealing:
     """A temperature that falls along each response, so that its beginning explores most.
 
-    The temperature of token t, counted from 0, is that of the call: unchanged where
-    t < `warmup_tokens`, then times max(1 + maximum - exp(t / decay_tokens), minimum).
+    Token t, counted from 0, has the temperature of the call where t < `warmup_tokens`. Later tokens
+    have this temperature times max(1 + maximum - exp(t / decay_tokens), minimum).
 
     Source: arXiv:2510.05251 (EAD), with the formula and the names of its `negexp` mode.
     """

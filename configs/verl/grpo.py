@@ -2,7 +2,7 @@
 
 A departure from the launcher has a comment where it is set. Each has one of two reasons: the
 released value is a defect, or it does not fit this system. tests/launch/test_verl_configs.py prints
-the departures beside all of the launcher's settings (tests/golden/verl_launcher.json).
+all settings of the launcher (tests/golden/verl_launcher.json) and marks the departures.
 """
 
 from configs import default

@@ -66,7 +66,7 @@ class Needs(NamedTuple):
       old_logprobs: for the loss, log-probabilities of the policy at the start of the update.
       reference: for the loss, log-probabilities of the frozen reference.
       sequence_ids: which sequence of its row each token belongs to, for the loss.
-      values: of a critic, which is trained beside the policy.
+      values: a critic's value of each token; the critic is trained together with the policy.
       state: something that is kept from step to step.
       early_old_logprobs, early_reference: the same log-probabilities in `Passes`, for the
         advantages, returns or state. They cost a pass before the update, which otherwise computes

@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What credit keeps from step to step; the fields are those of the train state.
+    """What credit keeps from step to step; the train state has fields of the same names.
 
     Attributes:
       shaping: baselines of the indicators.
@@ -82,7 +82,7 @@ class Credit(NamedTuple):
       returns: what the critic learns, without the bonus; None without a critic.
       response_mask: True on tokens that are trained on; None: on all tokens that count.
       scalars: float32, by log key.
-      memory: of the next step.
+      memory: the memory that the next step starts with.
     """
 
     advantages: Float[Array, "B T"]

@@ -22,7 +22,7 @@ def kl_estimate(
 
     With x = logprobs - ref_logprobs: "kl" x, "abs" |x|, "mse" x^2 / 2, "low_var_kl"
     clip(exp(-x) + x - 1, -10, 10), "low_var_kl+" the value of "low_var_kl" with the gradient of
-    "mse", which is that of the KL.
+    "mse", whose mean over sampled tokens is the gradient of the KL.
 
     Args:
       logprobs: nats, computed in float32; the gradient flows through the estimate.

@@ -1,7 +1,8 @@
 """The policy loss, as weighted sums over tokens.
 
 Every mean here is sum(weights * x) with weights that sum to 1 over a mini-batch. Losses and
-gradients of micro-batches therefore add up to those of their mini-batch, whatever the split.
+gradients of micro-batches therefore add up to the loss and the gradient of their mini-batch, for
+any split into micro-batches.
 """
 
 from __future__ import annotations

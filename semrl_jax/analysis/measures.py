@@ -4,7 +4,7 @@ They are 10 per response and 28 per prompt, and a few of this package. A value t
 is NaN: without score, without probabilities, below the tokens or responses that it needs. Where a
 measure of the release is wrong, it is replaced by what its name says:
 
-- Token entropy and confidence are those of the policy's distributions. The release takes the
+- Token entropy and confidence come from the policy's distributions. The release takes the
   relative frequencies of the tokens of one response, which `count_entropy` still does.
 - Divergences take probabilities as probabilities; equal responses have 0.
 - Velocity and acceleration have the stride of the setting, not 1.

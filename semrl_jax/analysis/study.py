@@ -28,7 +28,7 @@ from semrl_jax.support.errors import UserError
 
 NUM_DRAWS = 2000
 _DRAWN_AT_ONCE = 2**21  # prompts, which bounds the memory
-# The panels of figure 1 of arXiv:2509.23808, and acceleration beside velocity.
+# PANELS: as in figure 1 of arXiv:2509.23808. PAIRS adds the panel of value and acceleration.
 PANELS = (("token_entropy", "confidence"), RANKS[:2])
 PAIRS = (*PANELS, (RANKS[0], RANKS[2]))
 LENGTHS = ("short", "middle", "long")

@@ -32,7 +32,7 @@ from semrl_jax.support.run_directory import run_of, setting_of
 
 TOP_K = 20  # of the confidence
 _ROWS = 256  # of one block of logits
-# Of the columns that a study reads beside the token ids.
+# Types of the columns that a study reads, other than the token ids.
 _TYPES = {
     **dict.fromkeys(("group_id", "prompt_index", "sample_index"), pa.int64()),
     **dict.fromkeys(("score", "correct"), pa.float64()),
@@ -216,7 +216,7 @@ def with_probabilities(
     """Adds what the final states say about the policy's distribution of each token.
 
     Raises:
-      UserError: if the states are not as wide as those of the policy.
+      UserError: if the width of the states is not the hidden size of the policy.
     """
     num_tokens, width = response.states.shape
     if width != policy.config.hidden_size:

@@ -68,7 +68,7 @@ def join(
     else:
         _call(meeting)
     host, port = meeting.address
-    # By default gRPC would use the proxy of $http_proxy. The exchange above did not use it.
+    # gRPC would use the proxy of $http_proxy by default. The exchange above did not use it.
     bypassed = os.environ.get(NO_GRPC_PROXY) or os.environ.get(NO_PROXY) or ""
     os.environ[NO_GRPC_PROXY] = ",".join(filter(None, (bypassed, host)))
     jax.config.update("jax_check_proxy_envs", False)  # switches off JAX's warning about the proxy

@@ -130,9 +130,9 @@ class Peers:
             return self._gather(MAIN, phase, value)
 
     def channel(self, name: str) -> Channel:
-        """For another thread, which exchanges values beside the main thread.
+        """A channel for another thread, which exchanges values at the same time as the main thread.
 
-        Every process must ask for it, once.
+        Every process must ask for a channel of this name, once.
         """
         return Channel(self, name)
 
@@ -335,7 +335,8 @@ class Peers:
 class Channel:
     """The processes as another thread than the main one sees them; with the methods it needs.
 
-    Its waits are limited as those of the main thread are. Its phases are not the process's.
+    A wait here has the time limit that a wait of the main thread has. The phases here are not the
+    phases of the process.
     """
 
     def __init__(self, peers: Peers, name: str):

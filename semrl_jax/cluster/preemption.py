@@ -19,7 +19,7 @@ class StopRequest:
     `check()`. The update donates its buffers, so it is never interrupted.
 
     Args:
-      grace_s: this long after the signal, the process ends with `exit_code`, whatever it is doing.
+      grace_s: this long after the signal, the process ends with `exit_code`, even while it works.
       exit_code: as above.
       forward: tells the other processes of the run, which call their `request`. It is called once,
         in its own thread.

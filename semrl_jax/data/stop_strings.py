@@ -19,8 +19,8 @@ from jaxtyping import Int
 
 from semrl_jax.support.errors import UserError
 
-# Decoders that give each token text of its own, whatever the tokens around it; only a space before
-# the first token may be missing.
+# Decoders that give each token a text that does not depend on the tokens around it; only a space
+# before the first token may be missing.
 _DECODERS = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 
 

@@ -56,7 +56,7 @@ def stop_word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[int, ...]:
     letters = {byte: letter for letter, byte in byte_level_alphabet().items()}
     ids = []
     for word in expand_stop_words(words):
-        # As BPE on characters, sentencepiece and byte-level BPE spell it.
+        # Spellings of BPE on characters, of sentencepiece and of byte-level BPE.
         spellings = word, word.replace(" ", "▁"), "".join(letters[b] for b in word.encode())
         candidates = [vocabulary[name] for name in spellings if name in vocabulary]
         found = [i for i in candidates if tokens[i] == word.encode()]

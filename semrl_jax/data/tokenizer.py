@@ -28,7 +28,7 @@ def character_tokenizer() -> Tokenizer:
     """Makes the tokenizer of 34 symbols: 32 characters, `<pad>` (0) and `<eos>` (1).
 
     It is byte-level BPE without merges, because transformers loads the tokenizer of every Qwen2
-    model as one, whatever tokenizer_config.json says. Other characters are dropped.
+    model as one, even if tokenizer_config.json says otherwise. Other characters are dropped.
     """
     import tokenizers
     import transformers

@@ -33,7 +33,8 @@ _LARGE = (
     "asdiv", "carp_en", "cmath", "college_math", "gsm8k", "math", "mawps", "mmlu_stem",
     "olympiadbench", "svamp", "tabmwp",
 )  # fmt: skip
-# Of the reference implementation, which draws 1, 16, 32 and 256 responses per problem.
+# Groups of the reference implementation, which draws 1, 16, 32 and 256 responses per problem, in
+# the order below.
 GROUPS = {
     "full": (*_CONTESTS, *_OLYMPIADS, *_SMALL, *_LARGE),
     "small": _SMALL,

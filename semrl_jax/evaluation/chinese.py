@@ -21,7 +21,7 @@ _OPTION = r"L\s*[.．、]"
 def choice_or_text(row: dict[str, Any]) -> Problem:
     """A row with the letter in `choice_answer`, or with "" there and another answer.
 
-    Beside a letter, `answer` has the text of the option. It is right, too.
+    If there is a letter, `answer` has the text of the option. This text is right, too.
     """
     question, answer = text(row, "question"), text(row, "answer")
     if not optional_text(row, "choice_answer"):

@@ -76,7 +76,7 @@ def response_table(
 
 
 def verdict_columns(verdicts: Sequence[Verdict]) -> dict[str, pa.Array]:
-    """The columns of verdicts; the names are those of the fields of `evaluation.samples.Sample`."""
+    """The columns of verdicts, named as the fields of `evaluation.samples.Sample`."""
     return {
         "extracted": strings(verdict.extracted for verdict in verdicts),
         "correct": pa.array([verdict.correct for verdict in verdicts], pa.bool_()),

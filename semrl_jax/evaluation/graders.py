@@ -1,4 +1,4 @@
-"""The verifiers of held-out problems, where they differ from that of the rewards."""
+"""Verifiers of held-out problems, where they differ from the verifier of the rewards."""
 
 from __future__ import annotations
 

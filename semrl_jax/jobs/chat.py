@@ -45,8 +45,8 @@ class Options(NamedTuple):
     """How questions become prompts.
 
     Attributes:
-      template: as data.template; "" chooses that of the run's task, or the tokenizer's chat
-        template if it has one, or "plain".
+      template: as data.template; "" chooses the template of the run's task, or the tokenizer's
+        chat template if it has one, or "plain".
       multi_turn: whether a prompt has the questions and responses before it; None: with the chat
         template.
     """
@@ -125,7 +125,7 @@ def own_template(config: ml_collections.ConfigDict, tokenizer: Any) -> str:
 
 
 def is_of_the_task(tokenizer: Any) -> bool:
-    """Whether the tokenizer is that of the built-in task."""
+    """Whether the tokenizer is the one of the built-in task."""
     return data.tokenizer_hash(tokenizer) == data.tokenizer_hash(data.character_tokenizer())
 
 

@@ -397,7 +397,7 @@ def _read_part(
 
 
 def _check_complete(file: pathlib.Path, samples: Sequence[Sample], call: Call) -> None:
-    """Raises UserError if the samples, which are of a file, are not those of the call."""
+    """Raises UserError if the samples, read from a file, are not the samples of the call."""
     expected = itertools.product(
         [call.benchmark.name], range(call.first, call.last), range(call.plan.num_samples)
     )
@@ -415,7 +415,7 @@ def _calls(benchmark: Benchmark, responses_per_call: int) -> list[Call]:
 
 
 def _identity(benchmark: Benchmark, evaluator: Evaluator, inference: Inference) -> dict[str, Any]:
-    """What decides the responses to a benchmark, and their verdicts, beside the settings of all."""
+    """What decides the responses to a benchmark and their verdicts, other than shared settings."""
     config = inference.config
     (plan,) = benchmark.scores
     problems = tuple(evaluator.problems[index] for index in benchmark.problems)

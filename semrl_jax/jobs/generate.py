@@ -332,7 +332,7 @@ def calls_of(
 def settings_of(
     config: ml_collections.ConfigDict, prompts: data.PromptDataset, contents: Contents
 ) -> dict[str, Any]:
-    """What decides the responses and their files, beside the weights."""
+    """What decides the responses and their files, in addition to the weights."""
     settings = {
         field: functools.reduce(lambda section, part: section[part], field.split("."), config)
         for field in FIELDS

@@ -104,7 +104,7 @@ def open_inference(
         config,
         policy,
         tokenizer,
-        threading.Lock(),  # nothing is trained beside it
+        threading.Lock(),  # nothing is trained at the same time
         reporter,
         run_id=run_id,
         attempt_id=attempt_id,

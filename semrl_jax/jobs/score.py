@@ -109,9 +109,9 @@ def score(file: pathlib.Path, output: pathlib.Path, pool: VerifierPool, fields: 
 
     Args:
       file: .jsonl or .parquet, see `check_rows`.
-      output: of the same kind; it is complete or missing.
-      pool: the verifier. A user's verifier that takes the row gets that of the prompt.
-      fields: of the rows.
+      output: file of the same kind; it is complete or missing.
+      pool: the verifier. A user's verifier that takes a row gets the row of the prompt.
+      fields: names of the fields of the rows.
 
     Raises:
       UserError: for a row that cannot be graded; the message names the row and the field.

@@ -22,7 +22,7 @@ from semrl_jax.support.parquet import ParquetFile, check_token_ids, with_types
 from semrl_jax.support.run_directory import run_of, setting_of
 
 SHOWN = ("all", "correct", "incorrect", "changed")
-MAX_COLUMNS = 8  # policies beside each other
+MAX_COLUMNS = 8  # policies next to each other
 MAX_ANSWER = 300  # characters
 DEFAULT_STRIDE = 40
 # Field of `Along`, label and unit, whether of tokens or of windows, whether 0 is the middle.
@@ -208,8 +208,8 @@ def write_view(
     """Computes the values with the weights of each policy, and writes the page.
 
     Args:
-      names: of the problems to show.
-      stride: tokens of a window; 0: that of the first policy's run, else DEFAULT_STRIDE.
+      names: names of the problems to show.
+      stride: tokens of a window; 0: metrics.stride of the first policy's run, else DEFAULT_STRIDE.
       progress: called with a line before each policy.
     """
     stride = stride or setting_of(columns[0].run, "metrics", "stride") or DEFAULT_STRIDE

@@ -59,8 +59,9 @@ def rank_dynamics(
     Raises:
       ValueError: for a wrong rank, shape, dtype, stride, window or method.
 
-    Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is this project's,
-    "release" is that of the reference implementation, "later" that of its later revisions.
+    Source: arXiv:2509.23808. The paper's window rule is not known here: "exact" is the rule of
+    this project, "release" the rule of the reference implementation, and "later" the rule of its
+    later revisions.
     """
     value, series, windows = _effective_ranks(hidden_states, response_mask, **options)
     return RankDynamics(*summarise(value, series, windows))

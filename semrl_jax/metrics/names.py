@@ -12,11 +12,11 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.support.modules import module_names
 
 METRICS = module_names("semrl_jax.metrics.kinds")
-# Those of the reference implementation. They are measured where no names are given.
+# Metrics of the reference implementation. They are measured where no names are given.
 RELEASE_METRICS = (
     "curvature", "effective_rank", "log_effective_rank", "response_entropy", "traditional_rank",
 )  # fmt: skip
-# Of the mean states of groups of responses. The indicator has one value per response.
+# Metrics of the mean states of groups of responses. The indicator has one value per response.
 GROUP_INDICATOR = "elliptical_novelty"
 GROUP_METRICS = (GROUP_INDICATOR, "lidar", "log_determinant")
 # Order -> the number of windows from which it is valid.

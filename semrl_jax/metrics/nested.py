@@ -28,7 +28,7 @@ from semrl_jax.metrics.spectrum import cholesky_factor
 # The fits cover eigenvalues up to this multiple of the estimate of the largest; nothing checks it.
 # At twice this multiple, sigma has a relative error of 5e-4 and sigma log sigma one of 2e-3.
 LARGEST = 1.5
-# From this shift on, the rounding of a factorisation of G + s I in float32 is small beside s.
+# From this shift s on, the rounding error of factorising G + s I in float32 is far below s.
 FLOAT32_FROM = 5e-5
 POWER_STEPS = 12
 # What is left of the power method's error for a flat spectrum.
@@ -114,7 +114,7 @@ def prefix_sums(
             (before, at_before), (last, at_last) = earlier[-2:]
             interval = np.log(before / last)
             missing = directions - (at_last - at_before) / interval
-            # sum 1 / lambda, if all lambda are large beside the shifts
+            # sum 1 / lambda, if every lambda is far above the shifts
             inverse = missing * interval / (before - last)
             done |= jnp.all(jnp.where(used, jnp.abs(missing) <= CONVERGED * directions, True))
 

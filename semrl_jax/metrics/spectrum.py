@@ -4,8 +4,8 @@ With rows Z shifted by a common vector, G = Z Z^T is formed once. The eigenvalue
 where J subtracts the mean, are the squares of the singular values of the first n rows, centred. A
 prefix longer than D takes the D x D scatter matrix instead, which grows with the prefix. Squaring
 halves the number of correct digits, which still leaves float64 more than a float32 SVD has.
-Float32 loses values below a floor, and reports whether the others are enough. If float64 would
-lose small values beside a huge direction, the rows themselves are decomposed.
+Float32 loses values below a floor, and reports whether the others are enough. If one value is
+so large that float64 would lose the small ones, the rows themselves are decomposed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ except ImportError:  # not public; eigvalsh replaces it, but computes unused vec
 # hundreds of these. The floor is four epsilons: sigma = 7e-4 sigma_max in float32.
 FLOOR_EPSILONS = 4
 # Above this share of sigma_max a float32 value has an error of at most 6 %, with either sign, even
-# beside one huge direction. Smaller values do no harm if their sum is a small part of all.
+# if one direction is much larger than all others. Smaller values do no harm if their sum is a small
+# part of all.
 RESOLVED_SIGMA = 1e-3
 MAX_UNRESOLVED_SHARE = 1e-4
 # Centring subtracts count * |mean row|^2, whose rounding stays. The errors above hold if that is at

@@ -80,7 +80,7 @@ def self_attention(
     Long sequences are computed in blocks, and around the ring if the mesh splits their columns.
 
     Args:
-      positions: int32, of the rotary embedding.
+      positions: int32, for the rotary embedding.
       segment_ids: int32; 0 is padding: no token attends to it, and its own attended values are
         finite and meaningless.
       mesh: None for one device.
@@ -88,7 +88,8 @@ def self_attention(
       windows: only for a kernel; see `kernel_attention`.
       block: columns of a block, the same for queries and keys; 0: the plain product; None:
         `block_columns` chooses. Only without a kernel.
-      platform: of the devices that run the program; None: those of the mesh, or JAX's default.
+      platform: platform of the devices that run the program; None: the platform of the mesh, or
+        JAX's default.
       interpret: see `kernel_attention`.
     """
     if kernel != "xla":

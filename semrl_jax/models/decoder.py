@@ -140,8 +140,9 @@ def _product(
     On a mesh the kernel is gathered for the product and dropped after it. The backward pass gathers
     it again, and its gradient is scattered.
 
-    Its gradient is written by hand. Automatic differentiation transposes that of the kernel; a CPU
-    then writes a transposed copy of its other factor, which costs as much as the product.
+    The gradient of this function is written by hand. Automatic differentiation would transpose the
+    gradient of the kernel. A CPU would then write a transposed copy of a factor, which costs as
+    much as the product.
     """
     return x @ _gathered(kernel, layout)
 

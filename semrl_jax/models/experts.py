@@ -1,6 +1,6 @@
 """Mixtures of experts: the router, and a dispatch that drops no token.
 
-The tokens of each expert are put beside each other, and each expert's kernels are multiplied with
+The tokens of each expert are put next to each other, and each expert's kernels are multiplied with
 its own rows only. On a mesh, the axis `expert` splits the experts. Its devices gather each other's
 tokens, compute their own experts' part of every token, and sum the parts where the tokens came
 from.
@@ -102,8 +102,8 @@ def route(
 def _own_part(x, kernels, experts, activation, first, platform):
     """`mixture` of this device's experts, which begin with number `first`.
 
-    `platform` is that of the devices that run the program; a plan compiles for others than are
-    here.
+    `platform` names the devices that run the program: a plan compiles for other devices than the
+    ones here.
     """
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weights = route(tokens, kernels.router, experts)
@@ -168,8 +168,9 @@ def block_product(
 ) -> Float[Array, "M R O"]:
     """Each block of rows times the kernel of its owner.
 
-    Only the first `num_used` blocks are computed. The others are zeros, whatever their owner. The
-    gradient is written by hand: that of a loop would have a gradient of all kernels in each step.
+    Only the first `num_used` blocks are computed. The others are zeros, for any owner. The
+    gradient is written by hand: JAX's gradient of a loop would hold a gradient of all kernels in
+    each step.
     """
 
     def step(index, found):

@@ -62,7 +62,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = "") -> DecoderConfig:
 
     Args:
       hf: the fields.
-      family: a name in `families`, or the path of a module; "" is that of the field `model_type`.
+      family: a name in `families`, or the path of a module; "": the field `model_type` decides.
 
     Raises:
       UserError: naming what is not supported.

@@ -90,8 +90,8 @@ class Base(NamedTuple):
 def adapted(trained: Params, base: Base | None) -> Params:
     """The parameters of a model: `trained` itself without a base, else adapters upon the base.
 
-    In the result `lora_b` is scaled. Parts of `trained` beside its layers, such as a value head,
-    are kept.
+    In the result `lora_b` is scaled. Parts of `trained` other than its layers, such as a value
+    head, are kept.
     """
     if base is None:
         return trained

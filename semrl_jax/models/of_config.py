@@ -51,7 +51,7 @@ def build_policy(config: ml_collections.ConfigDict) -> tuple[models.Policy, Any]
 
 
 def end_token_ids(config: ml_collections.ConfigDict, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: that of the tokenizer, and those named in `model.path`."""
+    """Tokens that end a response: the tokenizer's, and the ones that `model.path` names."""
     ids = {tokenizer.eos_token_id}
     if config.model.path:
         ids.update(models.eos_token_ids(models.find_directory(config.model.path)))

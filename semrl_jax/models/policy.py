@@ -159,7 +159,7 @@ class Policy:
             # Outside the loop over tiles, so that the sums in the gradient are outside too. `pcast`
             # is before the gather: the gradient is scattered first, and then a part is summed.
             matrix = jax.lax.pcast(matrix, ("replica", "sequence", "expert"), to="varying")
-            # Gathered beside each other and then joined: see `gather_kernel`.
+            # The parts are gathered next to each other and then joined: see `gather_kernel`.
             axis, own = 1 - vocabulary_axis, matrix
             parts = jax.lax.all_gather(own, "fsdp", axis=0)  # [fsdp, _, _]
             shape = [-1 if i == axis else size for i, size in enumerate(own.shape)]

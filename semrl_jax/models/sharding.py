@@ -228,12 +228,12 @@ def gather_kernel(
 ) -> Float[Array, "I O"]:
     """A kernel as its product needs it: gathered over `fsdp`, still split over `tensor`.
 
-    The parts are gathered as they are stored, beside each other, and joined on the device. TPUs
+    The parts are gathered as they are stored, next to each other, and joined on the device. TPUs
     have tiles of 16 rows. If the parts do not fill them, joining is a copy, and the compiler of v5p
     makes the gather a sum of whole arrays (docs/plan.md).
 
     Args:
-      spec: of the kernel's two axes in `PARTITION_SPECS`; `fsdp` splits the first one.
+      spec: the entry of `PARTITION_SPECS` for the kernel's two axes; `fsdp` splits the first one.
     """
     whole, is_split = _without_fsdp(spec)
     if not is_split or mesh.shape["fsdp"] == 1:

@@ -25,7 +25,7 @@ KERNEL, BIAS = "score.weight", "score.bias"  # of the classifiers of transformer
 class ValueModel:
     """One float32 value per state. Hashable and static under jit, as `Policy` is.
 
-    Parameters are the decoder's, with `value_head: {kernel [D], bias []}` beside them.
+    The parameters are the decoder's and `value_head: {kernel [D], bias []}`.
 
     Attributes:
       decoder: with tied embeddings, so that it has no output matrix; see `of`.
@@ -35,7 +35,7 @@ class ValueModel:
 
     @classmethod
     def of(cls, policy: Policy) -> ValueModel:
-        """With the architecture, dtype, remat and mesh of a policy."""
+        """The value model with the architecture, dtype, remat and mesh of a policy."""
         config = dataclasses.replace(policy.config, tie_embeddings=True)
         return cls(dataclasses.replace(policy, config=config))
 
@@ -62,7 +62,7 @@ class ValueModel:
         return self.decoder.states_at(states, columns)
 
     def values(self, params: Params, states: Float[Array, "*axes D"]) -> Float[Array, "*axes"]:
-        """kernel . state + bias, in float32 whatever the compute dtype."""
+        """kernel . state + bias, in float32 for any compute dtype."""
         head = params[VALUE_HEAD]
         # "highest": an accelerator would round the inputs to bfloat16.
         product = jnp.matmul(states.astype(jnp.float32), head["kernel"], precision="highest")
@@ -115,7 +115,7 @@ def read_head(path: str | os.PathLike[str], model: ValueModel) -> dict[str, np.n
 
 
 def _others(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """What a directory may have beside the decoder. The output matrix is not read."""
+    """What a directory may have in addition to the decoder. The output matrix is not read."""
     width = config.hidden_size
     return {KERNEL: (1, width), BIAS: (1,), HEAD: (config.vocab_size, width)}
 

@@ -87,8 +87,8 @@ def verdict_score(correct: bool, boxed: bool, settings: VerifierSettings) -> flo
 def weighted_verdict(functions: Sequence[RewardFunction], verdicts: Sequence[Verdict]) -> Verdict:
     """The verdict of several functions on one response: the weighted sum of their scores.
 
-    Correctness, the box and the answer are those of the first function. Of the functions that
-    failed, the error has the names. A sum beyond MAX_SCORE is clipped, and is an error too.
+    Correctness, the box and the answer come from the first function. The error names the functions
+    that failed. A sum beyond MAX_SCORE is clipped, and is an error too.
     """
     total = sum(f.weight * verdict.score for f, verdict in zip(functions, verdicts, strict=True))
     errors = []

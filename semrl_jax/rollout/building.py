@@ -73,7 +73,7 @@ def vllm_child(
     progress: Callable[[str], None],
     token: str | None = None,
 ) -> ChildReplica:
-    """A vLLM replica in the environment of `rollout.vllm_python`; as `_child`."""
+    """Starts a vLLM replica in the environment of `rollout.vllm_python`."""
     command = [vllm_python(config), "-m", "launch.rollout", "--engine=vllm"]
     return _child(command, config, directory, progress, token)
 
@@ -84,7 +84,7 @@ def jax_children(
     progress: Callable[[str], None],
     token: str,
 ) -> list[ChildReplica]:
-    """`rollout.jax_processes` JAX replicas; as `_child`, in `directory` and ones beside it."""
+    """Starts `rollout.jax_processes` JAX replicas, in directories `<directory>_0` and so on."""
     count, per_child = config.rollout.jax_processes, config.rollout.jax_process_cores
 
     def start(number: int) -> ChildReplica:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
-# Of control groups, versions 2 and 1: files of limit and use, and the entry of memory.stat for the
-# part of the use that the kernel reclaims first.
+# Names in control groups, versions 2 and 1: files of limit and use, and the entry of memory.stat
+# for the part of the use that the kernel reclaims first.
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -56,7 +56,7 @@ def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, 
             top, names = root / "sys/fs/cgroup/memory", V1
         else:
             continue
-        # In a container the path may be that of the host. Then the files are in the top directory.
+        # In a container the path may be the host's. Then the files are in the top directory.
         own = top / group.lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(top):

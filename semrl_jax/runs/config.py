@@ -48,7 +48,7 @@ SECTIONS = (
 
 
 def check_sections(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first wrong field, whatever the others are."""
+    """Raises UserError for the first wrong field; each section is checked alone."""
     for field, value in flatten(config).items():
         if place := moved.new_places(field):
             raise UserError(f"the config sets a field of an earlier version: {place}.")

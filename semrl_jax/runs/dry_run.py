@@ -143,7 +143,7 @@ def _starting_model(
 
 
 def _is_whole(config: ml_collections.ConfigDict) -> bool:
-    """Whether this process is the whole run, so that the mesh here is that of the run."""
+    """Whether this process is the whole run, so that the mesh here is the mesh of the run."""
     return find_place(config.distributed, os.environ).num_processes == 1
 
 

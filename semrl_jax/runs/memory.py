@@ -34,7 +34,7 @@ def check_room(
     parts: Mapping[str, float | int],
     reporter: Reporter | None = None,
 ) -> None:
-    """Refuses a run that cannot fit, whatever else ends on this machine.
+    """Refuses a run that could not fit even if everything else on this machine ended.
 
     Args:
       parts: from `least_parts` or `least_parts_sft`.
@@ -105,7 +105,7 @@ def least_parts(
     elif inputs.plan.reference != NONE and "reference" not in sizes.away:
         parts[REFERENCE] = sizes.frozen(architecture, config.model.reference_dtype)
     if inputs.critic is not None:
-        # Its gradients come after those of the policy.
+        # Without its gradients, which come after the gradients of the policy.
         parts["critic"] = sum(sizes.of_update("critic", inputs.critic, False).values())
         if inputs.lora is not None and inputs.critic_directory is not None:
             parts["base of the critic"] = sizes.frozen(inputs.critic.config, config.lora.base_dtype)

@@ -24,10 +24,10 @@ class PolicySource(NamedTuple):
     Attributes:
       name: unique among the policies of a command; also the name of its directory of results.
       model: directory with the architecture and the tokenizer.
-      checkpoint: of the weights; None: they are in `model`.
-      step: of the run; 0 for a model directory.
+      checkpoint: directory with the weights; None: they are in `model`.
+      step: step of the run; 0 for a model directory.
       adapter: directory in PEFT's format, upon `model`; None: there is none.
-      family: `model.family` of the run; "": that of the field `model_type` in `model`.
+      family: `model.family` of the run; "": the field `model_type` in `model` decides.
     """
 
     name: str

@@ -145,7 +145,7 @@ def _rates(result: StepResult) -> dict[str, float]:
     seconds = result.clock.seconds
     trained_s = sum(map(seconds, ("old_logprobs", "ref_logprobs", "values", "update")))
     return {
-        # Of the replicas: beside an update, the trainer waits for a shorter time.
+        # Rate of the replicas. If they sample during an update, the trainer waits for less time.
         "rollout/tokens_per_s": num_sampled
         / result.scalars.get("time/sample_ahead_s", seconds("sample")),
         "policy/tokens_per_s": num_tokens / trained_s,

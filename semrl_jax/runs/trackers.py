@@ -148,7 +148,7 @@ class Trackio:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.finish()  # that of the run would be called once more at exit
+            trackio.finish()  # the run's own finish() would be called again at exit
 
 
 class Kept:
@@ -182,7 +182,7 @@ OPTIONAL = {"wandb": WandB, "trackio": Trackio}  # by field of config.logging an
 def check_trackers(logging: ml_collections.ConfigDict) -> None:
     """Raises UserError if a tracker's package is not installed."""
     for name in OPTIONAL:
-        # A directory of this name beside the command would be a package without a file.
+        # A directory of this name next to the command would be a package without a file.
         found = importlib.util.find_spec(name) if logging[name] else None
         if logging[name] and (found is None or found.origin is None):
             raise UserError(

@@ -87,7 +87,7 @@ class InParts:
                 sample = functools.partial(self._part, newest=step, arrived=arrived)
                 calls = {batch.step: threads.submit(sample, batch) for batch in missing}
                 concurrent.futures.wait(calls.values())
-                # Those that succeeded are not repeated when another one is.
+                # Parts that were sampled are not repeated when another one is.
                 parts.update({n: c.result() for n, c in calls.items() if c.exception() is None})
                 for call in calls.values():
                     call.result()

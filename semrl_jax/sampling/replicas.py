@@ -119,7 +119,7 @@ def is_embedded(config: ml_collections.ConfigDict) -> bool:
 
 
 def take_addresses(config: ml_collections.ConfigDict, peers: Processes | None = None) -> None:
-    """Sets `rollout.addresses` to those of the file, if there is one; all processes call it.
+    """Sets `rollout.addresses` to the addresses of the file, if any; all processes call it.
 
     Raises:
       UserError: if an address is repeated, or the file cannot be used.

@@ -58,7 +58,7 @@ def training_draw(
     examples: Sequence[data.PromptExample],
 ) -> Draw:
     """The responses to the prompts of round `number` of a training step."""
-    # Groups of a run have different ids, whatever limit of rounds each of its starts has.
+    # MAX_ROUNDS, not the limit itself, which a later start of the run may set to another one.
     num_rounds = MAX_ROUNDS if config.algorithms.batch_rules.max_sampling_rounds else 1
     first = step * num_rounds * len(examples)  # group of the first prompt of the step
     draws = dict(enumerate(examples, number * len(examples)))

@@ -64,7 +64,7 @@ class Kept(NamedTuple):
 
     Attributes:
       scored: their responses, in (prompt, sample) order.
-      num_prompts: prompts up to that of the last kept group; the rest of its round is unused.
+      num_prompts: prompts up to and with the last kept group's; the rest of its round is unused.
       scalars: `rollout/...` counts, and `reward/..._sampled` over all groups of all rounds.
     """
 
@@ -87,9 +87,9 @@ def sample_until_kept(
 
     Args:
       sample_round: the scored groups of a round, in the order of their prompts. It gets the number
-        of the round, from 0, and that of the groups kept so far.
+        of the round, from 0, and the number of groups kept so far.
       rewards_of: float32 rewards, one row per group.
-      num_groups: of a step.
+      num_groups: groups of a step.
       max_rounds: above 0.
       keep_by: "reward" keeps groups with unequal rewards, "correctness" those with correct and
         incorrect responses.

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from configs import default
 
-# The fields of the first section have the meanings of those of the second.
+# Each field of the first section has the meaning of the same field of the second section.
 COPIES = {"evaluation.metric_options": "metrics"}
 # Unit by the end of a field's name. The first one that fits counts.
 UNITS = (

@@ -29,7 +29,7 @@ def at_least_zero(name: str, section: Section, *fields: str) -> None:
 
 
 def divides(field: str, size: int, of: str, total: int) -> None:
-    """The value of `field` divides that of the field `of`."""
+    """The value `size` of `field` divides the value `total` of the field `of`."""
     if not total % size:
         return
     fitting = [n for i in range(1, math.isqrt(total) + 1) if not total % i for n in (i, total // i)]

@@ -33,8 +33,8 @@ class ShapingOptions:
     They are Python values, fixed while tracing. Each function uses the options it needs.
 
     Attributes:
-      target: what the signal is added to: "advantage"; "reward", that of the last token, before
-        the estimator; "both", which counts it twice; "none".
+      target: what the signal is added to: "advantage"; "reward": the reward of the last token,
+        before the estimator; "both", which counts it twice; "none".
       tokens: "all" response tokens get the bonus, or the "last" one only.
       mixing: "adaptive": beta from the guidance; "half": beta = 0.5; "sum": both weights in full.
       scale: "fixed": eta; "performance": eta (1 - (q + 1) / 2), q the EMA of the mean raw reward.

@@ -42,8 +42,8 @@ class StatusColumn(rich_progress.ProgressColumn):
 class Reporter:
     """Prints lines, and bars if the output is a terminal.
 
-    Elsewhere (files, pipes, notebooks) it prints text without control characters, whatever the
-    environment says about colours.
+    Elsewhere (files, pipes, notebooks) it prints text without control characters, even if the
+    environment asks for colours.
 
     Args:
       silent: print nothing. For all processes of a run but one.

@@ -20,7 +20,7 @@ _helper_cores: tuple[int, ...] = ()
 
 
 def leave_cores(num_children: int, per_child: int, *, in_turn: bool) -> None:
-    """Binds this process to the cores that are left beside those of its children.
+    """Binds this process to the cores that its children do not get; does nothing if all share all.
 
     Called before JAX starts its threads, whose number follows from the cores.
 

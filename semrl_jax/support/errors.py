@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 class Preempted(BaseException):
-    """The run was asked to end; the train state in memory is that of the last finished step.
+    """The run was asked to end; memory holds the train state after the last finished step.
 
     It can be raised at any point of the main thread. It is not a subclass of Exception, because
     some libraries catch every Exception.

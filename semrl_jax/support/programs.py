@@ -87,7 +87,7 @@ class compiled_once:
     def __init__(self, jitted: Callable[..., Any]):
         functools.update_wrapper(self, jitted)
         self._jitted = jitted
-        # By what JAX compiles for; None once it is compiled.
+        # A lock per program, by what JAX compiles for; None once the program is compiled.
         self._locks: dict[Any, threading.Lock | None] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """Supervised fine-tuning on conversations: batches, one step, held-out loss.
 
 The policy is a trainee as in reinforcement learning, with the likelihood as its loss. A
-conversation is a row with a prompt of one token; of the rest, the tokens to learn are those of the
-response mask.
+conversation is a row with a prompt of one token. The response mask marks which of the other tokens
+are learned.
 """
 
 from __future__ import annotations

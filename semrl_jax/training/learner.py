@@ -147,7 +147,7 @@ class Learner:
         clock: Clock,
         asked: PassNeeds = NOTHING,
     ) -> ForwardPasses:
-        """The forward passes before the update: those of the plan, and those that probes ask for.
+        """The forward passes before the update that the plan or a probe needs.
 
         Args:
           state: before the update.

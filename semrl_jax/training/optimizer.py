@@ -115,12 +115,12 @@ def clipped(
     is_offloaded: bool = False,
     **adamw_options: float,
 ) -> Optimizer:
-    """Clip by global norm, then a step along a direction; by default that of AdamW."""
+    """Clips by global norm, then makes a step along a direction, by default AdamW's."""
     if direction is None:
         direction = Direction(adamw, adamw.Options(**adamw_options))
     transformation = optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
-        # As optax.adamw: a checkpoint has its names.
+        # The same nesting as in optax.adamw: a checkpoint has its names.
         optax.chain(
             direction.module.direction(direction.options),
             optax.add_decayed_weights(weight_decay),
@@ -151,7 +151,7 @@ def schedule(
 
     def rate(count: Any) -> Any:
         # (count + 1): the first update already moves. A product: optax.linear_schedule subtracts
-        # from the highest rate, whose rounding is large beside the first rates.
+        # from the highest rate, whose rounding error is large compared with the first rates.
         risen = jnp.minimum((count + 1) / max(warmup_steps, 1), 1.0)
         return learning_rate * risen * after(jnp.clip((count - warmup_steps) / left, 0.0, 1.0))
 

@@ -61,8 +61,8 @@ class RowPass(NamedTuple):
 class SlotValues(NamedTuple):
     """Inputs of the loss other than the policy's own values; float32, weight 0 without a token.
 
-    Log-probabilities are None if the algorithm does not need them or the update computes them;
-    those of the engine also without a correction in the update.
+    Log-probabilities are None if the algorithm does not need them or the update computes them.
+    `rollout_logprobs`, from the engine, is also None without a correction in the update.
     """
 
     old_logprobs: Float[Array, "M R U"] | None
@@ -82,7 +82,7 @@ def batch_logprobs(
     with_states: bool = False,
     with_entropies: bool = False,
 ) -> TokenPass:
-    """Log-probabilities of all responses under `params`, and whatever else is asked for.
+    """Log-probabilities of all responses under `params`; states and entropies if asked for.
 
     Args:
       params: of `policy`, on the mesh of the plan.
@@ -163,9 +163,9 @@ def row_logprobs(
 class PolicyLoss:
     """The loss of an algorithm; see `trainee.Loss`. It returns log-probabilities before the step.
 
-    Log-probabilities that the algorithm needs and the mini-batch lacks are those of the update's
-    own forward pass. The old ones are the same in the first optimiser step on a batch, which saves
-    a pass.
+    Log-probabilities that the algorithm needs and the mini-batch lacks come from the update's own
+    forward pass. The old ones are the same in the first optimiser step on a batch, which saves a
+    pass.
 
     Attributes:
       model: the policy.

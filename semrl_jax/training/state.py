@@ -74,7 +74,7 @@ class TrainState(NamedTuple):
         return Memory(self.shaping, self.algorithm)
 
     def trained(self, name: str) -> Trained:
-        """The arrays of a `Trainee`. Those of the policy have two fields, as in old checkpoints."""
+        """The arrays of a `Trainee`. The policy's arrays have two fields, as in old checkpoints."""
         return Trained(self.params, self.optimizer) if name == POLICY else getattr(self, name)
 
     def with_trained(self, name: str, trained: Trained) -> TrainState:
@@ -84,7 +84,7 @@ class TrainState(NamedTuple):
     def after(
         self, memory: Memory, position: tuple[int, int], earlier: tuple[Params, ...]
     ) -> TrainState:
-        """The state before the next step, from that after the update of this one."""
+        """The state before the next step, from the state after the update of this step."""
         return self._replace(
             **memory._asdict(),
             position=DataPosition(*position),
@@ -161,7 +161,7 @@ def abstract_trained(params: Params, optimizer: Optimizer, mesh: Mesh) -> Traine
     shardings = parameter_shardings(params, mesh)
     shapes = jax.eval_shape(optimizer.first_state, params)
     # Moments lie as their parameters do. Said here, since the first update would otherwise compile
-    # for the layout of `init` and the second for that of the first.
+    # for the layout of `init`, and the second again for the layout that the first one gives.
     state_shardings = optax.tree.map_params(
         optimizer.first_state,
         lambda leaf, param, sharding: _like_parameter(leaf.shape, param.shape, sharding),

@@ -143,9 +143,9 @@ class Trainee:
           batch: a `MiniBatch`, or another type that the loss takes.
 
         Returns:
-          The model, unchanged if the loss or the gradient is not finite; scalars, `grad_norm` and
-          `update_skipped` (0 or 1) under the prefix and those of the layout among them; and what
-          the loss returns of the tokens, 0 at padding.
+          The model, unchanged if the loss or the gradient is not finite; scalars, among them
+          `grad_norm` and `update_skipped` (0 or 1) under the prefix and the layout's scalars; and
+          what the loss returns of the tokens, 0 at padding.
         """
         inputs = self.loss.inputs(batch, plan)
         arguments = inputs.arrays, np.int32(inputs.num_micro), self.frozen

@@ -13,8 +13,8 @@ from semrl_jax.evaluation.samples import Sample
 
 __all__ = ["per_problem", "plan"]
 
-# Those that the reference implementation counts (sh/collect_results.py); it counts them within
-# words too, such as "wait" in "waiter".
+# The words that the reference implementation counts (sh/collect_results.py); it counts them within
+# other words too, such as "wait" in "waiter".
 WORDS = ("recheck", "rethink", "try again", "wait", "alternatively", "retry", "however")
 _WORDS = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 

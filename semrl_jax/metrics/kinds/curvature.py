@@ -57,7 +57,7 @@ def turning_angles(rows: Rows) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
 
     Entry t belongs to the step from row t to row t + 1; N = max(T - 1, 0).
     """
-    # Metrics have no gradient. That of the square root would be NaN on a straight line.
+    # Metrics have no gradient. The square root would have the gradient NaN on a straight line.
     states, num_tokens = jax.lax.stop_gradient(rows.states), rows.num_tokens
     num_steps = max(states.shape[0] - 1, 0)
     if num_steps == 0:

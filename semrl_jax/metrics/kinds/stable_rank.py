@@ -1,4 +1,4 @@
-"""Stable rank of one response: its energy in units of that of the strongest direction."""
+"""Stable rank of one response: its energy divided by the energy of the strongest direction."""
 
 from __future__ import annotations
 

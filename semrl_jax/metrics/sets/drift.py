@@ -16,8 +16,8 @@ class Drift(NamedTuple):
     """Means over the tokens; float32 scalars.
 
     Attributes:
-      distance: |z - r| / |r|, z the state of the policy, r that of the reference.
-      angle: between z and r, in radians.
+      distance: |z - r| / |r|, where z is the policy's state and r the reference's state.
+      angle: angle between z and r, in radians.
     """
 
     distance: Float[Array, ""]

@@ -18,8 +18,8 @@ def linear_cka(
 ) -> Float[Array, ""]:
     """Computes |X^T Y|_F^2 / (|X^T X|_F |Y^T Y|_F) of the centred valid rows X and Y.
 
-    It is 1 if the rows of one set are those of the other, rotated, scaled and moved. Computed in
-    float64.
+    The value is 1 if one set has the rows of the other one, rotated, scaled and moved. It is
+    computed in float64.
 
     Args:
       first, second: states of the same tokens, such as of a policy and its reference, or of two

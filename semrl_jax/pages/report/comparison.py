@@ -27,8 +27,8 @@ def paired(runs: Sequence[RunLog], notes: list[str] | None = None) -> list[dict[
     """Differences of accuracy from the first run, at steps that both have evaluated.
 
     The accuracy of a problem is the mean over all its recorded responses of that step. The interval
-    is that of the mean of differences by problem, so what makes a problem hard for both runs is no
-    part of it.
+    belongs to the mean of the differences by problem, so what makes a problem hard for both runs
+    does not widen it.
 
     Args:
       runs: the first is compared with each other one.

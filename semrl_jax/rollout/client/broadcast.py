@@ -124,7 +124,7 @@ def hand_over(
     deadline: float,
 ) -> tuple[WeightVersion | None, dict[Replica, str]]:
     """Does what `send_weights` does, to a replica of this process. The version has no digest."""
-    # As in `send_weights`, `zip` reads the arrays first.
+    # `zip` reads the arrays first, so that `_exactly` is asked for a surplus array.
     tensors = (
         (spec.name, _checked(spec, array)) for array, spec in zip(_exactly(specs, arrays), specs)
     )
@@ -362,7 +362,7 @@ class _ThroughMemory:
 
 
 class _Hashing(contextlib.AbstractContextManager):
-    """Checksums of the tensors, in threads beside the sending."""
+    """Computes the checksums of the tensors in threads, while the tensors are sent."""
 
     def __init__(self, limit: int):
         self._limit = limit  # of batches that wait; 0: none

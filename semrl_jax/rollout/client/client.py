@@ -275,7 +275,7 @@ class RolloutClient(contextlib.AbstractContextManager):
         remaining samples go to the others, or are retried with growing pauses. A response that a
         replica aborts is sampled again, at most twice. Close the iterator to end the call early.
 
-        With `groups_per_call`, calls have so many groups, whatever the number of replicas. A free
+        With `groups_per_call`, calls have this many groups, for any number of replicas. A free
         replica gets the next call. One that has nothing to do is asked for a slow call of another
         one: the first response of each sample is kept. Replicas with a deterministic engine are
         always asked for whole calls, also after a failure. So the responses then do not depend on

@@ -67,9 +67,9 @@ def dispatch(
     """Yields every requested response once, as `RolloutClient.generate` describes.
 
     Args:
-      replicas: those of the present; a sync within `resync` may change them.
+      replicas: returns the present replicas; a sync within `resync` may change them.
       restore: gives the weights of the call to one replica, which it sets aside if that fails. It
-        runs in a thread, beside the other replicas' calls. It reads the weights while it holds the
+        runs in a thread, during the other replicas' calls. It reads the weights while it holds the
         lock, and ends soon after the event is set.
     """
     dispatcher = _Dispatcher(

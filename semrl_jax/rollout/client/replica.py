@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
 _MAX_DETAILS = 2000  # characters kept of a status message
-_MAX_CALLS_AT_ONCE = 8  # whatever a replica says: its server admits 64 calls, of all clients
+_MAX_CALLS_AT_ONCE = 8  # even if a replica says more: its server admits 64 calls of all clients
 
 
 @dataclasses.dataclass(frozen=True)

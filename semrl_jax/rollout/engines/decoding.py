@@ -459,7 +459,7 @@ class DecodingCall:
         num_slots = min(max_batch, len(call.requests))
         if num_slots < len(call.requests):  # a slot that is free takes any prompt
             responses = [1] * num_slots
-        # Of the rows, in which `group` slots share the cache of a prompt.
+        # Rows of `group` slots each, which share the cache of a prompt.
         self._arrangement = self._cheapest([responses], max(responses))
         self._running: list[_Response | None] = [None] * self._arrangement.batch  # by slot
         self._slots: Slots | None = None  # until the first step: other calls may run before
@@ -598,7 +598,7 @@ class DecodingCall:
             shards = self._running_by_prompt()
             responses = [list(map(len, slots)) for slots in shards]
             cheapest = self._cheapest(responses, now.group)
-            # By half, or nearly: a program for each size takes seconds to compile.
+            # Shrink only if a step then takes about half as long: each size compiles for seconds.
             if self._cost(cheapest) > SHRINK * self._cost(now):
                 cheapest = now
         if columns == self._response_columns and cheapest == now:

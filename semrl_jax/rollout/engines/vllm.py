@@ -282,7 +282,8 @@ class VllmEngine(Engine):
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) or None,
                 enforce_eager=settings.enforce_eager,
                 quantization=settings.quantization or None,
-                # Of the sampling distribution: after temperature, top-k and top-p.
+                # The log-probabilities are of the distribution that is sampled from: after
+                # temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=EXTENSION,
             ).create_engine_config()

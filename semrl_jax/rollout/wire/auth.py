@@ -100,7 +100,7 @@ def read_certificates(field: str, path: str) -> bytes:
 
 
 def check_key(tls_certificate: str, tls_key: str) -> None:
-    """Raises UserError if the private key cannot be read or is not that of the certificate."""
+    """Raises UserError if the private key cannot be read or does not fit the certificate."""
 
     def no_password() -> str:  # else Python asks for it on the terminal
         return ""

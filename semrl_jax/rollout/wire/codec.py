@@ -43,8 +43,8 @@ from semrl_jax.types import (
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 2
 
-# Of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change the
-# checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.
+# Checksum of a tensor's bytes. It finds errors. Whoever can change the bytes on purpose can change
+# the checksum too; only TLS stops that. SHA-256 takes over ten times as long, on both sides.
 checksum = xxhash.xxh3_128
 CHECKSUM_BYTES = 16
 

@@ -59,16 +59,16 @@ def logprob_mismatch(
 ) -> dict[str, float]:
     """Absolute difference of the log-probabilities of engine and training model, in nats.
 
-    Those of the training model are over the whole vocabulary at `temperature`. With top-p or top-k,
-    the engine samples from a part of the vocabulary, and with an annealed temperature at others.
-    Then its raw log-probabilities are compared, which are over the whole vocabulary at
-    temperature 1. Returns {} if the temperatures differ or an engine sends no raw
+    The training model's log-probabilities are over the whole vocabulary at `temperature`. With
+    top-p or top-k, the engine samples from a part of the vocabulary, and with annealing at other
+    temperatures. Then its raw log-probabilities are compared, which are over the whole vocabulary
+    at temperature 1. Returns {} if `temperature` is then not 1, or an engine sends no raw
     log-probabilities.
 
     Args:
       rollouts: B responses.
-      old_logprobs: of the training model; padding and context may hold anything.
-      temperature, top_p, top_k, annealing: of the sampling.
+      old_logprobs: nats, from the training model; padding and context may hold anything.
+      temperature, top_p, top_k, annealing: settings of the sampling.
     """
     differs = top_p < 1 or top_k > 0 or annealing is not None
     if differs and temperature != 1:

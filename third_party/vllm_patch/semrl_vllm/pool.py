@@ -1,10 +1,10 @@
 """Hidden states of running requests in memory that two processes share.
 
 A pool has slots, and a slot has rows. The engine gives each request a slot and a unique tag. The
-vLLM worker writes the state that gives output token t into row t of the slot, and the tag beside
-it. States at the prompt's tokens, if they are asked for, follow in further rows. When the request
-has ended, the engine reads its rows and checks every tag. A row that is missing, late or of another
-request is therefore an error and never a wrong number.
+vLLM worker writes the state that gives output token t into row t of the slot, and marks the row
+with the tag. States at the prompt's tokens, if they are asked for, follow in further rows. When the
+request has ended, the engine reads its rows and checks every tag. A row that is missing, late or of
+another request is therefore an error and never a wrong number.
 
 The memory is an anonymous file (memfd). It is not in /dev/shm, so the size limit there (64 MB in
 Docker) does not apply, and the kernel frees it when the processes have ended. Pages take memory
