@@ -1,4 +1,4 @@
-"""Steps per second with and without sampling beside the updates.
+"""Steps per second with sampling during the updates, and without it.
 
     python -m benchmarks.ahead --pairs=7 --json=benchmarks/results/ahead.json
 
@@ -238,7 +238,7 @@ def own_s(rows: list[dict[str, float]]) -> tuple[float, float]:
 def compared(
     name: str, pairs: list[tuple[list[dict[str, float]], list[dict[str, float]]]]
 ) -> list[str]:
-    """A line of the table: lag 0 beside lag 1."""
+    """A line of the table, which compares lag 0 with lag 1."""
     ratios = [median(a, "time/step_s") / median(b, "time/step_s") for a, b in pairs]
     low, high, _ = results.median_interval(ratios)
     sides = list(zip(*pairs))

@@ -1,4 +1,4 @@
-"""An evaluation by launch.evaluate with vLLM, beside a plain vLLM script that samples the same.
+"""An evaluation by launch.evaluate with vLLM, compared with a plain vLLM script.
 
     python -m benchmarks.evaluation --policy=MODEL --vllm_python=.venv-vllm/bin/python
 
@@ -10,9 +10,9 @@ over gRPC, grades, scores, and writes the samples and the page. Both take the lo
 each token, which launch.evaluate records. With --no_logprobs the plain script takes none: with a
 tiny model, they are a third of vLLM's time.
 
-Two times per side: of the whole command, and of sampling and grading alone, as each side prints it.
-The ratio is the plain script's time over that of launch.evaluate, so above 1 launch.evaluate is
-faster. The median of the ratio comes first.
+Each side has two times: the whole command, and sampling and grading alone, as the side prints it.
+The ratio is the time of the plain script divided by the time of launch.evaluate. Above 1,
+launch.evaluate is faster. The median of the ratio comes first.
 """
 
 import argparse

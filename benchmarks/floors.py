@@ -1,8 +1,8 @@
 """Floors of a training step: matrix products, generation and an update in plain JAX loops.
 
-benchmarks/step.py runs this beside the systems that it compares. The loops do the least work that
-gives the same result. They have no service, no ragged lengths, no masks beside the causal one, and
-no checks. They show what XLA reaches on this machine, not what is possible at all.
+benchmarks/step.py runs this in addition to the systems that it compares. The loops do the least
+work that gives the same result. They have no service, no ragged lengths, no masks except the causal
+one, and no checks. They show what XLA reaches on this machine, not what is possible at all.
 
 - Products: the rate of float32 matrix products, at three shapes that make up most of the update:
   all tokens of the batch through the feed-forward layer, and the responses through the head.

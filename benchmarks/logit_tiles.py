@@ -3,8 +3,8 @@
     python -m benchmarks.logit_tiles --topology=v5e:2x2 --hidden_size=896
 
 Compiles without a TPU, in an environment with `jax[tpu]`. One tile is compiled. Its cost, times the
-number of tiles, is that of all rows: cost analysis counts the body of a loop once. The bytes
-of the gradient include those of the forward pass.
+number of tiles, is the cost of all rows: cost analysis counts the body of a loop once. The bytes
+of the gradient include the bytes of the forward pass.
 """
 
 from __future__ import annotations

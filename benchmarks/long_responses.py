@@ -1,4 +1,4 @@
-"""Errors and time of the metrics of long responses beside float64.
+"""Errors and time of the metrics of long responses, compared with float64.
 
     python -m benchmarks.long_responses
 

@@ -1,4 +1,4 @@
-"""The memory of an update with adapters beside that of all parameters.
+"""The memory of an update of adapters, compared with an update of all parameters.
 
     python -m benchmarks.lora --rank 16
 
@@ -47,7 +47,7 @@ def abstract(tree, dtype: str):
 
 
 def measured(config: models.DecoderConfig, rank: int, dtype: str) -> dict[str, float]:
-    """MiB of an update; rank 0 trains all parameters. `dtype` is that of the base or reference."""
+    """MiB of an update; rank 0 trains all parameters. The base or reference has type `dtype`."""
     policy = models.Policy(config, "float32", "full")
     optimizer = make_optimizer(
         learning_rate=1e-5, learning_rate_warmup_steps=0, adam_b1=0.9, adam_b2=0.999,

@@ -14,8 +14,8 @@ threads, as in the trainer. `side by side` measures the whole batch at once, for
 (`--side_by_side`). A shape that is named is measured twice: with a spectrum that float32 resolves,
 and with one column so large that every response is recomputed in float64.
 
-`--costs` measures every metric of the package beside the effective rank, one response on one
-thread, and the functions of sets of responses.
+`--costs` compares the time of every metric of the package with the effective rank, one response on
+one thread. It also measures the functions of sets of responses.
 
 Without options, one batch is measured with the first spectrum, and long responses on one thread.
 PyTorch (`pip install -e '.[test]'`) is needed except for `--accuracy`, `--lengths` and `--costs`.
@@ -23,7 +23,8 @@ PyTorch (`pip install -e '.[test]'`) is needed except for `--accuracy`, `--lengt
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # BLAS threads beside XLA give wrong products
+# With several BLAS threads and XLA in one process, products are wrong.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
 import functools
@@ -251,7 +252,7 @@ def lengths(sizes: Sequence[int], width: int, names: Sequence[str], turns: int) 
 
 
 def costs(length: int, width: int, turns: int) -> str:
-    """Time of every metric beside that of the effective rank, as Markdown; all take turns."""
+    """Time of every metric compared with the effective rank, as Markdown; all take turns."""
     rng = np.random.default_rng(0)
     states = rng.normal(size=(1, length, width)).astype(np.float32)
     arrays = jnp.asarray(states), jnp.ones((1, length), bool)

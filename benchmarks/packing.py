@@ -1,4 +1,4 @@
-"""Packing beside padding, on responses whose lengths differ as in GSM8K.
+"""Packing compared with padding, on responses whose lengths differ as in GSM8K.
 
     python -m benchmarks.packing
 

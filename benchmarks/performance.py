@@ -1,4 +1,4 @@
-"""Makes docs/performance.md of the template beside this file and of recorded results.
+"""Makes docs/performance.md from the template next to this file and from recorded results.
 
     python -m benchmarks.performance
     python -m benchmarks.performance --run step packing

@@ -4,7 +4,7 @@
 
 The control permutes the rewards over the batch (rewards.shuffle): it must not learn. Runs follow
 one another in separate processes, each with an empty cache of compiled programs. Times are wall
-clock. CPU seconds are those of the process and its children.
+clock. CPU seconds count the process and its children.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Generation of ragged responses beside responses of equal length, on the JAX engine.
+"""Generation of ragged responses, compared with responses of equal length, on the JAX engine.
 
     python -m benchmarks.ragged
 
-Ragged lengths are those of `benchmarks.packing`. The engine generates them for a random 4.0 M Qwen2
+Ragged lengths come from `benchmarks.packing`. The engine generates them for a random 4.0 M Qwen2
 in float32, without a service, with half as many slots as responses and with as many. The baseline
 is responses of the mean length, which fill every slot. Rates count only tokens of responses.
 

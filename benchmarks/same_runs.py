@@ -134,7 +134,7 @@ def differences(before: dict, after: dict) -> list[str]:
     ]
     for where, one, other in (*pairs, ("state", before["state"], after["state"])):
         for key in sorted(one.keys() | other.keys()):
-            # As text: a NaN equals itself, and 0.0 is not -0.0.
+            # Values are compared as text: a NaN equals itself, and 0.0 is not -0.0.
             values = [json.dumps(each.get(key, "none")) for each in (one, other)]
             if values[0] != values[1]:
                 found.append(f"{where}{key}: {values[0][:24]} and {values[1][:24]}")

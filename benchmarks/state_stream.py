@@ -1,4 +1,4 @@
-"""Throughput of hidden states from a replica to the trainer, beside gRPC with nothing on top.
+"""Throughput of hidden states from a replica to the trainer, compared with gRPC alone.
 
     python -m benchmarks.state_stream
 

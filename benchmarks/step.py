@@ -1,4 +1,4 @@
-"""Training steps of this project beside google-tunix and TRL, and beside their floors.
+"""Training steps of this project, compared with google-tunix and TRL, and with floors.
 
     benchmarks/peers/make_env.sh tunix
     benchmarks/peers/make_env.sh trl
@@ -10,15 +10,15 @@ reward: GRPO with 8 prompts of 16 tokens, 8 responses to each, no KL, and one up
 response has all 128 tokens. Ours is measured with hidden states, metrics and VERL shaping, and
 without them.
 
-With `--model`, all train a real model of Hugging Face's format on 8 problems, sums or those of
-`--problems`, in its chat template. Responses end where the model ends them, so their lengths differ
-between systems and rounds. Ratios are those of seconds per response token, and of seconds.
+With `--model`, all train a real model of Hugging Face's format on 8 problems, which are sums or
+come from `--problems`, in its chat template. Responses end where the model ends them, so their
+lengths differ between systems and rounds. Ratios compare seconds per response token, and seconds.
 transformers' `generate` is measured alone too. The floor is the arithmetic of the products at the
 rate of large products. The memory of all systems adds up; `--systems` chooses some.
 
 Each system is a process that stays alive, and one works at a time. A round takes one step of each.
 Rounds alternate in order. The first steps, which compile, are not counted. Ratios are taken within
-rounds. The median comes first, with an interval from order statistics. CPU seconds are those of the
+rounds. The median comes first, with an interval from order statistics. CPU seconds count the
 system's processes. The cores that other programs used during a step are measured as well.
 """
 
@@ -335,7 +335,7 @@ def stages(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> str:
 
 
 def distances(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> str:
-    """Generation and update of every system beside the floors, and the rates of products."""
+    """Generation and update of every system compared with the floors, and the rates of products."""
     if FLOORS not in rows:
         return ""
     gflops, lines = median(rows[FLOORS], "gflops"), []

@@ -1,4 +1,4 @@
-"""Time of a weight sync to replicas on this machine, beside a plain copy and transfer.
+"""Time of a weight sync to replicas on this machine, compared with a plain copy and transfer.
 
     python -m benchmarks.weight_sync
     SEMRL_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.weight_sync --engines jax vllm

@@ -27,7 +27,7 @@ from absl import flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/*.md", "third_party/*/README.md")
-# Programs that are not ours. Whatever else a page calls is unknown to this check, and reported.
+# Programs that are not ours. The check does not know other programs, and reports them.
 FOREIGN = (
     "cd", "curl", "docker", "export", "git", "grep", "kubectl", "mkdir", "openssl", "pip", "printf",
     "ruff", "sbatch", "source", "srun",

@@ -138,7 +138,7 @@ def row(name: str, text: str, settings: str | None = None) -> str:
 
 
 def settings_of(options: type) -> str:
-    """The fields of `Options` that the algorithm adds to those of the loss, with defaults."""
+    """The fields of `Options` that the algorithm adds to the fields of the loss, with defaults."""
     of_loss = {field.name for field in dataclasses.fields(Objective)} | {"value_clip"}
     fields = [field for field in dataclasses.fields(options) if field.name not in of_loss]
     return "<br>".join(f"`{field.name}={field.default}`" for field in fields)

@@ -77,7 +77,7 @@ def draw(workdirs: list[pathlib.Path]) -> Figure:
         if panel < 2:
             axes.set_ylim(0, 1)
         if len(keys) > 1:
-            place = {"loc": "lower right", "bbox_to_anchor": (1, 0.98)}  # beside the title
+            place = {"loc": "lower right", "bbox_to_anchor": (1, 0.98)}  # next to the title
             axes.legend(fontsize=8, frameon=False, ncols=2, **place)
     return figure
 

@@ -13,8 +13,9 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# With several BLAS threads and XLA in one process, products are wrong.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(name, "1")  # BLAS threads beside XLA give wrong products
+    os.environ.setdefault(name, "1")
 
 # For the workers that pytest-xdist starts: with one arena per thread, freed memory is not returned.
 os.environ.setdefault("MALLOC_ARENA_MAX", "2")
@@ -51,8 +52,8 @@ FAST_COMPILATION = (
     " --xla_cpu_parallel_codegen_split_count=1"  # the workers keep all cores busy
 )
 
-# Of a worker at the end of a file; above it, programs are dropped. Imports alone take 0.9 to 1.1
-# GiB. The workers share a part of that.
+# Limit for the resident memory of a worker at the end of a file; above it, programs are dropped.
+# Imports alone take 0.9 to 1.1 GiB. The workers share a part of that.
 MAX_RESIDENT_BYTES = int(1.3 * 2**30)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -4,7 +4,7 @@ import ast
 import pathlib
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "semrl_jax"
-# From the top down: a room imports rooms below it, and none beside it in its own line.
+# From the top down: a room imports rooms of lower lines, and none of its own line.
 FLOORS = (
     ("planning", "jobs"),
     ("runs",),

@@ -66,7 +66,7 @@ def templates():
 
 def test_every_message_has_an_entry(templates):
     known = phrases()
-    # Of a template such as "{}: {}", only what stands in the values could be looked up.
+    # A template such as "{}: {}" has no words to look up; only its values have.
     missing = [
         f"{place}: {text[:120]}"
         for place, text in templates.items()

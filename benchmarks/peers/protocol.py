@@ -1,7 +1,7 @@
 """How benchmarks/step.py drives a system: one line of input is one training step.
 
 A process is started with the path of a JSON file, the work. It prints one JSON line when it is
-ready and one after every step. It sleeps between steps. Whatever libraries print goes to standard
+ready and one after every step. It sleeps between steps. The output of libraries goes to standard
 error.
 """
 

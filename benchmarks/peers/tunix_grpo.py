@@ -113,7 +113,7 @@ row = {}
 
 
 def timed_generate(*arguments, **options):
-    """Begins a step: whatever follows the previous update belongs to the previous step."""
+    """Begins a step. Work between the previous update and this call counts to the step before."""
     if row:
         driver.report(**row)
         row.clear()

@@ -38,7 +38,7 @@ def make_metrics(seed=0, num=8):
 
 
 def test_options_reach_estimator_and_shaping(config):
-    """By hand: the first batch sets the baselines, the second is shaped against them."""
+    """The first batch sets the baselines, and the second is shaped against them; worked by hand."""
     first = credit_of(config, REWARDS, make_metrics(), MASK, init_shaping_state())
     std = np.std([1, 0, 0, 1], ddof=1)
     plain = np.repeat([0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0], 3).reshape(8, 3) / (std + 1e-6)

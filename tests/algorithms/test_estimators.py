@@ -295,7 +295,7 @@ def test_ppo_without_values_is_reinforce_plus_plus():
 
 
 def test_an_adaptive_coefficient_moves_towards_its_target():
-    """By hand: 8 of 16 responses, KL 0.5 of a target 0.1 or 1.0, so +-20 % * 8 / 16."""
+    """KL 0.5, targets 0.1 and 1.0: 8 responses of a horizon of 16 change it by +-20 % * 8 / 16."""
     old, ref = np.full(MASK.shape, -1.0, np.float32), np.full(MASK.shape, -1.5, np.float32)
     rewards = np.zeros((2, 4), np.float32)
     options = {"kl_coefficient": 0.0, "kl_reward_coefficient": 0.3, "kl_horizon": 16}

@@ -153,7 +153,7 @@ def test_a_logprob_that_is_not_finite_makes_its_weights_nan(bad, which):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_loss_and_gradient_match_torch(level):
-    """Advantages times weights, beside torch with the weights outside of the maximum."""
+    """Weights on the advantages give the loss of torch, where they multiply the maximum."""
     old, rollout = logprobs_of(3)
     rng = np.random.default_rng(4)
     logprobs = (old + 0.4 * rng.normal(size=MASK.shape)).astype(np.float32)

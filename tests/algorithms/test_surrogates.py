@@ -124,7 +124,7 @@ def test_on_policy_all_have_the_gradient_of_the_policy_gradient_theorem(name):
 
 
 def gradient_of(name, ratio, advantage, q=0.5, **bounds):
-    """Of one token with this ratio."""
+    """The gradient of the loss of one token with this ratio."""
     old = np.log(np.array([[q]], np.float32))
     arrays = old + np.log(np.float32(ratio)), old, np.array([[advantage]], np.float32)
     ones = np.ones((1, 1), np.float32)
@@ -150,7 +150,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
 
 
 def test_dcpo_widens_the_bounds_of_improbable_tokens():
-    # By hand: q = 0.01 and 0.3 give sqrt(1 + 120) / 2 + 1 / 2 = 6; q = 0.9 gives 1.26.
+    # Bounds worked by hand: q = 0.01 and 0.3 give sqrt(1 + 120) / 2 + 1 / 2 = 6; q = 0.9: 1.26.
     assert gradient_of("dcpo", 5.9, 1.0, q=0.01) != 0 and gradient_of("dcpo", 6.1, 1.0, q=0.01) == 0
     assert gradient_of("dcpo", 1.25, 1.0, q=0.9) != 0 and gradient_of("dcpo", 1.3, 1.0, q=0.9) == 0
 

@@ -37,7 +37,7 @@ def test_a_correlation_by_length_alone_disappears_at_equal_length():
     tokens, a, b = rng.integers(50, 500, size=400), *rng.normal(size=(2, 400))
     found = correlation_of(tokens, tokens + a, 0.25 * tokens + b, a)
     assert found.with_rank("velocity") > 0.99
-    # Of 400 independent pairs, |r| stays below 3 / sqrt(400).
+    # The |r| of 400 independent pairs stays below 3 / sqrt(400).
     assert abs(found.with_rank("velocity", equal_length=True)) < 0.15
     assert (
         found.with_rank("acceleration", equal_length=True)
@@ -127,7 +127,7 @@ def test_a_study_of_growth_has_every_source_and_shows_the_cap():
     ]
     linear, wide = ({c.window: c for c in found if c.source == s} for s in ("linear", growth.WIDE))
     assert linear["exact"].with_rank("velocity") > 0.95
-    # Of the last 512 of up to 1200 tokens, rank grows less than over all of them.
+    # The rank grows less over the last 512 of up to 1200 tokens than over all of them.
     longest = np.argmax(wide["exact"].tokens)
     assert wide["release"].velocity[longest] < 0.8 * wide["exact"].velocity[longest]
     (sampled,) = (c for c in found if (c.source, c.window) == (growth.SAMPLED, "exact"))

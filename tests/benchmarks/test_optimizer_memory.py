@@ -27,7 +27,7 @@ SMALL = models.DecoderConfig(
 def test_bytes_per_parameter_by_hand(name, dtype, parameter, state, gradients):
     shapes = models.Policy(SMALL).shapes()
     found = PerParameter.of(make(name, dtype), shapes)
-    # Means of rows and columns, and norms, which have no factors, are what is beside.
+    # The tolerance covers means of rows and columns, and the state of norms, which is not factored.
     assert found == (parameter, pytest.approx(state, abs=0.1), gradients)
     assert found.in_checkpoint == parameter + found.state
     assert found.in_update == parameter + found.state + gradients

@@ -105,8 +105,8 @@ def test_only_a_forgotten_carry_changes_the_true_answer(problem):
 def test_statistics_of_the_task():
     sample = training_problems(seed=3, size=20_000)
     lengths = np.array([len(worked_response(problem)) + 1 for problem in sample])  # end token
-    # By counting all draws: 810000 sums of 51 tokens, 489600 of them one digit longer (twice), and
-    # 405450 differences, 76095 of them a digit shorter (twice) and 8955 two.
+    # Counts over all draws: 810000 sums have 51 tokens, 489600 of them one digit more (twice). Of
+    # 405450 differences, 76095 have one digit less (twice), and 8955 have two digits less.
     mean = 51 + 2 * (489_600 - 76_095 - 2 * 8_955) / (810_000 + 405_450)
     assert 51.65 < mean < 51.66
     assert abs(lengths.mean() - mean) < 4 * lengths.std() / math.sqrt(len(sample))

@@ -27,7 +27,7 @@ BRACKETS = (
     "{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}<|im_end|>"
     "{% else %}{{ raise_exception('no system message, please') }}{% endif %}{% endfor %}"
 )
-# As Qwen3's: an earlier response is written without the thoughts that a last one gets.
+# Qwen3's template does the same: only the last response is written with its thoughts.
 FORGETFUL = CHATML.replace(
     "{{ m['content'] }}",
     "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}",

@@ -34,7 +34,10 @@ def start(*arguments, **options) -> subprocess.Popen:
 
 
 def run(*arguments, timeout=120, text=None, **options) -> subprocess.CompletedProcess:
-    """Runs `python -m ...` to its end. `text` is its standard input; None: that of the tests."""
+    """Runs `python -m ...` to its end.
+
+    `text` is its standard input. Without it, the process reads the standard input of the tests.
+    """
     if text is not None:
         options["stdin"] = subprocess.PIPE
     process = start(*arguments, **options)

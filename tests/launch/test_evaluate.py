@@ -41,7 +41,7 @@ def judge(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(trained, judge):
-    """Of an evaluation of the last checkpoint, with metrics and the reward model."""
+    """Flags that evaluate the last checkpoint, with metrics and the reward model."""
     return (f"--policy={trained}", "--metrics", f"--reward_model={judge}", *SIZES)
 
 

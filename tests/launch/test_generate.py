@@ -104,7 +104,7 @@ def test_every_prompt_has_its_responses_and_columns(undisturbed):
 
 
 def test_numbers_are_those_of_transformers(inputs, undisturbed):
-    """Float32 against float64; the tolerance is that of the tests of the engine."""
+    """Float32 is compared with float64; the engine's own tests have the same tolerance."""
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float64)
     states = states_of(undisturbed)
     assert len(states) == NUM_PROMPTS * (N + 1)

@@ -289,7 +289,7 @@ def sbatch(tmp_path, ends, words=(), **variables):
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "RECORDS": str(records),
         "ENDS": ends, "PYTHONPATH": str(ROOT),
-        # As in a batch step: the variables of the whole job, and a SLURM_PROCID.
+        # A batch step has the variables of the whole job, and a SLURM_PROCID.
         "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0",
         "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]",
     } | variables  # fmt: skip

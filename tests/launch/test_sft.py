@@ -91,7 +91,7 @@ def test_signals_and_kills_change_nothing(files, uninterrupted, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75 and "the same command resumes" in out, err
     process = start(*command)
-    read_until(process, f"step    5/{NUM_STEPS}")  # no checkpoint since that of the signal
+    read_until(process, f"step    5/{NUM_STEPS}")  # the last checkpoint is the signal's
     process.kill()
     process.communicate()
     result = run(*command)

@@ -37,7 +37,7 @@ MORE_STEPS = 5  # without faults, at the end
 LONGEST_FAULT_S = 40.0
 LONGEST_WAIT_S = 300.0  # from a row to the next, starts of the trainer included
 LONGEST_SILENCE_S = 100.0  # of a trainer that runs: every wait is reported every 10 s
-# Of the rows: what failures cost, and what only a run with several replicas has.
+# Keys of the rows that count costs of failures, or that only a run with several replicas has.
 COSTS = (
     "rollout/retries", "rollout/taken_over", "rollout/duplicates", "rollout/replica_failures",
     "rollout/weight_bytes", "rollout/token_bytes", "rollout/state_bytes", "replica/",
@@ -133,7 +133,7 @@ class World(contextlib.ExitStack):
         return read_rows(self.workdir / "metrics.jsonl")
 
     def note(self, text: str) -> None:
-        """Adds lines to a file that shows the faults beside the lines of the trainer."""
+        """Adds lines to a file that shows the faults between the lines of the trainer."""
         seconds = time.monotonic() - self._began
         with open(self._timeline, "a") as out:
             out.writelines(f"{seconds:8.1f} {line}\n" for line in text.splitlines())

@@ -61,7 +61,7 @@ COUNTERPARTS = {
         "training.learning_rate_warmup_steps",
         only(0, 0),
     ),
-    # The launcher counts responses per device (4 devices), our field those of the whole mesh.
+    # The launcher counts responses per device (4 devices); our field counts the whole mesh's.
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
         "training.micro_batch_size",
         lambda size: 4 * size,

@@ -1,8 +1,8 @@
-"""Metrics by name, with `<name>_valid` beside each."""
+"""Metrics by name; each has a second entry, `<name>_valid`."""
 
 from semrl_jax import metrics
 
 
 def flat_metrics(*arguments, **options):
-    """As `metrics.hidden_state_metrics`."""
+    """The result of `metrics.hidden_state_metrics`, flattened."""
     return metrics.flatten(metrics.hidden_state_metrics(*arguments, **options))

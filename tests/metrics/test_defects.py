@@ -60,7 +60,7 @@ def test_rank_20_is_measured_as_20_in_value_and_orders(method):
     found = of_one(states, stride=80, names=("effective_rank", "response_entropy"), method=method)
     rank = jax.jit(metrics.traditional_rank)(states, np.ones(241, bool))
     assert rank == 20
-    tolerance = {"svd": 1e-5, "gram": 1e-3}[method]  # those of the methods
+    tolerance = {"svd": 1e-5, "gram": 1e-3}[method]  # as documented for each method
     for name in ("effective_rank", "response_entropy"):
         series = oracle.series(oracle.METRICS[name], states, 80, "exact")
         np.testing.assert_allclose(found[name], oracle.METRICS[name](states), rtol=tolerance)

@@ -137,7 +137,8 @@ def test_short_responses_have_the_orders_of_the_oracle(window, side_by_side):
 
 
 def test_products_that_float32_loses_are_not_summed():
-    # Beside a common offset, which centring removes: products near the end of the float32 range.
+    # Column 0 is a common offset, which centring removes. Relative to its square, products of the
+    # other columns are about 4e-38, near the smallest normal float32 number.
     states = np.random.default_rng(0).normal(size=(1, 40, 48)) * 2e-19
     states[..., 0] = 1
     states = (states * 1e30).astype(np.float32)
@@ -182,7 +183,7 @@ def test_long_responses_have_the_orders_of_the_oracle(monkeypatch, side_by_side)
     states = rng.normal(size=(5, 48, 40)).astype(np.float32)
     mask = np.arange(48) < np.array([48, 33, 16, 9, 48])[:, None]
     mask[1, ::5] = False
-    # Beside one huge direction the sums do not resolve the others: these are decomposed.
+    # The sums cannot resolve directions this small next to column 0: they are decomposed.
     states[4] = states[4] * np.append(1, np.full(39, 3e-7)).astype(np.float32)
     states[~mask] = np.nan
     names = ("effective_rank", "curvature", "response_entropy")

@@ -119,7 +119,7 @@ def test_scales_at_the_ends_of_float32_stay_finite(factor):
         np.testing.assert_allclose(
             JITTED[name](states * np.float32(factor), mask), expected[name](states), rtol=1e-5
         )
-    # Tiny states: every p_k is tiny beside 1e-8, which makes the exponent 0 and the rank 1.
+    # Tiny states: every p_k is far below 1e-8, which makes the exponent 0 and the rank 1.
     rank = oracle.effective_rank(states) if large else 1.0
     scaled = states * np.float32(factor)
     np.testing.assert_allclose(JITTED["effective_rank"](scaled, mask), rank, rtol=1e-5)

@@ -113,7 +113,7 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def by_file_name(arrays):
-    """By the names in files: transformers holds the experts of a layer in one array."""
+    """Arrays under the names of files: transformers holds a layer's experts in one array."""
     found = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".")

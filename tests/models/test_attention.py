@@ -116,7 +116,7 @@ def gradient_bytes(length, **options):
 
 @pytest.mark.slow
 def test_memory_of_blocks_is_linear_in_the_length():
-    """And below one [N, S, S] array of scores, which the plain product holds."""
+    """The memory is also below one [N, S, S] array of scores, which the plain product holds."""
     short, long = (gradient_bytes(n, block=64) for n in (512, 2048))
     assert long < 4.5 * short
     assert long < 4 * 2048 * 2048 * 4 / 8
@@ -125,7 +125,7 @@ def test_memory_of_blocks_is_linear_in_the_length():
 
 @pytest.mark.slow
 def test_ring_holds_a_share_of_the_sequence():
-    """Per device: linear in its own columns, whatever the number of devices."""
+    """The memory of each device is linear in its own columns: with 8 devices, below 2/8."""
     whole = gradient_bytes(4096, block=64)
     split = gradient_bytes(4096, mesh=mesh_of(1, 1, 8, 1), block=64)
     # Keys, values and their gradients travel in a second copy.

@@ -61,7 +61,7 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type):
 
 
 def test_gemmas_older_fields_mean_the_same():
-    """As the 1B model on the hub has them."""
+    """The config of the 1B model on the hub has these older fields."""
     older = hf_config(
         "gemma3_text", num_hidden_layers=7, sliding_window_pattern=3, rope_theta=900.0,
         rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 8.0},

@@ -427,7 +427,7 @@ def test_shards_that_do_not_fit_are_named(pair, tmp_path, change, message):
 
 
 def test_other_fields_of_the_original_config_are_kept(tmp_path):
-    """As Llama 3.2 has them; the ids of the tokenizer do not replace the original's three."""
+    """Fields of Llama 3.2; the tokenizer's ids do not replace the original's three end tokens."""
     base = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97,
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -612,7 +612,7 @@ def test_loading_holds_the_parameters_and_one_layer(tmp_path, way, max_shard_byt
     )  # fmt: skip
     held = sum(spec.num_bytes for spec in specs) / 2**20
     layer = sum(s.num_bytes for s in specs if s.name.startswith("model.layers.0.")) / 2**20
-    # Resident memory also counts the allocator's own pages and whatever module is imported late,
+    # Resident memory also counts the allocator's own pages and modules that are imported late,
     # 7 MiB on a busy machine. A second layer would be 58 MiB.
     slack = 0.3 * layer
     assert 0.95 * held < float(result.stdout) < held + layer + slack

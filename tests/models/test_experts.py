@@ -168,5 +168,5 @@ def test_files_and_engines_hold_the_same_experts(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, engine.finish(), by_layer)
     assert models.num_parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
     count = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(read))
-    # Beside this, each device has the whole norms.
+    # In addition, each device has the whole norms.
     assert 0 < count - models.num_parameters(config, mesh.shape) < 1000

@@ -131,7 +131,7 @@ def test_prefill_and_decode_equal_the_full_pass(pairs, family):
         with torch.no_grad():
             expected = pair.torch_model(torch.tensor(whole), output_hidden_states=True)
         got = np.stack([np.asarray(s[row]) for s in states])
-        # As above; only sums over fewer tokens.
+        # The tolerance of the test above; these sums are over fewer tokens.
         np.testing.assert_allclose(
             got, expected.hidden_states[-1][0, length - 1 :].numpy(), rtol=0, atol=5e-5
         )

@@ -1,4 +1,4 @@
-"""Tiled log-probabilities beside the whole softmax in float64."""
+"""Tiled log-probabilities, compared with the whole softmax in float64."""
 
 import dataclasses
 
@@ -109,7 +109,7 @@ def test_finite_where_one_tile_has_nearly_all_probability():
 
 
 def test_capped_logits():
-    """Values and gradients beside autodiff of the whole softmax; the tiles of a row overlap."""
+    """Values and gradients agree with autodiff of the whole softmax; tiles of a row overlap."""
     states, ids, matrix, weights = inputs()
     cap = 2.0  # logits reach 15
     tiles = dataclasses.replace(tiles_of("rows and columns", 0), softcap=cap)

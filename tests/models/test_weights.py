@@ -32,7 +32,7 @@ def random_params(policy):
 
 
 def expected_tensors(params, dtype):
-    """By NumPy: every tensor of the layers, cast and transposed."""
+    """Every tensor of the layers, cast and transposed by NumPy."""
     for spec in models.tensor_specs(CONFIG, dtype):
         if spec.name == "model.embed_tokens.weight":
             array = params["embed"]["embedding"]

@@ -55,7 +55,7 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of one response: log-probabilities and entropies [T] in nats, final-norm states [T, D]."""
+    """Log-probabilities and entropies [T] in nats, and final-norm states [T, D], of a response."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -64,7 +64,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Shaping:
-    """Of B responses and the K indicators, in the order of `INDICATORS`."""
+    """Shaping of B responses by the K indicators, in the order of `INDICATORS`."""
 
     deviations: torch.Tensor  # [B, K]
     beta: torch.Tensor  # [B]

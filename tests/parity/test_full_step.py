@@ -37,7 +37,7 @@ BASELINES = (1.0, 4.0, 17.0)  # of ERA, ERV and ER: responses lie on both sides 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One set of options for both sides; the defaults are those of the quickstart or the method."""
+    """One set of options for both sides; defaults are the quickstart's or the method's."""
 
     tied: bool = False
     baselines: tuple[float, ...] | None = BASELINES  # None: the first step, which is not shaped
@@ -53,7 +53,7 @@ class Case:
     shaped: bool = True
 
     def config(self, **overrides):
-        """Of the system: the quickstart with the sizes of the recorded rollouts."""
+        """The config of the system: the quickstart with the sizes of the recorded rollouts."""
         config = quickstart.get_config()
         config.update_from_flattened_dict(
             {
@@ -74,7 +74,7 @@ class Case:
         return config
 
     def settings(self) -> reference.Settings:
-        """Of the reference; the method's defaults in full, so that a changed one shows."""
+        """The settings of the reference; all defaults are written out, so a changed one shows."""
         return reference.Settings(
             group_size=GROUP_SIZE,
             prompts_per_minibatch=self.prompts_per_minibatch,
@@ -240,9 +240,10 @@ def settled(second_moment: np.ndarray) -> np.ndarray:
 
 
 def errors(found: dict, expected: dict) -> dict[str, float]:
-    """Of every intermediate: the largest difference over the largest value.
+    """The error of every intermediate: the largest difference over the largest value.
 
-    Of tensors (moments, changes) the worst one's norm of the difference over its norm. Deviations,
+    The error of tensors (moments, changes) is the norm of the difference over the norm, of the
+    tensor for which this is largest. Deviations,
     beta and Phi count where the response is valid for shaping; elsewhere they have no meaning.
     """
     valid = np.asarray(expected[f"{INDICATORS['ERA']}_valid"])

@@ -169,7 +169,7 @@ SCALARS = (
 
 
 def jax_step(directories, scored, config):
-    """As the training loop does it."""
+    """One step through the same calls as in the training loop."""
     policy, critic = (pathlib.Path(d) for d in (directories[0], directories[2]))
     model = system.Model.load(policy, directories[1])
     mesh = models.make_mesh(dict.fromkeys(models.AXES, 1), jax.devices()[:1])

@@ -50,7 +50,7 @@ def test_example_test_passes_and_can_fail(directory):
     passed = subprocess.run(command, **options)
     assert passed.returncode == 0, passed.stderr
     assert "'num_verdicts': 2, 'num_timeouts': 0" in passed.stdout
-    # Of another length: a source of the same second and size would be taken for the compiled one.
+    # The new source has another length: Python takes one of the same second and size for compiled.
     (directory / "my_verifiers.py").write_text(EXAMPLE.replace("<answer>", "<solution>"))
     assert subprocess.run(command, **options).returncode == 1
 

@@ -90,7 +90,7 @@ def test_verifier_may_return_a_record(obey):
 
 
 def test_a_forked_child_answers_nothing(obey):
-    """Its answer would be taken for that of the next response, and so on."""
+    """Otherwise its answer would count for the next response, and so on."""
     asked = ["fork", "7", "8", "fork", "8", "7"]
     scores = [obey.submit(text, "7").result(timeout=10).score for text in asked]
     assert scores == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]

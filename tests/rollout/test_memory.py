@@ -81,7 +81,7 @@ def test_all_memory_is_the_limit_of_the_innermost_group_and_swap(machine):
             f"{group}/task/memory.current": 4 * GIB,
         },
     )
-    assert total_bytes(machine) == 8 * GIB  # whatever is in use
+    assert total_bytes(machine) == 8 * GIB  # also if part of it is in use
     meminfo = machine / "proc/meminfo"
     meminfo.write_text(meminfo.read_text() + f"SwapTotal:  {2 * 2**20} kB\n")
     assert total_bytes(machine) == 10 * GIB

@@ -39,7 +39,7 @@ def config():
 
 
 def in_parts():
-    """As `ahead_config`; tokens from 28 on are sampled with weights that are one step newer."""
+    """`ahead_config`, but tokens from 28 on are sampled with weights that are one step newer."""
     config = ahead_config()
     config.rollout.in_flight = "keep"
     return config
@@ -77,7 +77,7 @@ def assert_same_run(actual, expected):
 
 @pytest.mark.parametrize("lag", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_each_batch_is_sampled_with_the_weights_of_the_lag(tmp_path, config, monkeypatch, lag):
-    """The log-probabilities of the engine are those of the weights `lag` steps before."""
+    """The engine's log-probabilities agree with the weights of `lag` steps before."""
     config.rollout.max_staleness, params, batches = lag, {}, {}
     update = Learner.update
 

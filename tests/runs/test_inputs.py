@@ -89,7 +89,7 @@ def change_one_byte(model):
 
 
 def change_all_but_the_time(model):
-    """As in a container image in which all files have one time."""
+    """Changes the content and keeps the time, as in an image in which all files have one time."""
     file = model / "b.safetensors"
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(np.random.default_rng(9).bytes(SIZE))

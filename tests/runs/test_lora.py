@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 
 
 def merged_by_hand(workdir, step):
-    """Hugging Face tensors of a checkpoint: those of the base in bfloat16, plus 2 B A."""
+    """Hugging Face tensors of a checkpoint: tensors of the base in bfloat16, plus 2 B A."""
     tensors = load_file(workdir / "warm_start" / "model.safetensors")
     saved = restore_on_host(workdir / "checkpoints" / str(step) / "state")["params"]["layers"]
     tensors = {

@@ -63,7 +63,7 @@ def mesh_of(**sizes):
     ],
 )  # fmt: skip
 def test_bytes_per_parameter_by_hand(fields, expected, config):
-    """A quarter of the parameters on each of the devices of one machine is one copy of all."""
+    """An eighth of the parameters on each of the 8 devices of one machine makes one copy of all."""
     config.algorithms.loss.kl_coefficient = 0.1
     config.update_from_flattened_dict(fields)
     mesh = mesh_of(fsdp=8)
@@ -74,7 +74,7 @@ def test_bytes_per_parameter_by_hand(fields, expected, config):
     adapters = {"adapters", "adamw", "gradients"} if config.lora.rank else set()
     assert found.keys() == expected.keys() | adapters
     for name, size in expected.items():
-        # What does not divide by 8 is on every device, and shapes have scalars beside them.
+        # Arrays that 8 does not divide are on every device, and the state also has scalars.
         assert found[name] / count == pytest.approx(size, rel=0.05), name
     if adapters:
         assert found["adamw"] == pytest.approx(2 * found["adapters"], rel=0.05)

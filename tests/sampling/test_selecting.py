@@ -245,7 +245,7 @@ def test_prompts_are_read_once_and_those_of_unused_groups_come_again(config):
 
 
 def test_all_processes_keep_the_same_groups(config, pair):
-    """Each samples half of a round. The responses are exchanged as beside an update."""
+    """Each process samples half of a round. They exchange responses as they do during an update."""
     config.algorithms.batch_rules.max_sampling_rounds = 20
 
     def ids(source):

@@ -17,7 +17,7 @@ class Numbered:
 
 
 def test_counts_begin_with_the_first_step():
-    """Those of the setup belong to no row, and each other one to a single row."""
+    """Events of the setup belong to no row, and every other event belongs to one row."""
     first, second = itertools.count(), itertools.count(100)
     counts = (lambda: {"events": float(next(first))}, lambda: {"others": float(next(second))})
     source, position, rows = Counted(Numbered(), counts), (0, 0), []

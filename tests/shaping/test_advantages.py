@@ -46,7 +46,7 @@ METRICS = metrics_of([(1.0, 5, 30), (0.2, 6, 18), (-0.5, 3, 21), (0.6, 4.1, 22)]
 
 @pytest.fixture
 def unannotated():
-    """As in a run, where nothing checks annotations before our own errors."""
+    """Switches checks of annotations off, so that our own errors are raised as in a run."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

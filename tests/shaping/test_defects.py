@@ -81,7 +81,7 @@ def test_rewards_and_bonus_are_more_precise_than_bfloat16():
     assert len(np.unique(np.asarray(rewards.astype(jnp.bfloat16)))) == 1
     advantages = algorithms.group_relative_advantages(rewards)
     expected = np.array([[-1, 1]]) / np.sqrt(2)
-    # 2e-3: the estimator's epsilon of 1e-6 beside a deviation of 7e-4.
+    # 2e-3: the estimator's epsilon of 1e-6 compared with a deviation of 7e-4.
     np.testing.assert_allclose(advantages, expected, rtol=2e-3)
     # A bonus of about 1e-3 on an advantage of 1 is below that spacing as well.
     slightly = metrics_of([1.0, 1.0], [5.01, 5.01], [20.04, 20.04])

@@ -1,4 +1,4 @@
-"""Every option, alone and with every other, beside float64 loops over some steps."""
+"""Every option, alone and with every other, compared with float64 loops over some steps."""
 
 import dataclasses
 import itertools
@@ -281,7 +281,7 @@ def test_a_non_finite_response_gets_no_bonus_and_changes_no_other(broken, invali
 
 
 def test_zeros_are_of_short_responses_and_not_of_broken_ones():
-    # As metrics report a non-finite response: nothing is valid, and all values are 0.0.
+    # Metrics report a non-finite response like this: nothing is valid, and all values are 0.0.
     found = {name: np.array([3.0, 0.0, 0.0], np.float32) for name in shaping.INDICATORS}
     found["effective_rank"] = np.array([3.0, 3.0, 0.0], np.float32)
     found |= {f"{name}_valid": np.array([True, False, False]) for name in shaping.INDICATORS}

@@ -96,7 +96,7 @@ def test_invalid_responses_stay_out_of_the_mean():
     # Response 2 is not finite, response 3 has no ERA: neither is shaped, neither is a baseline.
     np.testing.assert_array_equal(state.baseline, [1, 2, 3])
     zeros = by_name.update_shaping_state(shaping.init_shaping_state(), metrics, invalid="zeros")
-    # Response 3 is too short and counts; response 2 is broken, whatever the option.
+    # Response 3 is too short and counts; response 2 is not finite and never counts.
     np.testing.assert_allclose(zeros.baseline, [1 / 2, 10 / 2, 12 / 2], rtol=1e-6)
     half = by_name.update_shaping_state(shaping.init_shaping_state(), metrics, mixing="half")
     np.testing.assert_allclose(half.baseline, [1, 19 / 3, 21 / 3], rtol=1e-6)

@@ -89,7 +89,7 @@ def test_pool_is_gone_with_its_process():
 
 
 def installed(monkeypatch, **versions):
-    """As if these distributions were installed, and no other."""
+    """Makes `importlib.metadata` report these distributions as installed, and no other."""
 
     def version(name):
         try:

@@ -330,7 +330,7 @@ def test_what_is_split_stays_split(case):
 
 @pytest.mark.slow
 def test_the_forward_pass_moves_and_gives_states_once():
-    """Beside the keys and values of the ring."""
+    """Apart from the ring's keys and values, only the states move between devices, once."""
     case = Case(alone("sequence", 4))
     (found,) = {f for f, _ in moved(case, "row_logprobs") if f.kind != "collective-permute"}
     rows, _, slots = sizes_of(case)

@@ -52,7 +52,7 @@ def config_with(**fields):
 
 
 def direction_of(choice, name="training", **more):
-    """Of a config; factors the arrays of small models too."""
+    """The direction of a config; Adafactor factors the arrays of small models too."""
     config = config_with(**CHOICES[choice], **more)
     if config.optimizer.name == "adafactor":
         config.optimizer.options.min_size_to_factor = 8
@@ -169,7 +169,8 @@ def test_three_updates_on_a_mesh_are_those_of_one_device(choice, settings):
         three_updates(choice, sizes, **settings) for sizes in (SPLIT, (1, 1, 1, 1))
     )
     np.testing.assert_allclose(losses, wanted_losses, atol=2e-4)
-    # Of three steps of up to 1e-2. As in test_mesh.py, gradients near 0 are divided by roundings.
+    # Three steps move a parameter by up to 1e-2 each. As in test_mesh.py, the steps of gradients
+    # near 0 are roundings divided by roundings.
     assert_near(trained.params, wanted.params, 2e-3)
     parts = zip(*map(jax.tree.leaves, (trained.params, wanted.params)), strict=True)
     far = [np.mean(np.abs(a - b) > 2e-4) for a, b in parts]

@@ -210,7 +210,7 @@ def test_every_token_is_computed_once_and_comes_back(lengths, options, density):
         np.testing.assert_array_equal(np.diff(columns[at]), 1)
         np.testing.assert_array_equal(flat["positions"][at], np.arange(length))
         assert len(set(flat["segment_ids"][at])) == 1
-    # The state that a slot takes is that of the token before, in the same segment.
+    # A slot takes the state of the token before it, in the same segment.
     at_sources = np.take_along_axis(rows.token_ids, rows.sources, axis=2)
     with_token = rows.response_ids > 0
     assert with_token.sum() == mask.sum()

@@ -75,7 +75,7 @@ def plan_of(options, num_shards=1):
 
 
 def make_batch(lengths=LENGTHS, seed=0, context=False, groups=()):
-    """Rows of the same width whatever the lengths; padding holds garbage.
+    """Rows of the same width for all lengths; padding holds garbage.
 
     With `context` about half of the response tokens are not the policy's. `groups` are slices of
     sequences that have the prompt of the first.
@@ -600,7 +600,7 @@ def test_parameters_and_optimiser_state_are_updated_in_place():
 
 @pytest.mark.slow
 def test_remat_trades_memory_as_its_names_say():
-    """Bytes that a micro-batch needs beside the parameters, of 8 layers."""
+    """Bytes that a micro-batch needs in addition to the parameters, with 8 layers."""
     temporary = {
         remat: compiled_update(
             make_policy(remat=remat, num_layers=8), response_tokens=60

@@ -129,7 +129,7 @@ def test_curves_of_one_run(run_of, opened):
     (curve,) = js(traces % "Quantities of your choice")
     assert curve["y"] == [3.5] * 12
 
-    # Values of the last training step stand beside the last evaluation.
+    # The table has values of the last training step and of the last evaluation.
     assert ["reward/mean", "0.1", "0.26", "+0.16"] in js("values('figure-table')")
     assert ["eval/sums/greedy_accuracy", "0.2", "0.36 ± 0.098", "+0.16"] in (
         js("values('figure-table')")
@@ -169,7 +169,7 @@ def test_responses_are_sorted_filtered_and_found(run_of, opened):
     assert js("byId('count').textContent") == "3 of 72 responses"
     js("find('')")
 
-    # A response opens its whole group beside it, with the prompt and its template.
+    # A click on a response shows its whole group, with the prompt and its template.
     js("choose('source', 'training'); sortBy('group'); all('#samples tr.sample')[1].click()")
     assert js("all('tr.detail .group > div').length") == 4
     assert js("all('tr.detail .group > div.chosen').length") == 1

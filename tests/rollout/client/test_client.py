@@ -530,7 +530,7 @@ def test_slow_consumer_is_no_stall(world):
 
 
 def test_late_duplicate_is_dropped_and_counted(world, monkeypatch):
-    # As if a reply were in transit while its sample was requested again.
+    # Each reply is put twice, like one that was in transit while its sample was requested again.
     client = world.client(world.replica(), world.replica())
     version = sync(client)
     requests, sampling = make_requests(2, 2), SamplingParams(16)

@@ -330,7 +330,7 @@ def test_jax_engine_samples_the_same_after_a_failure(world, tiny, fault):
         for sample_id, arrays in found.items():
             for array, known in zip(arrays, expected[sample_id]):
                 if fault == "states" and array.dtype == np.float32:
-                    # As in test_jax.py, where sums in another order give about 5e-6.
+                    # In test_jax.py, sums in another order give differences of about 5e-6.
                     np.testing.assert_allclose(array, known, rtol=5e-5, atol=5e-5)
                 else:
                     np.testing.assert_array_equal(array, known)

@@ -260,7 +260,7 @@ def test_an_annealed_temperature_counts_the_tokens_of_each_response(policy, para
         ):
             chosen = np.take_along_axis(scaled, rollout.response_ids[:, None], axis=1)[:, 0]
             expected = chosen - np.log(np.exp(scaled).sum(axis=1))
-            # As above, and logits divided by temperatures down to 0.2.
+            # Twice the tolerance of the first test: logits are divided by temperatures down to 0.2.
             np.testing.assert_allclose(logprobs, expected, atol=2e-4)
 
 
@@ -480,7 +480,7 @@ def test_no_response_waits_in_the_larger_parts(policy):
 @pytest.mark.slow
 def test_no_new_program_inside_a_bucket(policy, params, monkeypatch):
     """Other prompts of 9 to 13 tokens (one bucket) and other keys."""
-    monkeypatch.setattr(decoding, "MIN_BATCH", 8)  # whatever the number of running responses
+    monkeypatch.setattr(decoding, "MIN_BATCH", 8)  # for any number of running responses
 
     def run(seed, limit):
         requests = make_requests(2, 4, seed, shortest=9)
@@ -540,7 +540,7 @@ def test_programs_are_dropped_beyond_a_bound(policy, params, monkeypatch):
 
 @pytest.mark.slow
 def test_long_responses_widen_the_cache(policy, params):
-    """Past 128 response columns the cache grows; the numbers stay those of the full pass."""
+    """Past 128 response columns the cache grows; log-probabilities still equal the full pass."""
     with synced_client(policy, params, chunk=16) as (client, version):
         rollouts = list(client.generate(make_requests(2, 2), SamplingParams(150), version=version))
     assert {len(r.response_ids) for r in rollouts} == {150}
@@ -550,7 +550,7 @@ def test_long_responses_widen_the_cache(policy, params):
 
 @pytest.mark.slow
 def test_a_ring_that_wraps_grows_and_shrinks_changes_no_token(policy, params, monkeypatch):
-    """Rings of 16 to 48 columns, 20 ragged responses in 8 slots; beside one ring for all."""
+    """20 ragged responses in 8 slots: rings of 16 to 48 columns compared with one ring for all."""
     sampling = SamplingParams(48, temperature=0.8, eos_token_ids=(EOS,))
 
     def sample(first_columns):
@@ -596,7 +596,7 @@ def test_parts_of_a_call_give_the_tokens_of_the_whole(policy, params):
 
     whole, parts, again = (sampled_in(count) for count in (1, 2, 2))
     engine.close()
-    assert [r.sample_id for r in parts] == [r.sample_id for r in again]  # whatever the timing
+    assert [r.sample_id for r in parts] == [r.sample_id for r in again]  # for any timing
     assert as_bytes(parts) == as_bytes(again)
     parts = {rollout.sample_id: rollout for rollout in parts}
     assert len(parts) == len(whole) == 40
@@ -647,7 +647,7 @@ def test_responses_that_wait_begin_in_a_part_of_their_own(policy, params, monkey
     assert max(rows for rows, _ in shapes) == 8
     assert [columns for _, columns in shapes].count(8) >= 5  # each of the 5 parts begins so
     engine.close()
-    assert [r.sample_id for r in two] == [r.sample_id for r in again]  # whatever the timing
+    assert [r.sample_id for r in two] == [r.sample_id for r in again]  # for any timing
     assert as_bytes(one) == as_bytes(two) == as_bytes(again)
     assert len(two) == 40
     assert {r.sample_id: r.response_ids.tolist() for r in two} == {

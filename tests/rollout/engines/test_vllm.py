@@ -87,7 +87,7 @@ class Model:
 
     @torch.no_grad()
     def all_states(self, rollout, reference=None):
-        """Of the prompt's tokens, then of the response's."""
+        """The states of the prompt's tokens, then of the response's tokens."""
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         model = (reference or self.reference).model
         return model(torch.tensor(ids[None]).long()).last_hidden_state[0]
@@ -229,7 +229,7 @@ def first_stop(model, ids, stop_strings):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_stop_strings_end_responses_where_the_jax_engine_ends_them(client, model, temperature):
-    """Text over several tokens; greedy responses equal those of the JAX engine."""
+    """Stop strings lie over several tokens; greedy responses equal the JAX engine's responses."""
     version = model.sync(client, 0)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature)
     requests = requests_of(random_prompts(model, [1, 7, 30, 65, 130, 200], seed=5), 2)

@@ -27,7 +27,7 @@ LONG = SamplingParams(max_tokens=440, temperature=0.8)
     ],
 )
 def test_running_responses_meet_new_weights(tmp_path, in_flight):
-    """Every state is that of a forward pass under the weights that its token names."""
+    """Every state agrees with a forward pass under the weights that its token names."""
     models = [Model(tmp_path, tied=True, seed=seed) for seed in (0, 1)]
     flags = (
         f"--config.rollout.in_flight={in_flight}", "--config.rollout.vllm_max_num_seqs=8",
@@ -51,7 +51,7 @@ def test_running_responses_meet_new_weights(tmp_path, in_flight):
                 rollouts = call.result(timeout=60)
                 if any(len(r.versions) == 2 or r.finish_reason == "aborted" for r in rollouts):
                     break
-            # Of 60 responses, eight at a time, some are kept over an update and then aborted.
+            # 60 responses run, eight at a time; some are kept over an update and then aborted.
             call = pool.submit(generate, new, LONG, 10)
             time.sleep(0.5)
             again = models[0].sync(client, 100)

@@ -56,7 +56,7 @@ def test_what_cannot_have_8_bit_weights_is_refused(fields, message):
 
 @pytest.mark.soak
 def test_weights_are_rounded_again_at_every_update(tmp_path):
-    """States are those of the newest weights in 8 bits; the first ones come a second time."""
+    """States come from the newest weights in 8 bits; the first weights are sent a second time."""
     first, second = (Model(tmp_path, tied=True, seed=seed, scale=1.0) for seed in (0, 1))
     requests = requests_of(random_prompts(first, [1, 17, 60]), 2)
     sampling = dataclasses.replace(SAMPLING, max_tokens=32)

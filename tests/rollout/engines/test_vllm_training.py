@@ -27,9 +27,9 @@ FLAGS = (
     ids=["all parameters", "adapters"],
 )  # fmt: skip
 def test_a_run_with_a_vllm_child(tmp_path, fields):
-    """Weights reach vLLM at every step: its log-probabilities are those of the trained policy.
+    """Weights reach vLLM at every step: its log-probabilities agree with the trained policy.
 
-    Those of adapters are merged into their base for it.
+    The weights of adapters are merged into their base before they are sent.
     """
     result = run(
         "launch.train", *FLAGS, *fields, "--config.training.num_steps=3",

@@ -1,4 +1,4 @@
-"""The committed protobuf code is that of the .proto file, for any version of the generator."""
+"""The committed protobuf code matches the .proto file, for any version of the generator."""
 
 import pathlib
 

@@ -51,7 +51,7 @@ def chunks(monkeypatch):
 
 
 def mapped_before():
-    """As `mapped`, without what failed calls of earlier tests keep until Python collects it."""
+    """`mapped` after garbage collection, so that failed calls of earlier tests hold no file."""
     gc.collect()
     return mapped()
 

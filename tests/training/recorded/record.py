@@ -2,7 +2,7 @@
 
     python -m tests.training.recorded.record /recorded
 
-Makes `<format_version>/` beside this file: `checkpoints/3/`, a state whose arrays all differ from
+Makes `<format_version>/` next to this file: `checkpoints/3/`, a state whose arrays all differ from
 their initial values, and `expected.npz`, every array of that state by its path, saved without
 Orbax, and the data position. Run once when the format changes; what is recorded is never recorded
 again. The argument is a directory to write in first: Orbax puts its absolute path into the files.
@@ -46,7 +46,7 @@ def blank_state() -> TrainState:
 
 
 def recorded_state() -> TrainState:
-    """The state that is recorded: every array is random, whatever its meaning."""
+    """The state that is recorded: every array is random, without regard to its meaning."""
     random = np.random.default_rng(0)
 
     def fill(leaf):
