@@ -5,8 +5,7 @@
 
 Compiles the update for each of `CASES`, which takes minutes of a core each, and keeps what the
 compiler gave in the directory: a program that is there is not compiled again. `--before` has the
-programs that an earlier revision of this package gave. Weak scaling takes the work of a chip from
-the program of `SCALED`, and prices its collectives for the mesh of each number of chips.
+programs that an earlier revision of this package gave.
 """
 
 import argparse
@@ -37,22 +36,13 @@ class Case(NamedTuple):
 
 
 MODEL = "Qwen/Qwen2.5-7B"
-SCALED = Case("v5p:4x4x4", 2, 32, 1, "dots")
 CASES = (
     Case("v5p:4x4x4", 1, 64, 1, "full"),
-    SCALED,
+    Case("v5p:4x4x4", 2, 32, 1, "dots"),
     Case("v5e:8x8", 1, 64, 1, "full"),
     Case("v5e:8x8", 1, 32, 2, "full"),
 )
 ROWS, PROMPT, RESPONSE, MICRO = 4, 256, 768, 4  # per chip; tokens; micro-batches
-# Published sizes: layers, hidden, intermediate, heads, key-value heads, vocabulary.
-LARGER = {
-    "32B": (64, 5120, 27_648, 40, 8, 152_064),
-    "70B": (80, 8192, 28_672, 64, 8, 128_256),
-    "405B": (126, 16_384, 53_248, 128, 8, 128_256),
-}
-LONG_PROMPT, LONG_RESPONSE = 1024, 7168
-SCALING = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 
 
 def config_of(num_chips: int, case: Case | None = None):
@@ -148,58 +138,6 @@ def row(name: str, case: Case, kept: dict) -> list[str]:
     ]
 
 
-def scaling_rows(kept: dict) -> list[list[str]]:
-    """Weak scaling on v5p, from the program of 64 chips."""
-    from semrl_jax.planning import hlo, roofline
-    from semrl_jax.planning.chips import find_slice
-    from semrl_jax.planning.plan import on_chips
-
-    program, here = hlo.read(kept["text"], passes=MICRO), mesh_of(SCALED)
-    found = []
-    for num_chips, topology in SCALING.items():
-        where, fsdp = find_slice(topology), min(num_chips, SCALED.fsdp)
-        mesh = here | {"replica": num_chips // fsdp, "fsdp": fsdp}
-        there = on_chips(program, here, mesh)
-        times = roofline.times(there, where, places_of(where))
-        mfu = needed_flops() / times.total / where.chip.flops
-        sent = sum(one.sent_bytes for one in there.collectives) / 2**30
-        found.append(
-            [f"{num_chips} ({topology})", f"{mesh['replica']} x {fsdp}", f"{sent:.0f}",
-             f"{times.total:.2f}", f"{mfu:.1%}", times.bound]
-        )  # fmt: skip
-    return found
-
-
-def larger_rows() -> list[list[str]]:
-    """The smallest slice of each generation with a mesh for each size, by closed forms alone."""
-    from semrl_jax.models import random_config
-    from semrl_jax.planning.chips import CHIPS, find_slice
-    from semrl_jax.planning.plan import candidates
-
-    found = []
-    for (name, sizes), chip in itertools.product(LARGER.items(), CHIPS.values()):
-        layers, hidden, intermediate, heads, kv_heads, vocab_size = sizes
-        architecture = random_config(
-            "llama", num_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=128, vocab_size=vocab_size,
-            tie_embeddings=False, max_position_embeddings=LONG_PROMPT + LONG_RESPONSE,
-        )  # fmt: skip
-        line = [name, f"{chip.name}: none", "", "", ""]
-        for shape in chip.topologies:
-            where = find_slice(f"{chip.name}:{shape}")
-            config = config_of(where.num_chips)
-            config.rollout.max_prompt_tokens = LONG_PROMPT
-            config.rollout.max_response_tokens = LONG_RESPONSE
-            if fitting := candidates(config, where, architecture):
-                best = fitting[0]
-                mesh = " x ".join(str(best.mesh[axis]) for axis in ("replica", "fsdp", "tensor"))
-                used = f"{best.num_bytes / 2**30:.0f} of {chip.hbm_bytes / 2**30:.0f}"
-                line = [name, where.name, mesh, best.remat, used]
-                break
-        found.append(line)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("build/plans"))
@@ -213,8 +151,6 @@ def main() -> None:
         rows.append(row("", case, compiled(case, arguments.directory)))
     header = ("slice", "replica x fsdp x tensor", "remat", "gathered, GiB", "summed", "scattered",
               "HBM, GiB", "TFLOP", "chip, s", "ICI, s", "total, s", "MFU", "bound")  # fmt: skip
-    scaling = scaling_rows(compiled(SCALED, arguments.directory))
-    larger = ("model", "smallest slice", "replica x fsdp x tensor", "remat", "HBM, GiB")
     tokens = ROWS * (PROMPT + RESPONSE)
     text = f"""
 Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, {MICRO}
@@ -233,16 +169,6 @@ reference. All figures are per chip and optimiser step. *Chip* is the roofline o
   either, and the v5p compiler gathers by sums too. If `fsdp` is one axis of several and its parts
   fill tiles, every kernel is gathered, and every gradient scattered. What is then summed are
   gradients over replicas, and states over `tensor`.
-
-Weak scaling, priced from the program of {SCALED.topology} with {SCALED.replica} x {SCALED.fsdp} and
-`remat={SCALED.remat}`: the same work per chip, at most {SCALED.fsdp} shards.
-
-{results.table(("chips", "replica x fsdp", "sent, GiB", "s", "MFU", "bound"), scaling)}
-
-Larger models, by the closed forms of `--search` alone, nothing compiled: sequences of
-{LONG_PROMPT} + {LONG_RESPONSE} tokens, at least one per data shard.
-
-{results.table(larger, larger_rows())}
 """
     results.show("TPU slices, planned", text, arguments.json)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -28,7 +25,6 @@ from semrl_jax.runs.memory import num_parameters
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.support.errors import UserError
-from semrl_jax.training.memory import update_bytes
 from semrl_jax.training.plan import UPDATE
 
 STATE_BYTES_PER_PARAMETER = 16  # parameter, two Adam moments, sum of gradients
@@ -326,171 +322,6 @@ def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
         found.append("rollout.jax_tensor_parallelism=-1: the engine's weights are split")
     larger = smallest_that_holds(2 * plan.slice_.hbm_bytes)
     return [*found, f"a larger slice: {' or '.join(larger)}"] if larger else found
-
-
-class Candidate(NamedTuple):
-    """A mesh and settings with their estimates from closed forms, before anything is compiled."""
-
-    mesh: Mapping[str, int]
-    remat: str
-    micro_batch_size: int
-    num_bytes: float | int
-    seconds: float | int
-
-    def put_into(self, config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-        """A copy of the config with these values."""
-        config = config.copy_and_resolve_references()
-        for axis, size in self.mesh.items():
-            config.mesh[axis] = size
-        config.model.remat = self.remat
-        config.training.micro_batch_size = self.micro_batch_size
-        config.training.micro_batch_tokens = 0
-        config.training.pack_sequences = False
-        return config
-
-
-def candidates(
-    config: ml_collections.ConfigDict, where: Slice, architecture: models.DecoderConfig
-) -> list[Candidate]:
-    """All meshes, remat policies and micro-batches that the model permits, best estimate first."""
-    found = []
-    for mesh in _meshes(where.num_chips, architecture):
-        shards = mesh["replica"] * mesh["fsdp"]
-        responses = config.training.prompts_per_minibatch * config.rollout.group_size
-        for remat, rows in itertools.product(models.REMAT_POLICIES, (1, 2, 4, 8)):
-            if rows * shards <= max(responses, shards):
-                found.append(_estimate(config, where, architecture, mesh, remat, rows))
-    fitting = [one for one in found if one.num_bytes <= where.chip.hbm_bytes]
-    return sorted(fitting, key=lambda one: one.seconds)
-
-
-def _meshes(num_chips: int, architecture: models.DecoderConfig) -> Iterator[Mapping[str, int]]:
-    heads = architecture.num_heads * architecture.head_dim
-    experts, inner = architecture.experts, [architecture.intermediate_size]
-    if experts is not None:
-        inner = inner if experts.dense_layers else []
-        inner.append(experts.intermediate_size)
-    for tensor, replica in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64)):
-        fsdp, rest = divmod(num_chips, tensor * replica)
-        if rest or not fsdp:
-            continue
-        keys = architecture.num_kv_heads * architecture.head_dim
-        by_tensor = (architecture.num_heads, heads, keys, *inner)
-        sizes = architecture.hidden_size, heads // tensor, *(size // tensor for size in inner)
-        if any(size % tensor for size in (*by_tensor, architecture.vocab_size)):
-            continue
-        if not any(size % fsdp for size in sizes):
-            yield {"replica": replica, "fsdp": fsdp, "sequence": 1, "tensor": tensor, "expert": 1}
-
-
-def _estimate(config, where, architecture, mesh, remat, rows) -> Candidate:
-    rollout, chip = config.rollout, where.chip
-    length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    shards, tensor = mesh["replica"] * mesh["fsdp"], mesh["tensor"]
-    responses = config.training.prompts_per_minibatch * rollout.group_size
-    num_micro = -(-responses // (rows * shards))
-    trained = num_adapters(config, architecture)
-    count = (trained or num_parameters(architecture)) / (mesh["fsdp"] * tensor)
-    width = 2 if config.model.compute_dtype == "bfloat16" else 4
-    state = state_bytes(config, architecture) / (mesh["fsdp"] * tensor)
-    # Activations and logits of the estimate for float32, without its parameters.
-    slots = rows * rollout.max_response_tokens
-    activations = update_bytes(
-        architecture, remat, 0, num_rows=rows, num_columns=length, num_slots=0, platform="tpu"
-    )
-    activations *= width / 4 / tensor
-    # A layer, and the output matrix with its gradient, as they are gathered.
-    layer = width * roofline.layer_parameters(architecture) / tensor
-    matrix = width * architecture.hidden_size * architecture.vocab_size / tensor
-    num_bytes = state + activations + 3 * layer + 3 * matrix
-    needed = roofline.products(
-        architecture,
-        num_tokens=rows * length,
-        num_columns=length,
-        num_slots=slots,
-        num_adapters=trained,
-    )
-    again = {"none": 0.0, "dots": 0.1, "full": 1.0}[remat]
-    compute = (needed.training + again * needed.forward) / tensor / chip.flops
-    links = chip.num_links * chip.link_bandwidth
-    gathered = 0.0
-    if mesh["fsdp"] > 1:
-        gathered = 3 * (architecture.num_layers * layer + matrix) * (1 - 1 / mesh["fsdp"])
-    states = width * rows * length * architecture.hidden_size * architecture.num_layers
-    summed = 2 * (1 - 1 / tensor) * states * (4 + 2 * (remat == "full"))
-    # Added: without flags of its own, the compiler overlaps little of it.
-    seconds = num_micro * (compute + (gathered + summed) / links)
-    if mesh["replica"] > 1:
-        seconds += 2 * 4 * count / links
-    return Candidate(mesh, remat, rows * shards, num_bytes, seconds)
-
-
-def search(
-    config: ml_collections.ConfigDict,
-    where: Slice,
-    architecture: models.DecoderConfig,
-    count: int,
-    progress: Callable[[str], None],
-) -> list[Plan]:
-    """Compiles the update of the candidates with the best estimates; the fastest that fits first.
-
-    Raises:
-      UserError: if no candidate is estimated to fit.
-    """
-    found = candidates(config, where, architecture)
-    # Of each mesh and policy, the best micro-batch: the others would differ little.
-    best = {(*one.mesh.values(), one.remat): one for one in reversed(found)}
-    found = sorted(best.values(), key=lambda one: one.seconds)
-    if not found:
-        raise UserError(
-            f"--search: no mesh of --topology={where.name} is estimated to hold "
-            f"{config.model.path}; choose a larger slice."
-        )
-    progress(f"{len(found)} candidates are estimated to fit; compiling the best {count}")
-    plans = [
-        make_plan(one.put_into(config), where, architecture, progress, names=("update",))
-        for one in found[:count]
-    ]
-    return sorted(plans, key=lambda plan: plan.step.total if plan.step else math.inf)
-
-
-def on_chips(
-    program: hlo.Program, mesh: Mapping[str, int], larger: Mapping[str, int]
-) -> hlo.Program:
-    """The same work of a chip, with the collectives of a mesh of other sizes.
-
-    Gathered layers have the same size on every mesh, and their gradients' parts are divided by
-    `fsdp`. With replicas, each part is summed over them. The gradient of the embedding, whose parts
-    are summed too, is left out.
-    """
-    found = []
-    for one in program.collectives:
-        axes, arrays = one.axes(mesh), one.arrays
-        members = _members_along(axes, larger)
-        if one.kind == "reduce-scatter":
-            scale = len(one.members) / len(members)
-            arrays = tuple(
-                (dtype, (math.ceil(math.prod(shape) * scale),)) for dtype, shape in arrays
-            )
-        moved = dataclasses.replace(one, arrays=arrays, group=len(members), members=members)
-        if len(members) > 1:
-            found.append(moved)
-        if one.kind == "reduce-scatter" and larger["replica"] > mesh["replica"] == 1:
-            members = _members_along(("replica",), larger)
-            found.append(
-                dataclasses.replace(moved, kind="all-reduce", group=len(members), members=members)
-            )
-    return hlo.Program(tuple(found), program.work)
-
-
-def _members_along(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The devices of the group of device 0 along the axes."""
-    sizes = list(mesh.values())
-    strides = {axis: math.prod(sizes[index + 1 :]) for index, axis in enumerate(mesh)}
-    members = [0]
-    for axis in axes:
-        members = [m + strides[axis] * i for m in members for i in range(mesh[axis])]
-    return tuple(members)
 
 
 def _gib(num_bytes: float | int) -> str:

@@ -1,9 +1,6 @@
-"""A plan as tables of at most 100 columns, and as a picture."""
+"""A plan as tables of at most 100 columns."""
 
 from __future__ import annotations
-
-import pathlib
-from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -130,62 +127,3 @@ def _async_share(part: ProgramPlan, kind: str, axes: str) -> float | int:
     ]
     total = sum(one.sent_bytes for one in own)
     return sum(one.sent_bytes for one in own if one.is_async) / total if total else 0
-
-
-def search_table(plans: Sequence[Plan]) -> Table:
-    """Compiled candidates, best first."""
-    table = Table(title="Compiled candidates, fastest first")
-    for name in ("replica", "fsdp", "tensor", "remat", "micro-batch", "GiB", "update, s", "MFU"):
-        table.add_column(name, justify="left" if name == "remat" else "right")
-    table.add_column("bound")
-    for plan in plans:
-        update = plan.programs["update"]
-        times = update.times
-        table.add_row(
-            *(str(plan.mesh[axis]) for axis in ("replica", "fsdp", "tensor")),
-            plan.settings["remat"],
-            str(plan.settings["micro_batch_size"]),
-            f"{plan.peak_bytes / GIB:.2f}" + ("" if plan.fits else " (too much)"),
-            f"{times.total:.3g}" if times else "",
-            f"{update.mfu(plan.slice_.chip.flops):.1%}" if times else "",
-            times.bound if times else "",
-        )
-    return table
-
-
-def draw(plan: Plan, file: pathlib.Path) -> None:
-    """Writes a picture: memory of a chip by kind beside its limit, and times at each limit."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = list(plan.programs)
-    compiled = [part.compiled for part in plan.programs.values()]
-    kinds = dict.fromkeys(kind for one in compiled for kind in one.arguments)
-    parts = {kind: [one.arguments.get(kind, 0) for one in compiled] for kind in kinds}
-    parts["gradients, temporaries"] = [
-        one.used - sum(one.arguments.values()) if one.used else one.temporary for one in compiled
-    ]
-    parts["outputs, code"] = [one.output + one.code for one in compiled]
-    bottom = [0.0] * len(names)
-    for kind, sizes in parts.items():
-        heights = [size / GIB for size in sizes]
-        left.bar(names, heights, bottom=bottom, label=kind, width=0.5)
-        bottom = [a + b for a, b in zip(bottom, heights)]
-    left.axhline(plan.capacity / GIB, color="black", linestyle="--", label="HBM of a chip")
-    left.set(ylabel="GiB per chip", title=f"{plan.slice_.name}: memory")
-    left.legend(fontsize=8)
-    shown = [(name, part) for name, part in plan.programs.items() if part.times is not None]
-    limits = {"compute": "compute", "HBM": "hbm", "ICI": "ici", "predicted": "total"}
-    width = 0.8 / max(len(shown), 1)
-    for index, (name, part) in enumerate(shown):
-        places = [i + index * width - 0.4 + width / 2 for i in range(len(limits))]
-        values = [getattr(part.times, field) for field in limits.values()]
-        bars = right.bar(places, values, width * 0.9, label=name)
-        right.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=7)
-    right.set_xticks(range(len(limits)), list(limits))
-    right.set(ylabel="seconds per run", title="time at each limit")
-    right.margins(y=0.12)
-    if shown:
-        right.legend(fontsize=8)
-    figure.savefig(file, dpi=150)

@@ -70,25 +70,12 @@ def products(
 
 def active_parameters(architecture: DecoderConfig) -> int:
     """Numbers in the kernels of all layers that one token meets: of experts, only its own."""
-    experts = architecture.experts
-    return _kernels(architecture, 0 if experts is None else experts.experts_per_token)
-
-
-def layer_parameters(architecture: DecoderConfig) -> float:
-    """Numbers in the kernels of one layer, all experts among them; the mean if layers differ."""
-    experts = architecture.experts
-    count = _kernels(architecture, 0 if experts is None else experts.num_experts)
-    return count / architecture.num_layers
-
-
-def _kernels(architecture: DecoderConfig, num_experts: int) -> int:
-    """Numbers in the kernels of all layers, of which those with experts have so many."""
     heads = architecture.num_heads * architecture.head_dim
     kv_heads = architecture.num_kv_heads * architecture.head_dim
     experts, num_dense, mixture = architecture.experts, architecture.num_layers, 0
     if experts is not None:
         num_dense = len(set(experts.dense_layers))
-        mixture = experts.num_experts + 3 * num_experts * experts.intermediate_size
+        mixture = experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size
     return architecture.hidden_size * (
         architecture.num_layers * (2 * heads + 2 * kv_heads)
         + num_dense * 3 * architecture.intermediate_size

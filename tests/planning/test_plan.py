@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 
 import jax
 import pytest
@@ -70,40 +69,14 @@ def test_the_state_of_adapters_is_that_of_the_base(monkeypatch):
     monkeypatch.setattr(plan, "check_compiler", lambda: None)
     config = config_of()
     config.lora.rank, config.lora.base_dtype = 16, "bfloat16"
-    where, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
+    _, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
     assert 2 < plan.state_bytes(config, architecture) / plan.num_parameters(architecture) < 2.1
-    assert plan.candidates(config, where, architecture)
-
-
-def test_meshes_of_mixtures_of_experts(tmp_path):
-    """Their sizes are those of the slice, whatever the config's own mesh is."""
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
-    config, where = config_of(tmp_path), find_slice("v5e:2x2")
-    config.mesh.expert = 2
-    found = plan.candidates(config, where, plan.find_architecture(str(tmp_path)))
-    assert {one.mesh["tensor"] for one in found} == {1, 2}  # 4 does not divide the experts' width
-    for one in found:
-        assert math.prod(one.put_into(config).mesh.values()) == 4
 
 
 def test_without_the_compiler_the_line_has_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '.\[tpu\]'"):
         programs.check_compiler()
-
-
-def test_candidates_fit_and_are_sorted():
-    where = find_slice("v5p:4x4x4")
-    _, architecture = where, plan.find_architecture("Qwen/Qwen2.5-7B")
-    config = config_of()
-    config.model.compute_dtype = "bfloat16"
-    config.data.prompts_per_step = config.training.prompts_per_minibatch = 64
-    found = plan.candidates(config, where, architecture)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert all(one.num_bytes <= where.chip.hbm_bytes for one in found)
-    assert {one.mesh["fsdp"] * one.mesh["replica"] * one.mesh["tensor"] for one in found} == {64}
-    changed = found[0].put_into(config)
-    assert changed.model.remat == found[0].remat and changed.mesh.fsdp == found[0].mesh["fsdp"]
 
 
 def test_the_weights_of_the_decode_program_have_single_layers():
@@ -169,14 +142,13 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_compiler
 def test_a_small_model_on_a_slice(tmp_path):
-    found = planned(tmp_path, "v5e:2x4", "--programs=update", f"--plot={tmp_path / 'plan.png'}")
+    found = planned(tmp_path, "v5e:2x4", "--programs=update")
     update = found["programs"]["update"]
     assert found["fits"] and found["chips"] == 8 and found["mesh"]["fsdp"] == 8
     # remat "dots" computes more than needed; blocks of attention are not skipped.
     assert 1.0 < update["flops"] / update["needed_flops"] < 1.6
     kinds = {one["kind"] for one in update["collectives"] if one["sent_bytes"] > 1e6}
     assert {"all-gather", "reduce-scatter"} <= kinds
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from semrl_jax.models import DecoderConfig
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import PUBLISHED, find_architecture
 from semrl_jax.planning.chips import find_slice
-from semrl_jax.planning.plan import on_chips
 from semrl_jax.runs.memory import num_parameters
 
 CUBE = find_slice("v5p:4x4x4")
@@ -71,16 +70,3 @@ def test_what_bounds_a_program(flops, moved, is_async, bound, total):
     program = hlo.Program((gather,), (hlo.Work(flops, moved, 1, ""),))
     found = roofline.times(program, CUBE, PLACES)
     assert found.bound == bound and found.total == pytest.approx(total)
-
-
-def test_collectives_on_more_chips():
-    mesh = {"replica": 1, "fsdp": 4, "sequence": 1, "tensor": 1}
-    gather = hlo.Collective("all-gather", (("bf16", (64,)),), 4, 3, "", (0, 1, 2, 3))
-    scatter = hlo.Collective("reduce-scatter", (("bf16", (16,)),), 4, 3, "", (0, 1, 2, 3))
-    program = hlo.Program((gather, scatter), ())
-    there = on_chips(program, mesh, mesh | {"fsdp": 8})
-    assert [one.group for one in there.collectives] == [8, 8]
-    assert [one.num_bytes for one in there.collectives] == [128, 128]
-    alone = on_chips(program, mesh, mesh | {"fsdp": 1, "replica": 4})
-    (summed,) = alone.collectives
-    assert (summed.kind, summed.num_bytes, summed.members) == ("all-reduce", 128, (0, 1, 2, 3))
