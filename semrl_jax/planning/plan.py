@@ -9,25 +9,18 @@ import ml_collections
 
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import load_algorithm
+from semrl_jax.models.of_config import lora_of
 from semrl_jax.planning import hlo, roofline
 from semrl_jax.planning.architectures import find_architecture
 from semrl_jax.planning.chips import Slice, find_slice, smallest_that_holds
-from semrl_jax.planning.programs import (
-    Compiled,
-    Programs,
-    check_compiler,
-    engine_mesh,
-    lora_of,
-    trainer_mesh,
-)
+from semrl_jax.planning.programs import Compiled, Programs, check_compiler, devices_of
 from semrl_jax.runs.config import validate
-from semrl_jax.runs.memory import num_parameters
+from semrl_jax.runs.memory import num_parameters, num_trained, per_parameter, size_text, width
 from semrl_jax.runs.setup import check_context, check_micro_batches
 from semrl_jax.sampling.replicas import is_embedded
 from semrl_jax.support.errors import UserError
 from semrl_jax.training.plan import UPDATE
 
-STATE_BYTES_PER_PARAMETER = 16  # parameter, two Adam moments, sum of gradients
 KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
 
 
@@ -40,7 +33,6 @@ class ProgramPlan(NamedTuple):
       times: its roofline; None if it does not fit.
       runs: executions in one training step.
       flops: of one chip and one run, by the closed form: what the algorithm needs.
-      mesh: of the program; the engine has its own.
     """
 
     compiled: Compiled
@@ -48,7 +40,6 @@ class ProgramPlan(NamedTuple):
     times: roofline.Times | None
     runs: float | int
     flops: float | int
-    mesh: Mapping[str, int]
 
     def mfu(self, peak: float | int) -> float | int:
         """Share of the chips' peak that the needed products take."""
@@ -64,9 +55,8 @@ class Plan(NamedTuple):
       settings: remat and size of a micro-batch.
       num_parameters: of the policy.
       programs: by name.
-      capacity: bytes of HBM of a chip.
       advice: what to change; empty if it fits.
-      held: bytes of a chip beside all programs, by kind.
+      held: bytes of a chip that stay and that no program takes, by kind.
     """
 
     slice_: Slice
@@ -74,7 +64,6 @@ class Plan(NamedTuple):
     settings: Mapping[str, Any]
     num_parameters: int
     programs: Mapping[str, ProgramPlan]
-    capacity: float | int
     advice: Sequence[str]
     held: Mapping[str, int] = {}
 
@@ -92,7 +81,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.capacity
+        return self.peak_bytes <= self.slice_.chip.hbm_bytes
 
     @property
     def step(self) -> roofline.Times | None:
@@ -115,7 +104,7 @@ class Plan(NamedTuple):
             **self.settings,
             "parameters": self.num_parameters,
             "fits": self.fits,
-            "hbm_bytes": self.capacity,
+            "hbm_bytes": self.slice_.chip.hbm_bytes,
             "peak_bytes": self.peak_bytes,
             "held_bytes": dict(self.held),
             "step_s": step and step.total,
@@ -149,7 +138,7 @@ class Plan(NamedTuple):
             "collectives": [
                 {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent}
                 for (kind, axes), (times, sent) in hlo.by_kind_and_axis(
-                    part.program.collectives, part.mesh
+                    part.program.collectives, compiled.mesh.shape
                 ).items()
             ],
         }
@@ -185,8 +174,9 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
         holds = smallest_that_holds(needed)
         fitting = f"it fits into {' or '.join(holds)}" if holds else "no slice holds it"
         raise UserError(
-            f"--topology={where.name} has {_gib(where.hbm_bytes)} of memory, and the state of "
-            f"{config.model.path} takes {_gib(needed)}; {fitting}, if its mesh splits everything."
+            f"--topology={where.name} has {size_text(where.hbm_bytes)} of memory, and the state of "
+            f"{config.model.path} takes {size_text(needed)}; {fitting}, if its mesh splits "
+            "everything."
         )
     return where, architecture
 
@@ -194,12 +184,14 @@ def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, mode
 def state_bytes(
     config: ml_collections.ConfigDict, architecture: models.DecoderConfig
 ) -> float | int:
-    """Bytes of all chips: what is trained, and the frozen base of adapters."""
-    lora, count = lora_of(config, architecture), num_parameters(architecture)
-    if lora is None:
-        return STATE_BYTES_PER_PARAMETER * count
-    base = (2 if config.lora.base_dtype == "bfloat16" else 4) * count
-    return base + STATE_BYTES_PER_PARAMETER * models.peft.num_parameters(architecture, lora)
+    """Bytes of all chips: what is trained with its gradients, and the frozen base of adapters."""
+    lora = lora_of(config, architecture)
+    per = per_parameter(config, "training", models.Policy(architecture), lora)
+    state = 0 if "optimizer" in config.training.offload else per.state
+    size = (2 * per.parameter + state) * num_trained(architecture, lora)
+    if lora is not None:
+        size += width(config.lora.base_dtype) * num_parameters(architecture)
+    return size
 
 
 def make_plan(
@@ -219,7 +211,7 @@ def make_plan(
     Raises:
       UserError: if the mesh fits neither the slice nor the model.
     """
-    mesh = trainer_mesh(config, where)
+    mesh = models.make_mesh(config.mesh.to_dict(), devices_of(where))
     models.check_mesh(architecture, mesh)
     check_micro_batches("training", config.training, mesh)
     programs = Programs(config, architecture, where, mesh)
@@ -233,16 +225,9 @@ def make_plan(
         if name in makers:
             progress(f"compiling {name} for {where.name}")
             found[name] = _planned(makers[name](), programs)
-    plan = Plan(
-        where,
-        dict(mesh.shape),
-        {"remat": config.model.remat, "micro_batch_size": _rows(config)},
-        num_parameters(architecture),
-        found,
-        where.chip.hbm_bytes,
-        (),
-        programs.held(),
-    )
+    settings = {"remat": config.model.remat, "micro_batch_size": _rows(config)}
+    count = num_parameters(architecture)
+    plan = Plan(where, dict(mesh.shape), settings, count, found, (), programs.held())
     return plan if plan.fits else plan._replace(advice=advice(config, plan))
 
 
@@ -254,75 +239,63 @@ def _rows(config: ml_collections.ConfigDict) -> int | str:
 
 
 def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
-    where, rollout = programs.slice_, programs.config.rollout
-    mesh = programs.mesh
+    """Reads a program, and says what the algorithm needs of it by the closed form."""
+    rollout, mesh, adapters = programs.config.rollout, compiled.mesh, 0
     if compiled.name == "decode":
-        mesh = engine_mesh(programs)
         count = min(rollout.jax_max_batch, programs.config.training.responses_per_step)
-        tokens = count * compiled.passes
-        columns = rollout.max_prompt_tokens + rollout.max_response_tokens
-        # A token attends to half of the columns of the whole response, as in a causal pass.
-        flops = (
-            roofline.products(
-                programs.architecture, num_tokens=tokens, num_columns=columns, num_slots=tokens
-            ).forward
-            / mesh.size
-        )
+        tokens = slots = count * compiled.passes
         runs = rollout.max_response_tokens / compiled.passes
     else:
         layout = programs.layout()
-        tokens = layout.shard_tokens.sum()
-        needed = roofline.products(
-            programs.architecture,
-            num_tokens=tokens,
-            num_columns=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            num_slots=(layout.slots >= 0).sum(),
-            num_adapters=num_adapters(programs.config, programs.architecture),
-        )
-        flops = needed.forward
-        if compiled.name == "update":
-            flops = needed.training
-            if programs.passes.reference == UPDATE:
-                flops += needed.forward - needed.adapters
-        flops /= where.num_chips
+        tokens, slots = layout.shard_tokens.sum(), (layout.slots >= 0).sum()
         runs = programs.num_updates
-    if not compiled.text:
-        return ProgramPlan(compiled, None, None, runs, flops, mesh.shape)
-    program = hlo.read(compiled.text, passes=compiled.passes)
-    places = [tuple(device.coords) for device in mesh.devices.flat]
-    times = roofline.times(program, where, places)
-    return ProgramPlan(compiled, program, times, runs, flops, mesh.shape)
-
-
-def num_adapters(config: ml_collections.ConfigDict, architecture: models.DecoderConfig) -> int:
-    """Parameters of adapters; 0 if all parameters are trained."""
-    lora = lora_of(config, architecture)
-    return 0 if lora is None else models.peft.num_parameters(architecture, lora)
+        if programs.lora is not None:
+            adapters = models.peft.num_parameters(programs.architecture, programs.lora)
+    needed = roofline.products(
+        programs.architecture,
+        num_tokens=tokens,
+        # A decoded token attends to half of the columns of the whole response, as in a causal pass.
+        num_columns=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        num_slots=slots,
+        num_adapters=adapters,
+    )
+    flops = needed.forward
+    if compiled.name == "update":
+        flops = needed.training
+        if programs.passes.reference == UPDATE:
+            flops += needed.forward - needed.adapters
+    program = times = None
+    if compiled.text:
+        program = hlo.read(compiled.text, passes=compiled.passes)
+        places = [tuple(device.coords) for device in mesh.devices.flat]
+        times = roofline.times(program, programs.slice_, places)
+    return ProgramPlan(compiled, program, times, runs, flops / mesh.size)
 
 
 def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
     """What makes it smaller, by the size of what it reduces."""
-    update, found = plan.programs["update"].compiled, []
-    state = sum(update.arguments.get(kind, 0) for kind in ("parameters", "optimiser"))
-    if plan.mesh["replica"] > 1:
-        found.append(f"mesh.replica=1: the state ({_gib(state)} per chip) is then split further")
-    if config.training.micro_batch_tokens or plan.mesh["fsdp"] * plan.mesh["replica"] < (
-        config.training.micro_batch_size
-    ):
-        found.append("a smaller training.micro_batch_size or micro_batch_tokens: fewer activations")
-    if config.model.remat != "full":
-        found.append("model.remat=full: the backward pass computes activations again")
-    if update.arguments.get("reference") and config.model.reference_dtype == "float32":
-        found.append("model.reference_dtype=bfloat16: half of the reference")
-    if "base" in update.arguments and config.lora.base_dtype == "float32":
-        found.append("lora.base_dtype=bfloat16: half of the frozen base")
-    if plan.mesh["tensor"] == 1:
-        found.append("mesh.tensor=2: half of the activations of heads and features")
-    if "decode" in plan.programs and config.rollout.jax_tensor_parallelism == 1:
-        found.append("rollout.jax_tensor_parallelism=-1: the engine's weights are split")
+    update, mesh = plan.programs["update"].compiled.arguments, plan.mesh
+    state = size_text(sum(update.get(kind, 0) for kind in ("parameters", "optimiser")))
+    are_rows_left = mesh["fsdp"] * mesh["replica"] < config.training.micro_batch_size
     larger = smallest_that_holds(2 * plan.slice_.hbm_bytes)
-    return [*found, f"a larger slice: {' or '.join(larger)}"] if larger else found
-
-
-def _gib(num_bytes: float | int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+    ways = {
+        f"mesh.replica=1: the state ({state} per chip) is then split further": mesh["replica"] > 1,
+        "a smaller training.micro_batch_size or micro_batch_tokens: fewer activations": (
+            config.training.micro_batch_tokens or are_rows_left
+        ),
+        "model.remat=full: the backward pass computes activations again": (
+            config.model.remat != "full"
+        ),
+        "model.reference_dtype=bfloat16: half of the reference": (
+            update.get("reference") and config.model.reference_dtype == "float32"
+        ),
+        "lora.base_dtype=bfloat16: half of the frozen base": (
+            "base" in update and config.lora.base_dtype == "float32"
+        ),
+        "mesh.tensor=2: half of the activations of heads and features": mesh["tensor"] == 1,
+        "rollout.jax_tensor_parallelism=-1: the engine's weights are split": (
+            "decode" in plan.programs and config.rollout.jax_tensor_parallelism == 1
+        ),
+        f"a larger slice: {' or '.join(larger)}": larger,
+    }
+    return [way for way, helps in ways.items() if helps]

@@ -12,7 +12,7 @@ GIB = 2**30
 
 def headline(plan: Plan) -> list[str]:
     """What to know first: whether it fits, how fast it is, what bounds it."""
-    used, limit = plan.peak_bytes / GIB, plan.capacity / GIB
+    used, limit = plan.peak_bytes / GIB, plan.slice_.chip.hbm_bytes / GIB
     mesh = " ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1)
     chips = f"{plan.slice_.num_chips} chips, {mesh}" if mesh else "1 chip"
     settings = f"remat {plan.settings['remat']}, micro-batch {plan.settings['micro_batch_size']}"
@@ -61,7 +61,7 @@ def memory_table(plan: Plan) -> Table:
     row("code", [one.code for one in compiled])
     row("total", [one.total for one in compiled])
     for kind, size in plan.held.items():
-        row(f"beside: {kind}", [size] * len(compiled))
+        row(f"stays: {kind}", [size] * len(compiled))
     return table
 
 
@@ -109,7 +109,7 @@ def collective_table(plan: Plan) -> Table:
     for name, part in plan.programs.items():
         if part.program is None:
             continue
-        found = hlo.by_kind_and_axis(part.program.collectives, part.mesh)
+        found = hlo.by_kind_and_axis(part.program.collectives, part.compiled.mesh.shape)
         for (kind, axes), (times, sent) in sorted(found.items(), key=lambda item: -item[1][1]):
             share = _async_share(part, kind, axes)
             table.add_row(name, kind, axes, f"{times}", _short(sent / GIB), f"{share:.0%}")
@@ -123,7 +123,7 @@ def _async_share(part: ProgramPlan, kind: str, axes: str) -> float | int:
     own = [
         one
         for one in part.program.collectives
-        if one.kind == kind and ("+".join(one.axes(part.mesh)) or "?") == axes
+        if one.kind == kind and ("+".join(one.axes(part.compiled.mesh.shape)) or "?") == axes
     ]
     total = sum(one.sent_bytes for one in own)
     return sum(one.sent_bytes for one in own if one.is_async) / total if total else 0

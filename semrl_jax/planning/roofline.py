@@ -6,10 +6,12 @@ products and transformers, for the formulas and for the cost of collectives on a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from semrl_jax.models import DecoderConfig
+from semrl_jax.models.weights import hf_tensors
 from semrl_jax.planning.chips import Slice
 from semrl_jax.planning.hlo import Collective, Program
 
@@ -70,16 +72,12 @@ def products(
 
 def active_parameters(architecture: DecoderConfig) -> int:
     """Numbers in the kernels of all layers that one token meets: of experts, only its own."""
-    heads = architecture.num_heads * architecture.head_dim
-    kv_heads = architecture.num_kv_heads * architecture.head_dim
-    experts, num_dense, mixture = architecture.experts, architecture.num_layers, 0
-    if experts is not None:
-        num_dense = len(set(experts.dense_layers))
-        mixture = experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size
-    return architecture.hidden_size * (
-        architecture.num_layers * (2 * heads + 2 * kv_heads)
-        + num_dense * 3 * architecture.intermediate_size
-        + (architecture.num_layers - num_dense) * mixture
+    experts = architecture.experts
+    return sum(
+        math.prod(tensor.shape)
+        for tensor in hf_tensors(architecture)
+        if tensor.layer is not None and tensor.is_kernel
+        if tensor.expert is None or tensor.expert < experts.experts_per_token
     )
 
 
@@ -148,8 +146,7 @@ def collective_s(
     """Seconds of all executions of a collective at the bandwidth of the links it can use.
 
     A group uses the links of the dimensions along which its devices differ: two per dimension, or
-    the work of one if the dimension is no ring. An all-to-all is limited by the links in the middle
-    of the longest dimension. Latency is left out.
+    the work of one if the dimension is no ring. Latency is left out.
     """
     members = [places[index] for index in collective.members]
     extents = [len(set(coordinate)) for coordinate in zip(*members)]
@@ -161,8 +158,4 @@ def collective_s(
     link = where.chip.link_bandwidth
     if collective.kind == "collective-permute":
         return collective.sent_bytes / link
-    if collective.kind == "all-to-all":
-        extent, is_ring = max(rings)
-        own = collective.num_bytes * collective.times
-        return own * extent / (8 if is_ring else 4) / link
     return collective.sent_bytes / (link * sum(2 if is_ring else 1 for _, is_ring in rings))

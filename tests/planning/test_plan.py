@@ -44,8 +44,9 @@ def test_other_mistakes_before_any_work(monkeypatch):
         plan.check(config_of("nowhere/at-all"), "v5e:2x2")
     config = config_of()
     config.mesh.fsdp = 7
-    with pytest.raises(UserError, match="must multiply to 64 chips"):
-        programs.trainer_mesh(config, find_slice("v5p:4x4x4"))
+    monkeypatch.setattr(plan, "devices_of", lambda where: jax.devices()[:1] * where.num_chips)
+    with pytest.raises(UserError, match="needs 7 devices, but 64 are there"):
+        plan.make_plan(config, *plan.check(config, "v5p:4x4x4"), print)
 
 
 def test_what_a_plan_does_not_know_is_refused(monkeypatch):
@@ -85,9 +86,7 @@ def test_the_weights_of_the_decode_program_have_single_layers():
         {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
     )
     planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
-    shapes, shardings = planned._engine_params(planned.policy, mesh)
-    assert len(shapes["layers"]) == architecture.num_layers
-    assert jax.tree.structure(shapes) == jax.tree.structure(shardings)
+    assert len(planned.engine_params(mesh)["layers"]) == architecture.num_layers
 
 
 def test_small_numbers_stay_short():

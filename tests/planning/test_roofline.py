@@ -67,6 +67,6 @@ def test_a_line_has_half_the_links_of_a_ring():
 )
 def test_what_bounds_a_program(flops, moved, is_async, bound, total):
     gather = dataclasses.replace(GATHER, is_async=is_async)
-    program = hlo.Program((gather,), (hlo.Work(flops, moved, 1, ""),))
+    program = hlo.Program((gather,), (hlo.Work(flops, moved, 1),))
     found = roofline.times(program, CUBE, PLACES)
     assert found.bound == bound and found.total == pytest.approx(total)
