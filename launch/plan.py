@@ -46,7 +46,7 @@ def main() -> int:
     with _Progress() as progress:
         plan = planning.make_plan(config, where, architecture, progress, tuple(PROGRAMS.value))
     if JSON.value:
-        print(json.dumps(plan.as_json()))
+        print(json.dumps(plan))
     else:
         from rich.console import Console
 
@@ -55,7 +55,7 @@ def main() -> int:
             console.print(line, markup=False)
         for table in (report.memory_table, report.time_table, report.collective_table):
             console.print(table(plan))
-    return 0 if plan.fits else 1
+    return 0 if plan["fits"] else 1
 
 
 class _Progress:

@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -202,17 +203,27 @@ def read(text: str, passes: int | None = None) -> Program:
 
 
 def by_kind_and_axis(
-    collectives: tuple[Collective, ...], mesh: Mapping[str, int]
-) -> dict[tuple[str, str], tuple[int, float | int]]:
-    """Executions and sent bytes by kind and mesh axes, such as ("all-gather", "fsdp")."""
-    found: dict[tuple[str, str], tuple[int, float | int]] = collections.defaultdict(
-        lambda: (0, 0.0)
-    )
+    collectives: Sequence[Collective], mesh: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Sums by kind and mesh axes, such as all-gather over "fsdp"; the largest first.
+
+    Returns:
+      `kind`, `axes`, `times` (executions), `sent_bytes` of a device, and `overlapped`, the share of
+      these bytes that other work may overlap.
+    """
+    groups = collections.defaultdict(list)
     for one in collectives:
-        key = one.kind, "+".join(one.axes(mesh)) or "?"
-        times, sent = found[key]
-        found[key] = times + one.times, sent + one.sent_bytes
-    return dict(found)
+        groups[one.kind, "+".join(one.axes(mesh)) or "?"].append(one)
+    found = []
+    for (kind, axes), own in groups.items():
+        sent = sum(one.sent_bytes for one in own)
+        overlapped = sum(one.sent_bytes for one in own if one.is_async) / (sent or 1)
+        times = sum(one.times for one in own)
+        found.append(
+            {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent,
+             "overlapped": overlapped}
+        )  # fmt: skip
+    return sorted(found, key=lambda sums: -sums["sent_bytes"])
 
 
 def _computations(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:

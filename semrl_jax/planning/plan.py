@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_collections
 
@@ -22,126 +22,6 @@ from semrl_jax.support.errors import UserError
 from semrl_jax.training.plan import UPDATE
 
 KEPT = ("parameters", "optimiser", "reference", "base", "engine weights")  # between programs, too
-
-
-class ProgramPlan(NamedTuple):
-    """What one program needs and takes.
-
-    Attributes:
-      compiled: memory and text.
-      program: what it executes; None if it does not fit.
-      times: its roofline; None if it does not fit.
-      runs: executions in one training step.
-      flops: of one chip and one run, by the closed form: what the algorithm needs.
-    """
-
-    compiled: Compiled
-    program: hlo.Program | None
-    times: roofline.Times | None
-    runs: float | int
-    flops: float | int
-
-    def mfu(self, peak: float | int) -> float | int:
-        """Share of the chips' peak that the needed products take."""
-        return self.flops / self.times.total / peak
-
-
-class Plan(NamedTuple):
-    """A config on a slice.
-
-    Attributes:
-      slice_: where.
-      mesh: sizes by axis.
-      settings: remat and size of a micro-batch.
-      num_parameters: of the policy.
-      programs: by name.
-      advice: what to change; empty if it fits.
-      held: bytes of a chip that stay and that no program takes, by kind.
-    """
-
-    slice_: Slice
-    mesh: Mapping[str, int]
-    settings: Mapping[str, Any]
-    num_parameters: int
-    programs: Mapping[str, ProgramPlan]
-    advice: Sequence[str]
-    held: Mapping[str, int] = {}
-
-    @property
-    def peak_bytes(self) -> float | int:
-        """Bytes of a chip: what is kept, and what the largest program adds."""
-        kept = dict(self.held)
-        for part in self.programs.values():
-            kept |= {k: v for k, v in part.compiled.arguments.items() if k in KEPT}
-        return max(
-            part.compiled.total
-            + sum(size for kind, size in kept.items() if kind not in part.compiled.arguments)
-            for part in self.programs.values()
-        )
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.slice_.chip.hbm_bytes
-
-    @property
-    def step(self) -> roofline.Times | None:
-        """One training step, without sampling; None if a program does not fit."""
-        own = [part for name, part in self.programs.items() if name != "decode"]
-        if any(part.times is None for part in own):
-            return None
-        total = roofline.Times(0, 0, 0, 0, 0)
-        for part in own:
-            total += part.times.times(part.runs)
-        return total
-
-    def as_json(self) -> dict[str, Any]:
-        """One object of plain values."""
-        step, update = self.step, self.programs["update"]
-        return {
-            "topology": self.slice_.name,
-            "chips": self.slice_.num_chips,
-            "mesh": dict(self.mesh),
-            **self.settings,
-            "parameters": self.num_parameters,
-            "fits": self.fits,
-            "hbm_bytes": self.slice_.chip.hbm_bytes,
-            "peak_bytes": self.peak_bytes,
-            "held_bytes": dict(self.held),
-            "step_s": step and step.total,
-            "update_mfu": update.times and update.mfu(self.slice_.chip.flops),
-            "bound": update.times and update.times.bound,
-            "advice": list(self.advice),
-            "programs": {name: self._of(part) for name, part in self.programs.items()},
-        }
-
-    def _of(self, part: ProgramPlan) -> dict[str, Any]:
-        compiled = part.compiled
-        found: dict[str, Any] = {
-            "runs": part.runs,
-            "bytes": {
-                **compiled.arguments,
-                "temporary": compiled.temporary,
-                "output": compiled.output,
-                "code": compiled.code,
-                "total": compiled.total,
-            },
-            "needed_flops": part.flops,
-            "compiler_options": dict(compiled.options),
-        }
-        if part.program is None:
-            return found
-        return found | {
-            "flops": part.program.dot_flops,
-            "hbm_traffic_bytes": part.program.hbm_bytes,
-            "times_s": part.times._asdict() | {"total": part.times.total},
-            "bound": part.times.bound,
-            "collectives": [
-                {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent}
-                for (kind, axes), (times, sent) in hlo.by_kind_and_axis(
-                    part.program.collectives, compiled.mesh.shape
-                ).items()
-            ],
-        }
 
 
 def check(config: ml_collections.ConfigDict, topology: str) -> tuple[Slice, models.DecoderConfig]:
@@ -200,7 +80,7 @@ def make_plan(
     architecture: models.DecoderConfig,
     progress: Callable[[str], None],
     names: Sequence[str] = ("update", "pass", "decode"),
-) -> Plan:
+) -> dict[str, Any]:
     """Compiles the programs and reads them.
 
     Args:
@@ -208,13 +88,17 @@ def make_plan(
       progress: is told what is compiled.
       names: of programs; those that the run does not have are left out.
 
+    Returns:
+      One object of plain values, as `launch.plan --json` prints it. Bytes, operations and seconds
+      are those of one chip. A program that does not fit has no `times_s`.
+
     Raises:
       UserError: if the mesh fits neither the slice nor the model.
     """
     mesh = models.make_mesh(config.mesh.to_dict(), devices_of(where))
     models.check_mesh(architecture, mesh)
     check_micro_batches("training", config.training, mesh)
-    programs = Programs(config, architecture, where, mesh)
+    programs, training = Programs(config, architecture, where, mesh), config.training
     makers = {"update": programs.update}
     if programs.passes.has_pass:
         makers["pass"] = programs.logprobs
@@ -224,22 +108,44 @@ def make_plan(
     for name in names:
         if name in makers:
             progress(f"compiling {name} for {where.name}")
-            found[name] = _planned(makers[name](), programs)
-    settings = {"remat": config.model.remat, "micro_batch_size": _rows(config)}
-    count = num_parameters(architecture)
-    plan = Plan(where, dict(mesh.shape), settings, count, found, (), programs.held())
-    return plan if plan.fits else plan._replace(advice=advice(config, plan))
-
-
-def _rows(config: ml_collections.ConfigDict) -> int | str:
-    training = config.training
+            found[name] = _read(makers[name](), programs)
+    held, update = programs.held(), found["update"]
+    own = [part for name, part in found.items() if name != "decode"]
+    fit = all("times_s" in part for part in own)
+    peak, rows = peak_bytes(found, held), training.micro_batch_size
     if training.micro_batch_tokens:
-        return f"{training.micro_batch_tokens} tokens per data shard"
-    return training.micro_batch_size
+        rows = f"{training.micro_batch_tokens} tokens per data shard"
+    plan = {
+        "topology": where.name,
+        "chips": where.num_chips,
+        "mesh": dict(mesh.shape),
+        "remat": config.model.remat,
+        "micro_batch_size": rows,
+        "parameters": num_parameters(architecture),
+        "fits": peak <= where.chip.hbm_bytes,
+        "hbm_bytes": where.chip.hbm_bytes,
+        "peak_bytes": peak,
+        "held_bytes": held,
+        "step_s": sum(part["runs"] * part["times_s"]["total"] for part in own) if fit else None,
+        "update_mfu": update.get("mfu"),
+        "bound": update.get("bound"),
+        "programs": found,
+    }
+    return plan | {"advice": [] if plan["fits"] else advice(config, plan, where)}
 
 
-def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
-    """Reads a program, and says what the algorithm needs of it by the closed form."""
+def peak_bytes(programs: Mapping[str, Any], held: Mapping[str, int]) -> float | int:
+    """Bytes of a chip: what stays between programs, and what the largest program adds."""
+    sizes, kept = [part["bytes"] for part in programs.values()], dict(held)
+    for own in sizes:
+        kept |= {kind: size for kind, size in own.items() if kind in KEPT}
+    return max(
+        own["total"] + sum(size for kind, size in kept.items() if kind not in own) for own in sizes
+    )
+
+
+def _read(compiled: Compiled, programs: Programs) -> dict[str, Any]:
+    """What a program needs by the closed form, and what it executes and takes."""
     rollout, mesh, adapters = programs.config.rollout, compiled.mesh, 0
     if compiled.name == "decode":
         count = min(rollout.jax_max_batch, programs.config.training.responses_per_step)
@@ -247,7 +153,7 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
         runs = rollout.max_response_tokens / compiled.passes
     else:
         layout = programs.layout()
-        tokens, slots = layout.shard_tokens.sum(), (layout.slots >= 0).sum()
+        tokens, slots = int(layout.shard_tokens.sum()), int((layout.slots >= 0).sum())
         runs = programs.num_updates
         if programs.lora is not None:
             adapters = models.peft.num_parameters(programs.architecture, programs.lora)
@@ -264,20 +170,34 @@ def _planned(compiled: Compiled, programs: Programs) -> ProgramPlan:
         flops = needed.training
         if programs.passes.reference == UPDATE:
             flops += needed.forward - needed.adapters
-    program = times = None
-    if compiled.text:
-        program = hlo.read(compiled.text, passes=compiled.passes)
-        places = [tuple(device.coords) for device in mesh.devices.flat]
-        times = roofline.times(program, programs.slice_, places)
-    return ProgramPlan(compiled, program, times, runs, flops / mesh.size)
+    flops /= mesh.size
+    found: dict[str, Any] = {
+        "runs": runs,
+        "bytes": dict(compiled.sizes),
+        "needed_flops": flops,
+        "compiler_options": dict(compiled.options),
+    }
+    if not compiled.text:
+        return found
+    program = hlo.read(compiled.text, passes=compiled.passes)
+    places = [tuple(device.coords) for device in mesh.devices.flat]
+    times = roofline.times(program, programs.slice_, places)
+    return found | {
+        "flops": program.dot_flops,
+        "hbm_traffic_bytes": program.hbm_bytes,
+        "times_s": times._asdict() | {"total": times.total},
+        "mfu": flops / times.total / programs.slice_.chip.flops,
+        "bound": times.bound,
+        "collectives": hlo.by_kind_and_axis(program.collectives, mesh.shape),
+    }
 
 
-def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
+def advice(config: ml_collections.ConfigDict, plan: Mapping[str, Any], where: Slice) -> list[str]:
     """What makes it smaller, by the size of what it reduces."""
-    update, mesh = plan.programs["update"].compiled.arguments, plan.mesh
+    update, mesh = plan["programs"]["update"]["bytes"], plan["mesh"]
     state = size_text(sum(update.get(kind, 0) for kind in ("parameters", "optimiser")))
     are_rows_left = mesh["fsdp"] * mesh["replica"] < config.training.micro_batch_size
-    larger = smallest_that_holds(2 * plan.slice_.hbm_bytes)
+    larger = smallest_that_holds(2 * where.hbm_bytes)
     ways = {
         f"mesh.replica=1: the state ({state} per chip) is then split further": mesh["replica"] > 1,
         "a smaller training.micro_batch_size or micro_batch_tokens: fewer activations": (
@@ -294,7 +214,7 @@ def advice(config: ml_collections.ConfigDict, plan: Plan) -> list[str]:
         ),
         "mesh.tensor=2: half of the activations of heads and features": mesh["tensor"] == 1,
         "rollout.jax_tensor_parallelism=-1: the engine's weights are split": (
-            "decode" in plan.programs and config.rollout.jax_tensor_parallelism == 1
+            "decode" in plan["programs"] and config.rollout.jax_tensor_parallelism == 1
         ),
         f"a larger slice: {' or '.join(larger)}": larger,
     }

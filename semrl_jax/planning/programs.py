@@ -39,6 +39,7 @@ from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.errors import UserError
+from semrl_jax.training import offload
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.plan import PASS, UPDATE, PassPlan
 from semrl_jax.training.policy import PolicyLoss, SlotValues, row_logprobs
@@ -57,6 +58,7 @@ from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 # micro-batches. A run needs the same option, in $LIBTPU_INIT_ARGS as --NAME=VALUE.
 FAILING_PASS = "while_loop_all_reduce_code_motion"
 WITHOUT_IT = {"xla_disable_hlo_passes": FAILING_PASS.replace("_", "-")}
+ADDED = ("temporary", "output", "code")  # to the arguments
 INSTALL = "pip install -e '.[tpu]'"
 
 
@@ -66,33 +68,20 @@ class Compiled(NamedTuple):
     Attributes:
       name: "update", "pass" or "decode".
       text: scheduled HLO; "" if it does not fit.
-      arguments: bytes on one device of each kind of argument.
-      temporary: bytes of what exists only while it runs.
-      output: bytes of results that take no argument's place.
-      code: bytes of the program.
+      sizes: bytes on one device: each kind of argument, "temporary" for what exists only while it
+        runs, "output" for results that take no argument's place, "code", and "total". If it does
+        not fit, the total is what the compiler names.
       passes: of its loop of unknown length: micro-batches, or tokens of a chunk.
       mesh: the engine has its own.
-      used: bytes that the compiler would need, if it found that they do not fit; else 0.
       options: of the compiler, if it needs any.
     """
 
     name: str
     text: str
-    arguments: Mapping[str, int]
-    temporary: int
-    output: int
-    code: int
+    sizes: Mapping[str, float | int]
     passes: int
     mesh: Mesh
-    used: float | int = 0.0
-    options: Mapping[str, str] = {}
-
-    @property
-    def total(self) -> float | int:
-        """Bytes on one device while it runs."""
-        if self.used:
-            return self.used
-        return sum(self.arguments.values()) + self.temporary + self.output + self.code
+    options: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,10 +325,11 @@ def devices_of(where: Slice) -> list[Any]:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays on one device."""
+    """Bytes of abstract arrays in the memory of one device; what is offloaded is not there."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != offload.KIND
     )
 
 
@@ -365,19 +355,15 @@ def _compiled(
         used = too_large(str(error))
         if used is None:
             raise
-        return Compiled(name, "", sizes, 0, 0, 0, passes, mesh, used, options)
+        return Compiled(name, "", sizes | {"total": used}, passes, mesh, options)
     memory = compiled.memory_analysis()
-    return Compiled(
-        name,
-        compiled.as_text(),
-        sizes,
-        memory.temp_size_in_bytes,
-        memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-        passes,
-        mesh,
-        options=options,
-    )
+    sizes |= {
+        "temporary": memory.temp_size_in_bytes,
+        "output": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    parts = (memory.argument_size_in_bytes, *(sizes[kind] for kind in ADDED))
+    return Compiled(name, compiled.as_text(), sizes | {"total": sum(parts)}, passes, mesh, options)
 
 
 def too_large(message: str) -> float | None:

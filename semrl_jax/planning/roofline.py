@@ -114,12 +114,10 @@ class Times(NamedTuple):
             return "ICI"
         return "compute" if self.compute >= self.chip - self.compute else "HBM"
 
-    def __add__(self, other: Times) -> Times:
-        return Times(*(a + b for a, b in zip(self, other)))
 
-    def times(self, count: float | int) -> Times:
-        """The times of this many runs."""
-        return Times(*(count * seconds for seconds in self))
+def times(self, count: float | int) -> Times:
+    """The times of this many runs."""
+    return Times(*(count * seconds for seconds in self))
 
 
 def times(program: Program, where: Slice, places: Sequence[Sequence[int]]) -> Times:
