@@ -104,7 +104,7 @@ class Times(NamedTuple):
 
     @property
     def total(self) -> float | int:
-        """The chip's own work beside the collectives that overlap it, then the others."""
+        """The longer of the chip's work and the collectives that overlap it, plus the others."""
         return max(self.chip, self.ici_async) + self.ici_sync
 
     @property
@@ -113,11 +113,6 @@ class Times(NamedTuple):
         if self.ici > self.chip:
             return "ICI"
         return "compute" if self.compute >= self.chip - self.compute else "HBM"
-
-
-def times(self, count: float | int) -> Times:
-    """The times of this many runs."""
-    return Times(*(count * seconds for seconds in self))
 
 
 def times(program: Program, where: Slice, places: Sequence[Sequence[int]]) -> Times:
@@ -144,7 +139,8 @@ def collective_s(
     """Seconds of all executions of a collective at the bandwidth of the links it can use.
 
     A group uses the links of the dimensions along which its devices differ: two per dimension, or
-    the work of one if the dimension is no ring. Latency is left out.
+    the work of one if the dimension is no ring. An all-to-all is limited by the links in the
+    middle of the longest dimension. Latency is left out.
     """
     members = [places[index] for index in collective.members]
     extents = [len(set(coordinate)) for coordinate in zip(*members)]
@@ -156,4 +152,8 @@ def collective_s(
     link = where.chip.link_bandwidth
     if collective.kind == "collective-permute":
         return collective.sent_bytes / link
+    if collective.kind == "all-to-all":
+        extent, is_ring = max(rings)
+        own = collective.num_bytes * collective.times
+        return own * extent / (8 if is_ring else 4) / link
     return collective.sent_bytes / (link * sum(2 if is_ring else 1 for _, is_ring in rings))

@@ -56,6 +56,12 @@ def test_a_line_has_half_the_links_of_a_ring():
     assert roofline.collective_s(line, CUBE, PLACES) == pytest.approx(2e9 * 3 / 4 / (2 * 9e10))
 
 
+def test_an_all_to_all_is_limited_by_the_middle_of_a_ring():
+    # Half of the bytes of 4 chips cross the middle, a quarter of them in one direction over a link.
+    exchange = dataclasses.replace(GATHER, kind="all-to-all", group=4, members=(0, 1, 2, 3))
+    assert roofline.collective_s(exchange, CUBE, PLACES) == pytest.approx(2e9 * 4 / 8 / 9e10)
+
+
 @pytest.mark.parametrize(
     ("flops", "moved", "is_async", "bound", "total"),
     [
