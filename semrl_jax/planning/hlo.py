@@ -58,21 +58,24 @@ class Collective:
     Attributes:
       kind: one of `COLLECTIVES`.
       arrays: dtype and shape of its results on one device.
-      group: number of devices in one group.
+      members: the devices of the first group, as positions in the mesh.
       times: number of executions in one run of the program. Loops count as often as they run. Of
         several branches, one counts.
       op_name: the origin in the traced program.
-      members: the devices of the first group, as positions in the mesh; empty if not known.
       is_async: whether other instructions may run between its start and its end.
     """
 
     kind: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    group: int
+    members: tuple[int, ...]
     times: int
     op_name: str
-    members: tuple[int, ...] = ()
     is_async: bool = False
+
+    @property
+    def group(self) -> int:
+        """Number of devices in one group."""
+        return len(self.members)
 
     @property
     def num_bytes(self) -> int:
@@ -89,8 +92,6 @@ class Collective:
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of the mesh along which the devices of a group differ."""
-        if not self.members:
-            return ()
         places = np.unravel_index(self.members, tuple(mesh.values()))
         return tuple(axis for axis, place in zip(mesh, places) if len(set(place.tolist())) > 1)
 
@@ -187,10 +188,9 @@ def read(text: str, passes: int | None = None) -> Program:
                     Collective(
                         instruction.kind,
                         _arrays(instruction),
-                        len(members),
+                        members,
                         times,
                         name.group(1) if name else "",
-                        members,
                         instruction.opcode.endswith("-start")
                         or "async_collective" in instruction.rest,
                     )
@@ -244,7 +244,7 @@ def _executed(computations, name, times, passes) -> Iterator:
     """Yields (times, the computation, instruction) for everything that a computation executes.
 
     The inside of a fusion is not executed on its own. Only its collectives are: some compilers
-    put a product beside one. A TPU's reduce-scatter is often a fusion of an all-reduce and a slice
+    put a product next to one. A TPU's reduce-scatter is often a fusion of an all-reduce and a slice
     of it, of which the chips do the scattering half only ("AllReduceScatterFusion" in its text).
     """
     instructions = computations[name]

@@ -209,7 +209,7 @@ def engine_mesh(
         data = len(devices) // tensor
     if not 0 < tensor * data <= len(devices):
         raise UserError(
-            f"{fields}: their product must be at most the {len(devices)} devices of a process; "
+            f"{fields}: their product must be at most the {len(devices)} devices of this process; "
             "lower one of them."
         )
     if data & (data - 1):

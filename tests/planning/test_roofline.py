@@ -12,7 +12,7 @@ from semrl_jax.runs.memory import num_parameters
 
 CUBE = find_slice("v5p:4x4x4")
 PLACES = [(x, y, z) for x in range(4) for y in range(4) for z in range(4)]
-GATHER = hlo.Collective("all-gather", (("bf16", (10**9,)),), 64, 1, "", tuple(range(64)))
+GATHER = hlo.Collective("all-gather", (("bf16", (10**9,)),), tuple(range(64)), 1, "")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_gather_over_the_whole_cube_uses_all_six_links():
 
 
 def test_a_line_has_half_the_links_of_a_ring():
-    line = dataclasses.replace(GATHER, group=4, members=(0, 1, 2, 3))
+    line = dataclasses.replace(GATHER, members=(0, 1, 2, 3))
     flat = find_slice("v5e:4x4")
     places = [(x, y) for x in range(4) for y in range(4)]
     assert roofline.collective_s(line, flat, places) == pytest.approx(2e9 * 3 / 4 / 4.5e10)
@@ -58,7 +58,7 @@ def test_a_line_has_half_the_links_of_a_ring():
 
 def test_an_all_to_all_is_limited_by_the_middle_of_a_ring():
     # Half of the bytes of 4 chips cross the middle, a quarter of them in one direction over a link.
-    exchange = dataclasses.replace(GATHER, kind="all-to-all", group=4, members=(0, 1, 2, 3))
+    exchange = dataclasses.replace(GATHER, kind="all-to-all", members=(0, 1, 2, 3))
     assert roofline.collective_s(exchange, CUBE, PLACES) == pytest.approx(2e9 * 4 / 8 / 9e10)
 
 
