@@ -128,6 +128,7 @@ def planned(path, topology, *flags, fields=TINY):
         f"--topology={topology}",
         "--json",
         *flags,
+        timeout=600,  # three programs, on a busy machine
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
