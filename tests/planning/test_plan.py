@@ -89,6 +89,56 @@ def test_the_weights_of_the_decode_program_have_single_layers():
     assert len(planned.engine_params(mesh)["layers"]) == architecture.num_layers
 
 
+def test_the_state_is_that_of_the_optimiser():
+    config = config_of()
+    architecture = plan.find_architecture("Qwen/Qwen2.5-7B")
+    count = plan.num_parameters(architecture)
+    assert plan.state_bytes(config, architecture) == pytest.approx(16 * count, rel=1e-3)
+    config.training.offload = ("optimizer",)
+    assert plan.state_bytes(config, architecture) == pytest.approx(8 * count)
+
+
+def test_a_plan_of_which_one_program_does_not_fit():
+    """The update leaves its state on the chip while the engine decodes."""
+    update = {
+        "runs": 2, "bytes": {"parameters": 2**30, "batch": 5, "temporary": 7, "total": 2**31},
+        "needed_flops": 1e12, "compiler_options": {}, "flops": 2e12, "mfu": 0.4, "bound": "ICI",
+        "times_s": {"compute": 1.0, "hbm": 2.0, "ici_async": 3.0, "ici_sync": 0.5, "total": 3.5},
+        "collectives": [
+            {"kind": "all-gather", "axes": "fsdp", "times": 3, "sent_bytes": 2**30,
+             "overlapped": 0.25}
+        ],
+    }  # fmt: skip
+    decode = {"runs": 8, "bytes": {"cache": 2**30, "total": 2**32}, "compiler_options": {}}
+    programs = {"update": update, "decode": decode}
+    assert plan.peak_bytes(programs, {"reference": 2**30}) == 2**32 + 2 * 2**30
+    shown = {
+        "topology": "v5e:2x4", "chips": 8, "mesh": {"replica": 1, "fsdp": 8}, "remat": "dots",
+        "micro_batch_size": 8, "parameters": 7_615_616_512, "fits": False, "hbm_bytes": 2**31,
+        "peak_bytes": 6 * 2**30, "held_bytes": {"reference": 2**30}, "step_s": 7.0,
+        "update_mfu": 0.4, "bound": "ICI", "programs": programs, "advice": ["less"],
+    }  # fmt: skip
+    assert report.headline(shown) == [
+        "v5e:2x4: 8 chips, fsdp 8, remat dots, micro-batch 8",
+        "model: 7.62 B parameters",
+        "DOES NOT FIT: 6.00 of 2.00 GiB per chip",
+        "update: 3.5 s, predicted MFU 40.0%, bound by ICI; all updates and passes of a step: 7 s",
+        "to make it fit: less",
+    ]
+    rows = {
+        table.__name__: [list(column.cells) for column in table(shown).columns]
+        for table in (report.memory_table, report.time_table, report.collective_table)
+    }
+    names, sizes, of_engine = rows["memory_table"]
+    assert dict(zip(names, zip(sizes, of_engine))) == {
+        "parameters": ("1.000", ""), "batch": ("0.000", ""), "cache": ("", "1.000"),
+        "temporary": ("0.000", ""), "output": ("", ""), "code": ("", ""),
+        "total": ("2.000", "4.000"), "stays: reference": ("1.000", "1.000"),
+    }  # fmt: skip
+    assert rows["time_table"][2] == ["2", "does not fit"]
+    assert rows["collective_table"][3:] == [["3"], ["1"], ["25%"]]
+
+
 def test_small_numbers_stay_short():
     assert [report._short(x) for x in (0, 9.5e-5, 0.0125, 12.34)] == [
         "0",
