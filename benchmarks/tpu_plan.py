@@ -3,15 +3,12 @@
     python -m benchmarks.tpu_plan --directory=build/plans
     python -m benchmarks.tpu_plan --directory=build/plans --before=build/plans_of_another_revision
 
-Compiles the update for each of `CASES`, which takes minutes of a core each, and keeps what the
-compiler gave in the directory: a program that is there is not compiled again. `--before` has the
-programs that an earlier revision of this package gave. Weak scaling takes the work of a chip from
-the program of `SCALED`, and prices its collectives for the mesh of each number of chips.
+Compiles the update for each of `CASES`, which takes minutes of a core each, and keeps the plans in
+the directory: a plan that is there is not made again. `--before` has plans of an earlier revision.
 """
 
 import argparse
-import gzip
-import itertools
+import functools
 import json
 import pathlib
 import sys
@@ -31,40 +28,30 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the file with its program."""
+        """Name of the file with its plan."""
         mesh = f"{self.replica}x{self.fsdp}x{self.tensor}"
         return f"{self.topology.replace(':', '_')}_{mesh}_{self.remat}"
 
 
 MODEL = "Qwen/Qwen2.5-7B"
-SCALED = Case("v5p:4x4x4", 2, 32, 1, "dots")
 CASES = (
     Case("v5p:4x4x4", 1, 64, 1, "full"),
-    SCALED,
+    Case("v5p:4x4x4", 2, 32, 1, "dots"),
     Case("v5e:8x8", 1, 64, 1, "full"),
     Case("v5e:8x8", 1, 32, 2, "full"),
 )
 ROWS, PROMPT, RESPONSE, MICRO = 4, 256, 768, 4  # per chip; tokens; micro-batches
-# Published sizes: layers, hidden, intermediate, heads, key-value heads, vocabulary.
-LARGER = {
-    "32B": (64, 5120, 27_648, 40, 8, 152_064),
-    "70B": (80, 8192, 28_672, 64, 8, 128_256),
-    "405B": (126, 16_384, 53_248, 128, 8, 128_256),
-}
-LONG_PROMPT, LONG_RESPONSE = 1024, 7168
-SCALING = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 
 
-def config_of(num_chips: int, case: Case | None = None):
+def config_of(num_chips: int, case: Case):
     """One sequence per row, without a reference: 6 N per token, and attention."""
     from configs import default
 
     config = default.get_config()
-    config.model.path, config.model.compute_dtype, config.model.remat = MODEL, "bfloat16", "full"
-    if case is not None:
-        config.model.remat = case.remat
-        for axis in ("replica", "fsdp", "tensor"):
-            config.mesh[axis] = getattr(case, axis)
+    config.model.path, config.model.compute_dtype = MODEL, "bfloat16"
+    config.model.remat = case.remat
+    for axis in ("replica", "fsdp", "tensor"):
+        config.mesh[axis] = getattr(case, axis)
     config.algorithms.loss.kl_coefficient = 0.0
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, RESPONSE
     config.rollout.group_size = 16
@@ -74,147 +61,55 @@ def config_of(num_chips: int, case: Case | None = None):
     return config
 
 
-def compiled(case: Case, directory: pathlib.Path) -> dict:
-    """What the compiler gave for a case: from the directory, or compiled now."""
-    file = directory / f"{case.name}.json.gz"
+def planned(case: Case, directory: pathlib.Path) -> dict:
+    """The plan of a case: from the directory, or made now."""
+    file = directory / f"{case.name}.json"
     if not file.exists():
-        from semrl_jax.planning import plan, programs
+        from semrl_jax.planning import plan
 
         config = config_of(plan.find_slice(case.topology).num_chips, case)
-        where, architecture = plan.check(config, case.topology)
-        print(f"compiling {case.name} ...", file=sys.stderr, flush=True)
-        mesh = programs.trainer_mesh(config, where)
-        found = programs.Programs(config, architecture, where, mesh).update()
+        say = functools.partial(print, case.name, file=sys.stderr, flush=True)
+        found = plan.make_plan(config, *plan.check(config, case.topology), say, ("update",))
         directory.mkdir(parents=True, exist_ok=True)
-        kept = {"text": found.text, "temporary": found.temporary, "total": found.total}
-        file.write_bytes(gzip.compress(json.dumps(kept).encode()))
-    return json.loads(gzip.decompress(file.read_bytes()))
+        file.write_text(json.dumps(found))
+    return json.loads(file.read_text())
 
 
-def needed_flops() -> float:
-    """Operations of a chip: 6 N per token and attention, by the closed form."""
-    from semrl_jax.planning import roofline
-    from semrl_jax.planning.architectures import find_architecture
-
-    rows = ROWS * MICRO
-    return roofline.products(
-        find_architecture(MODEL),
-        num_tokens=rows * (PROMPT + RESPONSE),
-        num_columns=PROMPT + RESPONSE,
-        num_slots=rows * RESPONSE,
-    ).training
-
-
-def places_of(where) -> list:
-    """Coordinates of the chips in the order of the devices, hosts of 2 x 2 first."""
-    hosts = itertools.product(*(range(-(-size // 2)) for size in reversed(where.shape[:2])))
-    planes = range(where.shape[2]) if len(where.shape) == 3 else (0,)
-    hosts = list(hosts)
-    return [
-        (2 * x + dx, 2 * y + dy, z)
-        for z in planes
-        for y, x in hosts
-        for dy in range(min(2, where.shape[1]))
-        for dx in range(min(2, where.shape[0]))
-    ]
-
-
-def mesh_of(case: Case) -> dict[str, int]:
-    return {"replica": case.replica, "fsdp": case.fsdp, "sequence": 1, "tensor": case.tensor}
-
-
-def row(name: str, case: Case, kept: dict) -> list[str]:
+def row(name: str, case: Case, plan: dict) -> list[str]:
     """One line of the table of slices."""
-    from semrl_jax.planning import hlo, roofline
-    from semrl_jax.planning.chips import find_slice
-
-    where, mesh = find_slice(case.topology), mesh_of(case)
-    program = hlo.read(kept["text"], passes=MICRO)
-    times = roofline.times(program, where, places_of(where))
-    sent = dict.fromkeys(hlo.COLLECTIVES, 0.0)
-    for (kind, _), (_, num_bytes) in hlo.by_kind_and_axis(program.collectives, mesh).items():
-        sent[kind] += num_bytes / 2**30
-    mfu = needed_flops() / times.total / where.chip.flops
+    update = plan["programs"]["update"]
+    sent = dict.fromkeys(("all-gather", "all-reduce", "reduce-scatter"), 0.0)
+    for one in update["collectives"]:
+        sent[one["kind"]] = sent.get(one["kind"], 0.0) + one["sent_bytes"] / 2**30
+    times = update["times_s"]
     return [
         case.topology,
         f"{case.replica} x {case.fsdp} x {case.tensor}",
         f"{case.remat}{name}",
         *(f"{sent[kind]:.1f}" for kind in ("all-gather", "all-reduce", "reduce-scatter")),
-        f"{kept['total'] / 2**30:.1f} of {where.chip.hbm_bytes / 2**30:.1f}",
-        f"{program.dot_flops / 1e12:.0f}",
-        *(f"{value:.2f}" for value in (times.chip, times.ici, times.total)),
-        f"{mfu:.1%}",
-        times.bound,
+        f"{plan['peak_bytes'] / 2**30:.1f} of {plan['hbm_bytes'] / 2**30:.1f}",
+        f"{update['flops'] / 1e12:.0f}",
+        f"{times['chip']:.2f}",
+        f"{times['ici_async'] + times['ici_sync']:.2f}",
+        f"{times['total']:.2f}",
+        f"{update['mfu']:.1%}",
+        update["bound"],
     ]
-
-
-def scaling_rows(kept: dict) -> list[list[str]]:
-    """Weak scaling on v5p, from the program of 64 chips."""
-    from semrl_jax.planning import hlo, roofline
-    from semrl_jax.planning.chips import find_slice
-    from semrl_jax.planning.plan import on_chips
-
-    program, here = hlo.read(kept["text"], passes=MICRO), mesh_of(SCALED)
-    found = []
-    for num_chips, topology in SCALING.items():
-        where, fsdp = find_slice(topology), min(num_chips, SCALED.fsdp)
-        mesh = here | {"replica": num_chips // fsdp, "fsdp": fsdp}
-        there = on_chips(program, here, mesh)
-        times = roofline.times(there, where, places_of(where))
-        mfu = needed_flops() / times.total / where.chip.flops
-        sent = sum(one.sent_bytes for one in there.collectives) / 2**30
-        found.append(
-            [f"{num_chips} ({topology})", f"{mesh['replica']} x {fsdp}", f"{sent:.0f}",
-             f"{times.total:.2f}", f"{mfu:.1%}", times.bound]
-        )  # fmt: skip
-    return found
-
-
-def larger_rows() -> list[list[str]]:
-    """The smallest slice of each generation with a mesh for each size, by closed forms alone."""
-    from semrl_jax.models import random_config
-    from semrl_jax.planning.chips import CHIPS, find_slice
-    from semrl_jax.planning.plan import candidates
-
-    found = []
-    for (name, sizes), chip in itertools.product(LARGER.items(), CHIPS.values()):
-        layers, hidden, intermediate, heads, kv_heads, vocab_size = sizes
-        architecture = random_config(
-            "llama", num_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
-            num_heads=heads, num_kv_heads=kv_heads, head_dim=128, vocab_size=vocab_size,
-            tie_embeddings=False, max_position_embeddings=LONG_PROMPT + LONG_RESPONSE,
-        )  # fmt: skip
-        line = [name, f"{chip.name}: none", "", "", ""]
-        for shape in chip.topologies:
-            where = find_slice(f"{chip.name}:{shape}")
-            config = config_of(where.num_chips)
-            config.rollout.max_prompt_tokens = LONG_PROMPT
-            config.rollout.max_response_tokens = LONG_RESPONSE
-            if fitting := candidates(config, where, architecture):
-                best = fitting[0]
-                mesh = " x ".join(str(best.mesh[axis]) for axis in ("replica", "fsdp", "tensor"))
-                used = f"{best.num_bytes / 2**30:.0f} of {chip.hbm_bytes / 2**30:.0f}"
-                line = [name, where.name, mesh, best.remat, used]
-                break
-        found.append(line)
-    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path("build/plans"))
-    parser.add_argument("--before", type=pathlib.Path, help="programs of an earlier revision")
+    parser.add_argument("--before", type=pathlib.Path, help="plans of an earlier revision")
     results.add_option(parser)
     arguments = parser.parse_args()
     rows = []
     for case in CASES:
-        if arguments.before is not None and (arguments.before / f"{case.name}.json.gz").exists():
-            rows.append(row(", before", case, compiled(case, arguments.before)))
-        rows.append(row("", case, compiled(case, arguments.directory)))
+        if arguments.before is not None and (arguments.before / f"{case.name}.json").exists():
+            rows.append(row(", before", case, planned(case, arguments.before)))
+        rows.append(row("", case, planned(case, arguments.directory)))
     header = ("slice", "replica x fsdp x tensor", "remat", "gathered, GiB", "summed", "scattered",
               "HBM, GiB", "TFLOP", "chip, s", "ICI, s", "total, s", "MFU", "bound")  # fmt: skip
-    scaling = scaling_rows(compiled(SCALED, arguments.directory))
-    larger = ("model", "smallest slice", "replica x fsdp x tensor", "remat", "HBM, GiB")
     tokens = ROWS * (PROMPT + RESPONSE)
     text = f"""
 Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, {MICRO}
@@ -233,16 +128,6 @@ reference. All figures are per chip and optimiser step. *Chip* is the roofline o
   either, and the v5p compiler gathers by sums too. If `fsdp` is one axis of several and its parts
   fill tiles, every kernel is gathered, and every gradient scattered. What is then summed are
   gradients over replicas, and states over `tensor`.
-
-Weak scaling, priced from the program of {SCALED.topology} with {SCALED.replica} x {SCALED.fsdp} and
-`remat={SCALED.remat}`: the same work per chip, at most {SCALED.fsdp} shards.
-
-{results.table(("chips", "replica x fsdp", "sent, GiB", "s", "MFU", "bound"), scaling)}
-
-Larger models, by the closed forms of `--search` alone, nothing compiled: sequences of
-{LONG_PROMPT} + {LONG_RESPONSE} tokens, at least one per data shard.
-
-{results.table(larger, larger_rows())}
 """
     results.show("TPU slices, planned", text, arguments.json)
 

@@ -1,7 +1,6 @@
 """Plans a run on a TPU slice without one: memory, collectives, predicted time.
 
     python -m launch.plan --config=configs/verl/grpo_qwen2_5_7b.py --topology=v5p:4x4x4
-    python -m launch.plan --config=configs/verl/grpo_qwen2_5_7b.py --topology=v5e:8x8 --search=4
 
 It compiles the programs of the run with the compiler of the slice, which takes minutes for each. It
 needs neither a TPU nor weights: pip install -e '.[tpu]'. docs/plan.md explains the tables. Exit
@@ -24,15 +23,9 @@ CONFIG = config_flags.DEFINE_config_file(
     "config", None, "experiment file, such as configs/verl/grpo_qwen2_5_7b.py"
 )
 TOPOLOGY = flags.DEFINE_string("topology", None, "slice, such as v5e:4x4, v5p:4x4x4 or v6e:8x8")
-SEARCH = flags.DEFINE_integer(
-    "search", 0, "compile this many meshes, remat policies and micro-batches; 0: the config's own",
-    lower_bound=0, upper_bound=64,
-)  # fmt: skip
 PROGRAMS = flags.DEFINE_list("programs", ["update", "pass", "decode"], "programs to compile")
 JSON = flags.DEFINE_bool("json", False, "print one JSON object")
-PLOT = flags.DEFINE_string("plot", None, "picture to write, such as plan.png")
 
-PICTURES = (".png", ".svg", ".pdf", ".jpg")  # that Matplotlib writes
 KNOWN = ("update", "pass", "decode")
 ALIVE_S = 10.0  # between two lines of progress
 
@@ -43,9 +36,6 @@ def main() -> int:
     if "update" not in PROGRAMS.value or (bad := set(PROGRAMS.value) - set(KNOWN)):
         named = f" has {min(bad)!r}, and" if "update" in PROGRAMS.value else ""
         raise UserError(f"--programs{named} must name update, and may name pass and decode.")
-    plot = None if PLOT.value is None else cli.output_file("plot", PLOT.value)
-    if plot is not None and plot.suffix.lower() not in PICTURES:
-        raise UserError(f"--plot={plot} must end with one of {', '.join(PICTURES)}.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs; the slice is not here
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # it cannot read programs of a slice
     config = cli.checked_config(CONFIG)
@@ -54,30 +44,18 @@ def main() -> int:
 
     where, architecture = planning.check(config, TOPOLOGY.value)
     with _Progress() as progress:
-        if SEARCH.value:
-            plans = planning.search(config, where, architecture, SEARCH.value, progress)
-        else:
-            names = tuple(PROGRAMS.value)
-            plans = [planning.make_plan(config, where, architecture, progress, names)]
-    best = plans[0]
-    if plot is not None:
-        report.draw(best, plot)
+        plan = planning.make_plan(config, where, architecture, progress, tuple(PROGRAMS.value))
     if JSON.value:
-        found = best.as_json()
-        if SEARCH.value:
-            found["candidates"] = [one.as_json() for one in plans]
-        print(json.dumps(found))
-        return 0 if best.fits else 1
-    from rich.console import Console
+        print(json.dumps(plan))
+    else:
+        from rich.console import Console
 
-    console = Console(width=100, highlight=False)
-    if SEARCH.value:
-        console.print(report.search_table(plans))
-    for line in report.headline(best):
-        console.print(line, markup=False)
-    for table in (report.memory_table, report.time_table, report.collective_table):
-        console.print(table(best))
-    return 0 if best.fits else 1
+        console = Console(width=100, highlight=False)
+        for line in report.headline(plan):
+            console.print(line, markup=False)
+        for table in (report.memory_table, report.time_table, report.collective_table):
+            console.print(table(plan))
+    return 0 if plan["fits"] else 1
 
 
 class _Progress:

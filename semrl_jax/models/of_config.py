@@ -70,6 +70,23 @@ def starting_params(
     return models.load_params(directory, policy.config, shardings, dtype=dtype)
 
 
+def lora_of(
+    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
+) -> models.Lora | None:
+    """What `config.lora` trains; None if it is off.
+
+    Raises:
+      UserError: if the targets or the rank do not fit the model.
+    """
+    options = config.lora
+    if not options.rank:
+        return None
+    modules = peft.find_modules(architecture, options.targets)
+    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
+    peft.check_rank(architecture, lora)
+    return lora
+
+
 def find_lora(
     config: ml_collections.ConfigDict, policy: models.Policy
 ) -> tuple[models.Lora, models.Params | None] | None:
@@ -78,13 +95,10 @@ def find_lora(
     Raises:
       UserError: if the targets or the rank do not fit the model, or the adapter does not fit them.
     """
-    options = config.lora
-    if not options.rank:
+    options, architecture = config.lora, policy.config
+    lora = lora_of(config, architecture)
+    if lora is None:
         return None
-    architecture = policy.config
-    modules = peft.find_modules(architecture, options.targets)
-    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
-    peft.check_rank(architecture, lora)
     if not options.path:
         return lora, None
     try:

@@ -1,14 +1,5 @@
 """TPU chips and the slices that can be rented: public facts, no measurement.
 
-| | v5e | v5p | v6e |
-|---|---|---|---|
-| HBM, GB | 16 | 95 | 32 |
-| HBM bandwidth, GB/s | 819 | 2765 | 1638 |
-| bfloat16, TFLOP/s | 197 | 459 | 918 |
-| ICI of a chip, both directions, GB/s | 400 | 1200 | 800 |
-| links of a chip | 4 | 6 | 4 |
-| torus | 2D, up to 16x16 | 3D, up to 16x16x24 | 2D, up to 16x16 |
-
 Sources: docs.cloud.google.com/tpu/docs/v5e, .../v5p and .../v6e, tables "key specifications" (read
 2026-11). The bandwidth of a link in one direction is that of the chip divided by twice its links.
 "How to scale your model" (jax-ml.github.io/scaling-book/tpus) gives 10 % less per link, which it
@@ -18,7 +9,6 @@ it is a multiple of 4 chips, a v5e or v6e axis if it has 16.
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import NamedTuple
 
@@ -116,10 +106,8 @@ def find_slice(text: str) -> Slice:
         )
     known = CHIPS[name].topologies
     if shape not in known:
-        near = difflib.get_close_matches(shape, known, n=1, cutoff=0.5)
-        hint = f" The nearest is {name}:{near[0]}." if near else ""
         raise UserError(
-            f"--topology={text!r:.100}: {name} slices have the shapes {', '.join(known)}.{hint}"
+            f"--topology={text!r:.100}: {name} slices have the shapes {', '.join(known)}."
         )
     return Slice(CHIPS[name], tuple(int(size) for size in shape.split("x")))
 

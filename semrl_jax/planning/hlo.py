@@ -12,7 +12,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +29,9 @@ _INSTRUCTION = re.compile(
 )
 _ARRAY = re.compile(r"([a-z]+[0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%([^ ,)]+)")
-_FUSED = re.compile(r"calls=%([^ ,)]+)")
-_CONDITION = re.compile(r"condition=%([^ ,)]+)")
-_BODY = re.compile(r"body=%([^ ,)]+)")
 _INDEX = re.compile(r"index=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CONSTANT = re.compile(r"^(\d+)\)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%([^ ,()]+)")
 _OPERANDS_OF_KERNEL = re.compile(
@@ -61,21 +58,24 @@ class Collective:
     Attributes:
       kind: one of `COLLECTIVES`.
       arrays: dtype and shape of its results on one device.
-      group: number of devices in one group.
+      members: the devices of the first group, as positions in the mesh.
       times: number of executions in one run of the program. Loops count as often as they run. Of
         several branches, one counts.
       op_name: the origin in the traced program.
-      members: the devices of the first group, as positions in the mesh; empty if not known.
       is_async: whether other instructions may run between its start and its end.
     """
 
     kind: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    group: int
+    members: tuple[int, ...]
     times: int
     op_name: str
-    members: tuple[int, ...] = ()
     is_async: bool = False
+
+    @property
+    def group(self) -> int:
+        """Number of devices in one group."""
+        return len(self.members)
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +92,6 @@ class Collective:
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of the mesh along which the devices of a group differ."""
-        if not self.members:
-            return ()
         places = np.unravel_index(self.members, tuple(mesh.values()))
         return tuple(axis for axis, place in zip(mesh, places) if len(set(place.tolist())) > 1)
 
@@ -106,13 +104,11 @@ class Work:
       flops: floating point operations of products.
       hbm_bytes: read from and written to memory that is not on the chip.
       times: executions in one run of the program.
-      op_name: the origin in the traced program.
     """
 
     flops: float | int
     hbm_bytes: float | int
     times: int
-    op_name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +147,20 @@ class _Instruction:
                 return tuple(_OPERAND.findall(self.rest[:end]))
         return ()
 
+    @property
+    def kind(self) -> str:
+        """The opcode; an asynchronous start has that of the whole."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def number(self) -> int:
+        """The value of a constant, or the index of a parameter."""
+        return int(self.rest.partition(")")[0])
+
+    def called(self, attribute: str) -> str:
+        """The computation that an attribute such as `body` names."""
+        return re.search(rf"{attribute}=%([^ ,)]+)", self.rest).group(1)
+
 
 def read(text: str, passes: int | None = None) -> Program:
     """Reads `compiled.as_text()`. Collectives within one device are left out.
@@ -165,52 +175,55 @@ def read(text: str, passes: int | None = None) -> Program:
     computations, entry = _computations(text)
     collectives, work = [], []
     for times, instructions, instruction in _executed(computations, entry, 1, passes):
-        opcode = instruction.opcode.removesuffix("-start")
-        is_collective = opcode in COLLECTIVES
+        is_collective = instruction.kind in COLLECTIVES
         flops = _flops(instruction, instructions, computations)
         if math.isnan(times):
             if is_collective or flops:
                 raise ValueError(f"%{instruction.name} is in a loop of unknown length")
-            continue
-        if is_collective:
+        elif is_collective:
             members = _members(instruction.rest)
             name = _OP_NAME.search(instruction.rest)
             if len(members) > 1:
                 collectives.append(
                     Collective(
-                        opcode,
+                        instruction.kind,
                         _arrays(instruction),
-                        len(members),
+                        members,
                         times,
                         name.group(1) if name else "",
-                        members,
-                        instruction.opcode.endswith("-start") or _in_fusion(instruction),
+                        instruction.opcode.endswith("-start")
+                        or "async_collective" in instruction.rest,
                     )
                 )
         elif instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
             moved = _hbm_bytes(instruction, instructions, computations)
             if flops or moved:
-                name = _OP_NAME.search(instruction.rest)
-                work.append(Work(flops, moved, times, name.group(1) if name else ""))
+                work.append(Work(flops, moved, times))
     return Program(tuple(collectives), tuple(work))
 
 
 def by_kind_and_axis(
-    collectives: tuple[Collective, ...], mesh: Mapping[str, int]
-) -> dict[tuple[str, str], tuple[int, float | int]]:
-    """Executions and sent bytes by kind and mesh axes, such as ("all-gather", "fsdp")."""
-    found: dict[tuple[str, str], tuple[int, float | int]] = collections.defaultdict(
-        lambda: (0, 0.0)
-    )
+    collectives: Sequence[Collective], mesh: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Sums by kind and mesh axes, such as all-gather over "fsdp"; the largest first.
+
+    Returns:
+      `kind`, `axes`, `times` (executions), `sent_bytes` of a device, and `overlapped`, the share of
+      these bytes that other work may overlap.
+    """
+    groups = collections.defaultdict(list)
     for one in collectives:
-        key = one.kind, "+".join(one.axes(mesh)) or "?"
-        times, sent = found[key]
-        found[key] = times + one.times, sent + one.sent_bytes
-    return dict(found)
-
-
-def _in_fusion(instruction: _Instruction) -> bool:
-    return "async_collective" in instruction.rest
+        groups[one.kind, "+".join(one.axes(mesh)) or "?"].append(one)
+    found = []
+    for (kind, axes), own in groups.items():
+        sent = sum(one.sent_bytes for one in own)
+        overlapped = sum(one.sent_bytes for one in own if one.is_async) / (sent or 1)
+        times = sum(one.times for one in own)
+        found.append(
+            {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent,
+             "overlapped": overlapped}
+        )  # fmt: skip
+    return sorted(found, key=lambda sums: -sums["sent_bytes"])
 
 
 def _computations(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
@@ -231,7 +244,7 @@ def _executed(computations, name, times, passes) -> Iterator:
     """Yields (times, the computation, instruction) for everything that a computation executes.
 
     The inside of a fusion is not executed on its own. Only its collectives are: some compilers
-    put a product beside one. A TPU's reduce-scatter is often a fusion of an all-reduce and a slice
+    put a product next to one. A TPU's reduce-scatter is often a fusion of an all-reduce and a slice
     of it, of which the chips do the scattering half only ("AllReduceScatterFusion" in its text).
     """
     instructions = computations[name]
@@ -241,20 +254,18 @@ def _executed(computations, name, times, passes) -> Iterator:
         if instruction.opcode == "while":
             inner = times * _trips(instruction, computations, passes)
         if instruction.opcode == "fusion":
-            for callee in _FUSED.findall(instruction.rest):
-                for _, inside, part in _executed(computations, callee, times, passes):
-                    if part.opcode.removesuffix("-start") in COLLECTIVES:
-                        yield times, inside, _scattered(part, inside)
+            callee = instruction.called("calls")
+            for _, inside, part in _executed(computations, callee, times, passes):
+                if part.kind in COLLECTIVES:
+                    yield times, inside, _scattered(part, inside)
             continue
         if branches := _BRANCHES.search(instruction.rest):
             # Take the branch with most instructions: for a block of attention, it is the branch
             # that computes the block.
-            called = [_computation_name(part) for part in branches.group(1).split(",")]
+            called = _OPERAND.findall(branches.group(1))
             called = [max(called, key=lambda name: _size(computations, name))]
-        elif instruction.opcode.removesuffix("-start") in _OF_ELEMENTS:
-            called = []
         else:
-            called = _CALLED.findall(instruction.rest)
+            called = [] if instruction.kind in _OF_ELEMENTS else _CALLED.findall(instruction.rest)
         for callee in called:
             yield from _executed(computations, callee, inner, passes)
 
@@ -278,28 +289,23 @@ def _trips(loop: _Instruction, computations, passes: int | None) -> float | int:
     """
     if trips := _TRIPS.search(loop.rest):
         return int(trips.group(1))
-    found = []
-    condition = computations.get(_computation_name(_CONDITION.search(loop.rest).group(1)), {})
-    for instruction in condition.values():
-        bodies = [condition]
-        if instruction.opcode == "fusion":
-            bodies += [computations[name] for name in _FUSED.findall(instruction.rest)]
-        for body in bodies:
-            found += [
-                int(value.group(1))
-                for other in body.values()
-                if other.opcode == "constant" and (value := _CONSTANT.match(other.rest))
-                and other.shape.startswith(("s32[]", "u32[]"))
-            ]  # fmt: skip
-    if len(set(found)) == 1:
-        return math.ceil(found[0] / _step(loop, condition, computations))
+    condition = computations.get(loop.called("condition"), {})
+    fused = [part.called("calls") for part in condition.values() if part.opcode == "fusion"]
+    limits = {
+        part.number
+        for body in (condition, *(computations[name] for name in fused))
+        for part in body.values()
+        if part.opcode == "constant" and part.shape.startswith(("s32[]", "u32[]"))
+    }
+    if len(limits) == 1:
+        return math.ceil(limits.pop() / _step(loop, condition, computations))
     return math.nan if passes is None else passes
 
 
 def _step(loop: _Instruction, condition, computations) -> int:
     """What each pass adds to the counter of a loop, 1 if the text does not say."""
     counters = [part for part in condition.values() if part.opcode == "get-tuple-element"]
-    body = computations.get(_computation_name(_BODY.search(loop.rest).group(1)), {})
+    body = computations.get(loop.called("body"), {})
     roots = [part for part in body.values() if part.is_root and part.opcode == "tuple"]
     if len(counters) != 1 or not roots:
         return 1
@@ -307,19 +313,20 @@ def _step(loop: _Instruction, condition, computations) -> int:
     added = body.get(roots[0].operands[place])
     if added is None or added.opcode != "add":
         return 1
-    steps = [body[name] for name in added.operands if body[name].opcode == "constant"]
-    return int(_CONSTANT.match(steps[0].rest).group(1)) if len(steps) == 1 else 1
+    steps = [body[name].number for name in added.operands if body[name].opcode == "constant"]
+    return steps[0] if len(steps) == 1 else 1
 
 
-def _computation_name(text: str) -> str:
-    return text.strip().removeprefix("%")
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each array in a text."""
+    return [
+        (dtype, tuple(int(n) for n in dims.split(",") if n))
+        for dtype, dims, _ in _ARRAY.findall(text)
+    ]
 
 
 def _arrays(instruction: _Instruction) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = [
-        (dtype, tuple(int(n) for n in dims.split(",") if n))
-        for dtype, dims, _ in _ARRAY.findall(instruction.shape)
-    ]
+    found = _shapes(instruction.shape)
     if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         # (operands, results, and on a TPU two numbers of its own)
         found = [array for array in found if array != ("u32", ())]
@@ -342,43 +349,32 @@ def _hbm_bytes(instruction: _Instruction, instructions, computations) -> float |
     Of an array that a fusion only slices, it reads the slice. An array that it updates in place is
     written only where it changes.
     """
-    opcode = instruction.opcode
-    shapes = [instructions[name].shape for name in instruction.operands if name in instructions]
-    if opcode == "dynamic-slice" or opcode.startswith("slice"):
-        return 2 * sum(_hbm_arrays(instruction.shape)[:1])
+    opcode, own = instruction.opcode, _hbm_arrays(instruction.shape)
+    given = [
+        sum(_hbm_arrays(instructions[name].shape))
+        for name in instruction.operands
+        if name in instructions
+    ]
+    if opcode in ("dynamic-slice", "gather") or opcode.startswith("slice"):
+        return 2 * sum(own[:1])
     if opcode == "dynamic-update-slice":
-        return 2 * sum(_hbm_arrays(shapes[1])) if len(shapes) > 1 else 0
+        return 2 * given[1]
     if opcode == "copy-start":
-        return sum(_hbm_arrays(instruction.shape)[:2])
-    if opcode == "gather":
-        return 2 * sum(_hbm_arrays(instruction.shape))
+        return sum(own[:2])
     if opcode != "fusion":
-        return sum(map(sum, map(_hbm_arrays, (instruction.shape, *shapes))))
-    (callee,) = _FUSED.findall(instruction.rest)
-    body = computations[callee]
-    parameters = {
-        int(part.rest.partition(")")[0]): part
+        return sum(own) + sum(given)
+    body = computations[instruction.called("calls")]
+    read, is_updated = 0, False
+    for part in body.values():
+        if part.opcode == "parameter" and part.number < len(given) and given[part.number]:
+            size, is_changed = _read_of(part.name, body, given[part.number])
+            read, is_updated = read + size, is_updated or is_changed
+    changed = {
+        sum(_hbm_arrays(part.shape)): sum(_hbm_arrays(body[part.operands[1]].shape))
         for part in body.values()
-        if part.opcode == "parameter"
+        if is_updated and part.opcode == "dynamic-update-slice"
     }
-    read = 0.0
-    updated = 0
-    for index, shape in enumerate(shapes):
-        arrays = _hbm_arrays(shape)
-        if index not in parameters or not arrays:
-            continue
-        size, is_updated = _read_of(parameters[index].name, body, sum(arrays))
-        read += size
-        updated += is_updated
-    written = 0.0
-    for size in _hbm_arrays(instruction.shape):
-        changed = [
-            sum(_hbm_arrays(body[part.operands[1]].shape))
-            for part in body.values()
-            if part.opcode == "dynamic-update-slice" and sum(_hbm_arrays(part.shape)) == size
-        ]
-        written += changed[0] if updated and changed else size
-    return read + written
+    return read + sum(changed.get(size, size) for size in own)
 
 
 def _read_of(name: str, body, size: float | int) -> tuple[float | int, bool]:
@@ -397,16 +393,11 @@ def _read_of(name: str, body, size: float | int) -> tuple[float | int, bool]:
 
 def _flops(instruction: _Instruction, instructions, computations) -> float | int:
     """Floating point operations of the products of an instruction, the inside of a fusion too."""
-    if instruction.opcode == "dot":
-        return _dot_flops(instruction, instructions)
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, instructions)
+    if instruction.opcode in ("dot", "convolution"):
+        return _product_flops(instruction, instructions)
     if instruction.opcode == "fusion":
-        return sum(
-            _flops(part, computations[name], computations)
-            for name in _FUSED.findall(instruction.rest)
-            for part in computations[name].values()
-        )
+        body = computations[instruction.called("calls")]
+        return sum(_flops(part, body, computations) for part in body.values())
     if instruction.opcode == "custom-call":
         return _kernel_flops(instruction)
     return 0
@@ -421,10 +412,7 @@ def _kernel_flops(instruction: _Instruction) -> float | int:
     given = _OPERANDS_OF_KERNEL.search(instruction.rest)
     if given is None:
         return 0
-    arrays = [
-        (dtype, tuple(int(n) for n in dims.split(",") if n))
-        for dtype, dims, _ in _ARRAY.findall(given.group(1))
-    ]
+    arrays = _shapes(given.group(1))
     if instruction.name.startswith("ragged-dot-none"):
         (_, rows), (_, kernels) = arrays[-2:]
         return 2 * math.prod(rows) * kernels[-1]
@@ -438,61 +426,24 @@ def _kernel_flops(instruction: _Instruction) -> float | int:
     return 0
 
 
-def _dot_flops(instruction: _Instruction, instructions: dict[str, _Instruction]) -> int:
-    """2 * outputs * terms per output; shapes of operands are those of their instructions."""
-    contracted = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", instruction.rest).group(1)
-    (_, shape), *_ = _arrays(instructions[instruction.operands[0]])
-    (_, result), *_ = _arrays(instruction)
-    terms = math.prod(shape[int(n)] for n in contracted.split(",") if n)
-    return 2 * math.prod(result) * terms
+def _product_flops(instruction: _Instruction, instructions: dict[str, _Instruction]) -> int:
+    """2 * outputs * terms per output, from the sizes of both operands and the result.
 
-
-def _convolution_flops(instruction: _Instruction, instructions) -> float | int:
-    """2 * outputs * terms: TPUs write every product as a convolution.
-
-    The batch of a product is then a spatial dimension whose padding and dilation leave one term
-    per output, so only places inside the input count.
+    A product of a batch of n matrices has n M K, n K N and n M N numbers: the operations are twice
+    the root of their product over n. TPUs write every product as a convolution, with dimensions of
+    the batch as spatial ones, of the same size in operands and result.
     """
-    labels = re.search(r"dim_labels=([a-z0-9]+)_([a-z0-9]+)->([a-z0-9]+)", instruction.rest)
-    left, right, out = labels.groups()
-    sizes = [
-        dict(zip(names, _arrays(part)[0][1]))
-        for names, part in zip(
-            (left, right, out),
-            (*(instructions[name] for name in instruction.operands[:2]), instruction),
-        )
-    ]
-    lhs, rhs, result = sizes
-    window = _window(instruction.rest)
-    terms = 1
-    for index in sorted(set(out) - set("bf")):
-        get = functools.partial(_entry, window, int(index))
-        terms *= _valid_places(
-            lhs[index], rhs[index], result[index], get("stride", 1), get("pad", 0),
-            get("lhs_dilate", 1), get("rhs_dilate", 1),
-        )  # fmt: skip
-    groups = re.search(r"batch_group_count=(\d+)", instruction.rest)
-    return (
-        2 * result["b"] * result["f"] * rhs["i"] * terms / (int(groups.group(1)) if groups else 1)
-    )
-
-
-def _window(rest: str) -> dict[str, list[str]]:
-    """The entries of `window={size=4x1 pad=0_0x1_1}`, one text per spatial dimension."""
-    found = re.search(r"window=\{([^}]*)\}", rest)
-    pairs = (part.split("=") for part in found.group(1).split()) if found else ()
-    return {name: value.split("x") for name, value in pairs}
-
-
-def _entry(window, index: int, name: str, default: int) -> int:
-    return int(window[name][index].partition("_")[0]) if name in window else default
-
-
-def _valid_places(inputs, kernel, outputs, stride, pad, dilate, kernel_dilate) -> int:
-    """Pairs of an output and a place of the kernel that fall on an input, not on padding."""
-    places = np.arange(outputs)[:, None] * stride - pad + np.arange(kernel)[None] * kernel_dilate
-    inside = (places >= 0) & (places % dilate == 0) & (places // dilate < inputs)
-    return int(inside.sum())
+    shapes = [instructions[name] for name in instruction.operands[:2]] + [instruction]
+    shapes = [_arrays(part)[0][1] for part in shapes]
+    if instruction.opcode == "dot":
+        batch = re.search(r"lhs_batch_dims=\{([0-9,]*)\}", instruction.rest)
+        count = math.prod(shapes[0][int(n)] for n in batch.group(1).split(",")) if batch else 1
+    else:
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest).groups()
+        sizes = [dict(zip(names, shape)) for names, shape in zip(labels, shapes)]
+        spatial = [{part[name] for part in sizes} for name in set(labels[2]) - set("bf")]
+        count = math.prod(min(found) for found in spatial if len(found) == 1)
+    return 2 * math.isqrt(math.prod(map(math.prod, shapes)) // count)
 
 
 def _members(rest: str) -> tuple[int, ...]:

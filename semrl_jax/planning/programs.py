@@ -26,7 +26,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from semrl_jax import models
 from semrl_jax.algorithms.algorithm import Algorithm, Passes, load_algorithm
+from semrl_jax.models.of_config import lora_of
 from semrl_jax.planning.chips import Slice
+from semrl_jax.rollout.building import configured_mesh
 from semrl_jax.rollout.engines.decoding import (
     decode_chunk,
     empty_slots,
@@ -37,6 +39,7 @@ from semrl_jax.rollout.engines.sampling import split_sampling
 from semrl_jax.runs.setup import optimizer_of
 from semrl_jax.settings.rollout import num_earlier, rows_of_slots, weight_dtype
 from semrl_jax.support.errors import UserError
+from semrl_jax.training import offload
 from semrl_jax.training.packing import Layout, lay_out, row_plan
 from semrl_jax.training.plan import PASS, UPDATE, PassPlan
 from semrl_jax.training.policy import PolicyLoss, SlotValues, row_logprobs
@@ -55,6 +58,7 @@ from semrl_jax.types import HiddenStateParams, RolloutBatch, SamplingParams
 # micro-batches. A run needs the same option, in $LIBTPU_INIT_ARGS as --NAME=VALUE.
 FAILING_PASS = "while_loop_all_reduce_code_motion"
 WITHOUT_IT = {"xla_disable_hlo_passes": FAILING_PASS.replace("_", "-")}
+ADDED = ("temporary", "output", "code")  # to the arguments
 INSTALL = "pip install -e '.[tpu]'"
 
 
@@ -64,31 +68,20 @@ class Compiled(NamedTuple):
     Attributes:
       name: "update", "pass" or "decode".
       text: scheduled HLO; "" if it does not fit.
-      arguments: bytes on one device of each kind of argument.
-      temporary: bytes of what exists only while it runs.
-      output: bytes of results that take no argument's place.
-      code: bytes of the program.
+      sizes: bytes on one device: each kind of argument, "temporary" for what exists only while it
+        runs, "output" for results that take no argument's place, "code", and "total". If it does
+        not fit, the total is what the compiler names.
       passes: of its loop of unknown length: micro-batches, or tokens of a chunk.
-      used: bytes that the compiler would need, if it found that they do not fit; else 0.
+      mesh: the engine has its own.
       options: of the compiler, if it needs any.
     """
 
     name: str
     text: str
-    arguments: Mapping[str, int]
-    temporary: int
-    output: int
-    code: int
+    sizes: Mapping[str, float | int]
     passes: int
-    used: float | int = 0.0
-    options: Mapping[str, str] = {}
-
-    @property
-    def total(self) -> float | int:
-        """Bytes on one device while it runs."""
-        if self.used:
-            return self.used
-        return sum(self.arguments.values()) + self.temporary + self.output + self.code
+    mesh: Mesh
+    options: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +111,9 @@ class Programs:
             attention=model.attention,
         )
 
-    @property
+    @functools.cached_property
     def lora(self) -> models.Lora | None:
-        """The adapters that are trained; None if all parameters are. Raises as `lora_of`."""
+        """The adapters that are trained; None if all parameters are."""
         return lora_of(self.config, self.architecture)
 
     @property
@@ -188,7 +181,7 @@ class Programs:
         layout, sharding = self.layout(), row_plan(self.mesh, self.config.training).sharding
         passes, optimizer = self.passes, optimizer_of(self.config, "training")
         trained, base = self.trained(), self.base
-        rows = _abstract(layout.rows, sharding)
+        rows = jax.tree.map(lambda leaf: _laid_out(leaf, sharding), layout.rows)
         values = jax.ShapeDtypeStruct(layout.rows.sources.shape, jnp.float32, sharding=sharding)
         old, ref, *_ = passes.given(Passes(values, values if passes.reference == PASS else None))
         importance = passes.importance if passes.corrects == UPDATE else ()
@@ -221,7 +214,7 @@ class Programs:
             "base": base,
             "batch": (rows, given),
         }
-        return _compiled("update", traced, arguments, layout.num_micro)
+        return _compiled("update", traced, arguments, layout.num_micro, self.mesh)
 
     def logprobs(self) -> Compiled:
         """`row_logprobs`, the pass before the update, over one mini-batch."""
@@ -230,12 +223,8 @@ class Programs:
         params = trained
         if base is not None:
             shapes = jax.eval_shape(models.adapted, trained, base)
-            params = jax.tree.map(
-                lambda leaf, laid: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=laid),
-                shapes,
-                models.parameter_shardings(shapes, self.mesh),
-            )
-        rows = _abstract(layout.rows, sharding)
+            params = jax.tree.map(_laid_out, shapes, models.parameter_shardings(shapes, self.mesh))
+        rows = jax.tree.map(lambda leaf: _laid_out(leaf, sharding), layout.rows)
         traced = row_logprobs.trace(
             params,
             rows,
@@ -246,12 +235,14 @@ class Programs:
             with_states=self.config.hidden_states.source == "policy",
         )
         arguments = {"parameters": trained, "base": base, "batch": rows}
-        return _compiled("pass", traced, arguments, layout.num_micro)
+        return _compiled("pass", traced, arguments, layout.num_micro, self.mesh)
 
     def decode(self) -> Compiled:
         """`decode_chunk` of the JAX engine, with all slots and columns that the config permits."""
         rollout, config = self.config.rollout, self.config
-        mesh = engine_mesh(self)
+        chips = list(self.mesh.devices.flat)
+        host = [chip for chip in chips if chip.process_index == chips[0].process_index]
+        mesh = configured_mesh(config, self.architecture, host)
         policy = dataclasses.replace(self.policy, mesh=mesh)
         rows, group = rows_of_slots(
             rollout, config.training.responses_per_step, mesh.shape["replica"]
@@ -274,18 +265,11 @@ class Programs:
             )
         )
         slots = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-            ),
+            lambda leaf, spec: _laid_out(leaf, NamedSharding(mesh, spec)),
             shapes,
             slot_specs(shapes, mesh),
         )
-        params = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, jnp.dtype(weight_dtype(config)), sharding=sharding
-            ),
-            *self._engine_params(policy, mesh),
-        )
+        params = self.engine_params(mesh)
         states = HiddenStateParams(
             layers=(-1,) if config.hidden_states.source == "rollout" else (),
             dtype=config.hidden_states.dtype,
@@ -303,28 +287,16 @@ class Programs:
             num_tokens=rollout.jax_chunk_tokens,
         )
         arguments = {"engine weights": params, "cache": slots}
-        return _compiled("decode", traced, arguments, rollout.jax_chunk_tokens)
+        return _compiled("decode", traced, arguments, rollout.jax_chunk_tokens, mesh)
 
     def _reference(self) -> Any:
         return abstract_copied(self.policy.shapes(), self.config.model.reference_dtype, self.mesh)
 
-    def _engine_params(self, policy, mesh):
+    def engine_params(self, mesh: Mesh) -> models.Params:
+        """The policy as the engine holds it, abstract: single layers on the engine's mesh."""
         unstacked = functools.partial(models.unstacked, config=self.architecture)
-        shapes = jax.eval_shape(unstacked, policy.shapes())
-        return shapes, models.parameter_shardings(shapes, mesh)
-
-
-def lora_of(
-    config: ml_collections.ConfigDict, architecture: models.DecoderConfig
-) -> models.Lora | None:
-    """What `config.lora` trains; None if it is off. Raises UserError if it does not fit."""
-    options = config.lora
-    if not options.rank:
-        return None
-    modules = models.peft.find_modules(architecture, options.targets)
-    lora = models.Lora(modules, options.rank, options.alpha, options.rank_stabilized)
-    models.peft.check_rank(architecture, lora)
-    return lora
+        shapes = jax.eval_shape(unstacked, self.policy.shapes())
+        return abstract_copied(shapes, weight_dtype(self.config), mesh)
 
 
 def check_compiler() -> None:
@@ -352,61 +324,22 @@ def devices_of(where: Slice) -> list[Any]:
     return list(found.devices)
 
 
-def trainer_mesh(config: ml_collections.ConfigDict, where: Slice) -> Mesh:
-    """The trainer's mesh on a slice.
-
-    Raises:
-      UserError: if its sizes do not multiply to the chips of the slice.
-    """
-    sizes = config.mesh.to_dict()
-    known = math.prod(size for size in sizes.values() if size != -1)
-    free = list(sizes.values()).count(-1)
-    if free > 1 or known < 1 or (where.num_chips % known if free else known != where.num_chips):
-        raise UserError(
-            f"mesh={sizes} does not fit --topology={where.name}: its sizes must multiply to "
-            f"{where.num_chips} chips; set config.mesh, or try --search."
-        )
-    return models.make_mesh(sizes, devices_of(where))
-
-
-def engine_mesh(programs: Programs) -> Mesh:
-    """The embedded engine's mesh, on the chips of one host.
-
-    Raises:
-      UserError: if a host has too few chips.
-    """
-    rollout, where = programs.config.rollout, programs.slice_
-    chips = list(programs.mesh.devices.flat)
-    on_host = [chip for chip in chips if chip.process_index == chips[0].process_index]
-    tensor, data = rollout.jax_tensor_parallelism, rollout.jax_data_parallelism
-    tensor = len(on_host) // max(data, 1) if tensor == -1 else tensor
-    data = len(on_host) // max(tensor, 1) if data == -1 else data
-    if not 0 < tensor * data <= len(on_host):
-        raise UserError(
-            f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}: a host "
-            f"of {where.name} has {len(on_host)} chips; lower one of them."
-        )
-    sizes = {"replica": data, "fsdp": 1, "sequence": 1, "tensor": tensor}
-    mesh = models.make_mesh(sizes, on_host[: tensor * data])
-    models.check_mesh(programs.architecture, mesh)
-    return mesh
-
-
 def device_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays on one device."""
+    """Bytes of abstract arrays in the memory of one device; what is offloaded is not there."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != offload.KIND
     )
 
 
-def _abstract(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-    )
+def _laid_out(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _compiled(name: str, traced: Any, arguments: Mapping[str, Any], passes: int) -> Compiled:
+def _compiled(
+    name: str, traced: Any, arguments: Mapping[str, Any], passes: int, mesh: Mesh
+) -> Compiled:
     """Compiles, and reads memory and text; a program that is too large has no text."""
     sizes = {kind: device_bytes(tree) for kind, tree in arguments.items() if tree is not None}
     lowered, options = traced.lower(lowering_platforms=("tpu",)), {}
@@ -422,18 +355,15 @@ def _compiled(name: str, traced: Any, arguments: Mapping[str, Any], passes: int)
         used = too_large(str(error))
         if used is None:
             raise
-        return Compiled(name, "", sizes, 0, 0, 0, passes, used, options)
+        return Compiled(name, "", sizes | {"total": used}, passes, mesh, options)
     memory = compiled.memory_analysis()
-    return Compiled(
-        name,
-        compiled.as_text(),
-        sizes,
-        memory.temp_size_in_bytes,
-        memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-        passes,
-        options=options,
-    )
+    sizes |= {
+        "temporary": memory.temp_size_in_bytes,
+        "output": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    parts = (memory.argument_size_in_bytes, *(sizes[kind] for kind in ADDED))
+    return Compiled(name, compiled.as_text(), sizes | {"total": sum(parts)}, passes, mesh, options)
 
 
 def too_large(message: str) -> float | None:

@@ -6,10 +6,12 @@ products and transformers, for the formulas and for the cost of collectives on a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from semrl_jax.models import DecoderConfig
+from semrl_jax.models.weights import hf_tensors
 from semrl_jax.planning.chips import Slice
 from semrl_jax.planning.hlo import Collective, Program
 
@@ -71,28 +73,11 @@ def products(
 def active_parameters(architecture: DecoderConfig) -> int:
     """Numbers in the kernels of all layers that one token meets: of experts, only its own."""
     experts = architecture.experts
-    return _kernels(architecture, 0 if experts is None else experts.experts_per_token)
-
-
-def layer_parameters(architecture: DecoderConfig) -> float:
-    """Numbers in the kernels of one layer, all experts among them; the mean if layers differ."""
-    experts = architecture.experts
-    count = _kernels(architecture, 0 if experts is None else experts.num_experts)
-    return count / architecture.num_layers
-
-
-def _kernels(architecture: DecoderConfig, num_experts: int) -> int:
-    """Numbers in the kernels of all layers, of which those with experts have so many."""
-    heads = architecture.num_heads * architecture.head_dim
-    kv_heads = architecture.num_kv_heads * architecture.head_dim
-    experts, num_dense, mixture = architecture.experts, architecture.num_layers, 0
-    if experts is not None:
-        num_dense = len(set(experts.dense_layers))
-        mixture = experts.num_experts + 3 * num_experts * experts.intermediate_size
-    return architecture.hidden_size * (
-        architecture.num_layers * (2 * heads + 2 * kv_heads)
-        + num_dense * 3 * architecture.intermediate_size
-        + (architecture.num_layers - num_dense) * mixture
+    return sum(
+        math.prod(tensor.shape)
+        for tensor in hf_tensors(architecture)
+        if tensor.layer is not None and tensor.is_kernel
+        if tensor.expert is None or tensor.expert < experts.experts_per_token
     )
 
 
@@ -119,7 +104,7 @@ class Times(NamedTuple):
 
     @property
     def total(self) -> float | int:
-        """The chip's own work beside the collectives that overlap it, then the others."""
+        """The longer of the chip's work and the collectives that overlap it, plus the others."""
         return max(self.chip, self.ici_async) + self.ici_sync
 
     @property
@@ -128,13 +113,6 @@ class Times(NamedTuple):
         if self.ici > self.chip:
             return "ICI"
         return "compute" if self.compute >= self.chip - self.compute else "HBM"
-
-    def __add__(self, other: Times) -> Times:
-        return Times(*(a + b for a, b in zip(self, other)))
-
-    def times(self, count: float | int) -> Times:
-        """The times of this many runs."""
-        return Times(*(count * seconds for seconds in self))
 
 
 def times(program: Program, where: Slice, places: Sequence[Sequence[int]]) -> Times:
@@ -161,8 +139,8 @@ def collective_s(
     """Seconds of all executions of a collective at the bandwidth of the links it can use.
 
     A group uses the links of the dimensions along which its devices differ: two per dimension, or
-    the work of one if the dimension is no ring. An all-to-all is limited by the links in the middle
-    of the longest dimension. Latency is left out.
+    the work of one if the dimension is no ring. An all-to-all is limited by the links in the
+    middle of the longest dimension. Latency is left out.
     """
     members = [places[index] for index in collective.members]
     extents = [len(set(coordinate)) for coordinate in zip(*members)]

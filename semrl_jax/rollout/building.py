@@ -176,14 +176,24 @@ def _tokens(tokenizer: Any) -> data.TokenBytes | None:
         return None
 
 
-def configured_mesh(config: ml_collections.ConfigDict, architecture: DecoderConfig) -> Mesh:
+def configured_mesh(
+    config: ml_collections.ConfigDict,
+    architecture: DecoderConfig,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
     """The JAX engine's devices; raises as `engine_mesh`."""
     tensor, data = config.rollout.jax_tensor_parallelism, config.rollout.jax_data_parallelism
-    return engine_mesh(architecture, tensor=tensor, data=data)
+    return engine_mesh(architecture, tensor=tensor, data=data, devices=devices)
 
 
-def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
-    """The first `tensor * data` devices of this process.
+def engine_mesh(
+    architecture: DecoderConfig,
+    *,
+    tensor: int,
+    data: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """The first `tensor * data` devices of a process; by default of this one.
 
     One of `tensor` and `data` may be -1, which takes the remaining devices.
 
@@ -191,7 +201,7 @@ def engine_mesh(architecture: DecoderConfig, *, tensor: int, data: int) -> Mesh:
       UserError: if there are too few devices, if `tensor` does not divide the architecture, or if
         `data` is no power of two.
     """
-    devices = jax.local_devices()
+    devices = jax.local_devices() if devices is None else devices
     fields = f"rollout.jax_tensor_parallelism={tensor}, rollout.jax_data_parallelism={data}"
     if tensor == -1:
         tensor = len(devices) // data

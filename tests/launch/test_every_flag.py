@@ -149,8 +149,8 @@ THOROUGH = [
         until="listens on",
     ),
     Case(
-        "plan --config=configs/default.py --topology=v5e:1x1 --search=2 --programs=update --json "
-        "--plot={home}/plan.png --config.model.path=",
+        "plan --config=configs/default.py --topology=v5e:1x1 --programs=update --json "
+        "--config.model.path=",
         # It needs the compiler of TPUs, which only the extra [tpu] installs.
         code=0 if find_spec("libtpu") else 2,
     ),

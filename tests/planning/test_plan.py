@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 
 import jax
 import pytest
@@ -45,8 +44,9 @@ def test_other_mistakes_before_any_work(monkeypatch):
         plan.check(config_of("nowhere/at-all"), "v5e:2x2")
     config = config_of()
     config.mesh.fsdp = 7
-    with pytest.raises(UserError, match="must multiply to 64 chips"):
-        programs.trainer_mesh(config, find_slice("v5p:4x4x4"))
+    monkeypatch.setattr(plan, "devices_of", lambda where: jax.devices()[:1] * where.num_chips)
+    with pytest.raises(UserError, match="needs 7 devices, but 64 are there"):
+        plan.make_plan(config, *plan.check(config, "v5p:4x4x4"), print)
 
 
 def test_what_a_plan_does_not_know_is_refused(monkeypatch):
@@ -70,20 +70,8 @@ def test_the_state_of_adapters_is_that_of_the_base(monkeypatch):
     monkeypatch.setattr(plan, "check_compiler", lambda: None)
     config = config_of()
     config.lora.rank, config.lora.base_dtype = 16, "bfloat16"
-    where, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
+    _, architecture = plan.check(config, "v5e:2x2")  # all parameters take 113 GiB
     assert 2 < plan.state_bytes(config, architecture) / plan.num_parameters(architecture) < 2.1
-    assert plan.candidates(config, where, architecture)
-
-
-def test_meshes_of_mixtures_of_experts(tmp_path):
-    """Their sizes are those of the slice, whatever the config's own mesh is."""
-    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
-    config, where = config_of(tmp_path), find_slice("v5e:2x2")
-    config.mesh.expert = 2
-    found = plan.candidates(config, where, plan.find_architecture(str(tmp_path)))
-    assert {one.mesh["tensor"] for one in found} == {1, 2}  # 4 does not divide the experts' width
-    for one in found:
-        assert math.prod(one.put_into(config).mesh.values()) == 4
 
 
 def test_without_the_compiler_the_line_has_the_command(monkeypatch):
@@ -92,29 +80,63 @@ def test_without_the_compiler_the_line_has_the_command(monkeypatch):
         programs.check_compiler()
 
 
-def test_candidates_fit_and_are_sorted():
-    where = find_slice("v5p:4x4x4")
-    _, architecture = where, plan.find_architecture("Qwen/Qwen2.5-7B")
-    config = config_of()
-    config.model.compute_dtype = "bfloat16"
-    config.data.prompts_per_step = config.training.prompts_per_minibatch = 64
-    found = plan.candidates(config, where, architecture)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert all(one.num_bytes <= where.chip.hbm_bytes for one in found)
-    assert {one.mesh["fsdp"] * one.mesh["replica"] * one.mesh["tensor"] for one in found} == {64}
-    changed = found[0].put_into(config)
-    assert changed.model.remat == found[0].remat and changed.mesh.fsdp == found[0].mesh["fsdp"]
-
-
 def test_the_weights_of_the_decode_program_have_single_layers():
     architecture = plan.find_architecture("Qwen/Qwen2.5-0.5B")
     mesh = models.make_mesh(
         {"replica": 1, "fsdp": 1, "sequence": 1, "tensor": 1}, jax.devices()[:1]
     )
     planned = programs.Programs(config_of(), architecture, find_slice("v5e:1x1"), mesh)
-    shapes, shardings = planned._engine_params(planned.policy, mesh)
-    assert len(shapes["layers"]) == architecture.num_layers
-    assert jax.tree.structure(shapes) == jax.tree.structure(shardings)
+    assert len(planned.engine_params(mesh)["layers"]) == architecture.num_layers
+
+
+def test_the_state_is_that_of_the_optimiser():
+    config = config_of()
+    architecture = plan.find_architecture("Qwen/Qwen2.5-7B")
+    count = plan.num_parameters(architecture)
+    assert plan.state_bytes(config, architecture) == pytest.approx(16 * count, rel=1e-3)
+    config.training.offload = ("optimizer",)
+    assert plan.state_bytes(config, architecture) == pytest.approx(8 * count)
+
+
+def test_a_plan_of_which_one_program_does_not_fit():
+    """The update leaves its state on the chip while the engine decodes."""
+    update = {
+        "runs": 2, "bytes": {"parameters": 2**30, "batch": 5, "temporary": 7, "total": 2**31},
+        "needed_flops": 1e12, "compiler_options": {}, "flops": 2e12, "mfu": 0.4, "bound": "ICI",
+        "times_s": {"compute": 1.0, "hbm": 2.0, "ici_async": 3.0, "ici_sync": 0.5, "total": 3.5},
+        "collectives": [
+            {"kind": "all-gather", "axes": "fsdp", "times": 3, "sent_bytes": 2**30,
+             "overlapped": 0.25}
+        ],
+    }  # fmt: skip
+    decode = {"runs": 8, "bytes": {"cache": 2**30, "total": 2**32}, "compiler_options": {}}
+    programs = {"update": update, "decode": decode}
+    assert plan.peak_bytes(programs, {"reference": 2**30}) == 2**32 + 2 * 2**30
+    shown = {
+        "topology": "v5e:2x4", "chips": 8, "mesh": {"replica": 1, "fsdp": 8}, "remat": "dots",
+        "micro_batch_size": 8, "parameters": 7_615_616_512, "fits": False, "hbm_bytes": 2**31,
+        "peak_bytes": 6 * 2**30, "held_bytes": {"reference": 2**30}, "step_s": 7.0,
+        "update_mfu": 0.4, "bound": "ICI", "programs": programs, "advice": ["less"],
+    }  # fmt: skip
+    assert report.headline(shown) == [
+        "v5e:2x4: 8 chips, fsdp 8, remat dots, micro-batch 8",
+        "model: 7.62 B parameters",
+        "DOES NOT FIT: 6.00 of 2.00 GiB per chip",
+        "update: 3.5 s, predicted MFU 40.0%, bound by ICI; all updates and passes of a step: 7 s",
+        "to make it fit: less",
+    ]
+    rows = {
+        table.__name__: [list(column.cells) for column in table(shown).columns]
+        for table in (report.memory_table, report.time_table, report.collective_table)
+    }
+    names, sizes, of_engine = rows["memory_table"]
+    assert dict(zip(names, zip(sizes, of_engine))) == {
+        "parameters": ("1.000", ""), "batch": ("0.000", ""), "cache": ("", "1.000"),
+        "temporary": ("0.000", ""), "output": ("", ""), "code": ("", ""),
+        "total": ("2.000", "4.000"), "stays: reference": ("1.000", "1.000"),
+    }  # fmt: skip
+    assert rows["time_table"][2] == ["2", "does not fit"]
+    assert rows["collective_table"][3:] == [["3"], ["1"], ["25%"]]
 
 
 def test_small_numbers_stay_short():
@@ -156,6 +178,7 @@ def planned(path, topology, *flags, fields=TINY):
         f"--topology={topology}",
         "--json",
         *flags,
+        timeout=600,  # three programs, on a busy machine
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -169,14 +192,13 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_compiler
 def test_a_small_model_on_a_slice(tmp_path):
-    found = planned(tmp_path, "v5e:2x4", "--programs=update", f"--plot={tmp_path / 'plan.png'}")
+    found = planned(tmp_path, "v5e:2x4", "--programs=update")
     update = found["programs"]["update"]
     assert found["fits"] and found["chips"] == 8 and found["mesh"]["fsdp"] == 8
     # remat "dots" computes more than needed; blocks of attention are not skipped.
     assert 1.0 < update["flops"] / update["needed_flops"] < 1.6
     kinds = {one["kind"] for one in update["collectives"] if one["sent_bytes"] > 1e6}
     assert {"all-gather", "reduce-scatter"} <= kinds
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
