@@ -307,7 +307,7 @@ def main() -> None:
     )
     text = f"{lines}\n\n{notes}\n\n{slow_replica(arguments.pairs)}\n\n{others}"
     os.sched_setaffinity(0, CORES)  # the result names the machine
-    results.show("Sampling beside the updates", text, arguments.json)
+    results.show("Sampling during the updates", text, arguments.json)
 
 
 if __name__ == "__main__":

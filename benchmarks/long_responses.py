@@ -134,13 +134,13 @@ def golden() -> str:
             lines.append([f"`{file}`, {len(found)} responses", *cells])
     header = (
         "Golden file", "error of ER", "of ERV", "of ERA", "of beta",
-        "ER beside the recorded one", "ERV", "ERA",
+        "ER compared with the recorded one", "ERV", "ERA",
     )  # fmt: skip
     return results.table(header, lines) + (
-        "\n\nThe largest of the responses with at least three windows, window `release`. The "
-        f"sums are those of long responses: they measure prefixes of more than {SHORTEST} tokens "
-        f"here, otherwise of more than {prefixes.MAX_SHORT}. The first four errors are beside "
-        "float64; recorded values are of float32 singular values."
+        "\n\nThe largest of the responses with at least three windows, window `release`. "
+        f"Sums measure prefixes of more than {SHORTEST} tokens here, otherwise of more than "
+        f"{prefixes.MAX_SHORT}. The first four errors are relative to float64; "
+        "recorded values are of float32 singular values."
     )
 
 

@@ -226,7 +226,7 @@ def main() -> None:
         parts.append(speed(arguments.responses, arguments.tokens, arguments.pairs, arguments.max_s))
     if arguments.steps:
         parts.append(compilations(arguments.responses, arguments.steps))
-    results.show("Packing beside padding", "\n\n".join(parts), arguments.json)
+    results.show("Packing and padding", "\n\n".join(parts), arguments.json)
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def stages(rows: Mapping[str, Sequence[Row]], about: Mapping[str, Row]) -> str:
     return (
         table((*header, "floor, s", f"{TITLES[own[0]]} / floor"), lines)
         + "\n\n`sample` contains `generate`, the wait for responses, and what is done with each. "
-        "CPU seconds are those of the trainer with its replica, without the verifiers.\n"
+        "CPU seconds count the trainer with its replica, without the verifiers.\n"
     )
 
 
@@ -414,7 +414,7 @@ def main() -> None:
     parts = [ratios(rows, per_token=True)] if ragged else []
     parts += [ratios(rows), absolutes(rows, ragged), distances(rows, about), stages(rows, about)]
     parts.append(f"{' and '.join(f'{n / 1e6:.2f}' for n in num_params)} M parameters.")
-    title = "A training step beside other libraries"
+    title = "A training step and other libraries"
     if ragged:
         title += f": {arguments.model.name}"
         lengths = next(iter(about.values()))["prompt_tokens"]

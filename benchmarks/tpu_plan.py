@@ -115,7 +115,7 @@ def main() -> None:
 Predictions, not measurements: no TPU was used. {MODEL} in bfloat16 with float32 state, {MICRO}
 micro-batches of {ROWS} sequences of {PROMPT} + {RESPONSE} tokens per chip ({tokens} tokens), no
 reference. All figures are per chip and optimiser step. *Chip* is the roofline of all instructions,
-*ICI* that of the collectives. *Total* adds both where the schedule does not overlap them.
+*ICI* the time of the collectives. *Total* adds both where the schedule does not overlap them.
 
 {results.table(header, rows)}
 

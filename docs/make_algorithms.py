@@ -107,7 +107,7 @@ max(1 + `maximum` - exp(t / d), `minimum`), d = min(`decay_tokens` + `decay_grow
 `max_decay_tokens`). The policy is trained, and its old log-probabilities are computed, at
 `rollout.temperature`. The responses are therefore from another distribution, and
 `algorithms.importance.level` must correct for it; `token` is the paper's choice. The weights use
-the engine's log-probabilities, which are those of the annealed distribution. The launcher of the
+the engine's log-probabilities of the annealed distribution. The launcher of the
 published code has no such correction. It divides t by 20 d with d = 25 + 5 * step, and the paper
 by d; the defaults here give the temperatures of the code. Evaluations are not annealed. Only the
 JAX engine can anneal: vLLM has one temperature per response.

@@ -1,7 +1,7 @@
 """TPU chips and the slices that can be rented: public facts, no measurement.
 
 Sources: docs.cloud.google.com/tpu/docs/v5e, .../v5p and .../v6e, tables "key specifications" (read
-2026-11). The bandwidth of a link in one direction is that of the chip divided by twice its links.
+2026-11). A link has, in one direction, the bandwidth of its chip over twice the number of links.
 "How to scale your model" (jax-ml.github.io/scaling-book/tpus) gives 10 % less per link, which it
 calls achievable: `ICI_SHARE`. Its rule for wraparound links is `has_ring`: a v5p axis has them if
 it is a multiple of 4 chips, a v5e or v6e axis if it has 16.

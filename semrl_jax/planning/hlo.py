@@ -149,7 +149,7 @@ class _Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode; an asynchronous start has that of the whole."""
+        """The opcode; an asynchronous start has the opcode of its whole operation."""
         return self.opcode.removesuffix("-start")
 
     @property

@@ -1,7 +1,7 @@
 """The programs of a run, compiled for a TPU slice that is not here.
 
-The compiler is that of the slice (libtpu), the arrays are abstract, and the functions are those
-that the run calls: `update_rows`, `row_logprobs`, `decode_chunk`. No device, weight or tokenizer is
+The compiler is the one that the slice has (libtpu), and the arrays are abstract. The functions are
+the ones that a run calls: `update_rows`, `row_logprobs`, `decode_chunk`. No device, weight or tokenizer is
 needed.
 
 Source: jax.experimental.topologies, "ahead-of-time compilation for devices that are not attached".

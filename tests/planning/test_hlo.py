@@ -6,7 +6,7 @@ import pytest
 
 from semrl_jax.planning import hlo
 
-# As a TPU writes it: products are convolutions, loops have no known trip count, arrays with S(1)
+# The text of a TPU program: products are convolutions, loops have no known trip count, arrays with S(1)
 # are on the chip, and replica groups are those of a mesh.
 TPU = """
 %cond (p: (s32[], bf16[64,32])) -> pred[] {
@@ -42,7 +42,7 @@ MESH = {"replica": 2, "fsdp": 4, "sequence": 1, "tensor": 1}
 
 @pytest.mark.parametrize(("counter", "step", "times"), [("s32", 1, 7), ("u32", 2, 4)])
 def test_a_loop_of_a_tpu_counts_by_its_condition(counter, step, times):
-    """A product in parts, each beside the gather of the next, counts in u32 and by two."""
+    """A product in parts, each during the gather of the next, counts in u32 and by two."""
     program = hlo.read(
         TPU.replace("s32[]", f"{counter}[]").replace("constant(1)", f"constant({step})")
     )
