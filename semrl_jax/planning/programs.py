@@ -1,8 +1,8 @@
 """The programs of a run, compiled for a TPU slice that is not here.
 
 The compiler is the one that the slice has (libtpu), and the arrays are abstract. The functions are
-the ones that a run calls: `update_rows`, `row_logprobs`, `decode_chunk`. No device, weight or tokenizer is
-needed.
+the ones that a run calls: `update_rows`, `row_logprobs`, `decode_chunk`. No device, weight or
+tokenizer is needed.
 
 Source: jax.experimental.topologies, "ahead-of-time compilation for devices that are not attached".
 """

@@ -6,8 +6,8 @@ import pytest
 
 from semrl_jax.planning import hlo
 
-# The text of a TPU program: products are convolutions, loops have no known trip count, arrays with S(1)
-# are on the chip, and replica groups are those of a mesh.
+# The text of a TPU program: products are convolutions, loops have no known trip count, arrays with
+# S(1) are on the chip, and replica groups follow a mesh.
 TPU = """
 %cond (p: (s32[], bf16[64,32])) -> pred[] {
   %p = (s32[]{:T(128)}, bf16[64,32]{1,0:T(8,128)(2,1)}) parameter(0)
