@@ -2,8 +2,8 @@
 
     python .ci/check_sentences.py
 
-A docstring or a comment begins with a noun or a verb, not with the rest of a genitive. "beside" has
-two meanings, "whatever" hides the subject. Exit code 1 if there is such a sentence.
+A docstring or a comment must begin with a noun or a verb. Words that hide the noun are listed too.
+The exit code is 1 if there is such a sentence.
 """
 
 import ast

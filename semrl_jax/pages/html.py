@@ -26,7 +26,7 @@ def data_element(name: str, value: Any) -> str:
 def content_policy(*scripts: str) -> str:
     """A Content-Security-Policy: only these scripts and the kit run, and nothing is loaded.
 
-    It is a second wall after the escaping.
+    It protects the reader if a text was not escaped.
     """
     digests = (hashlib.sha256(script.encode()).digest() for script in (KIT, *scripts))
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -36,7 +36,7 @@ def content_policy(*scripts: str) -> str:
 def filled(template: str, parts: Mapping[str, str]) -> bytes:
     """The template with every {{name}} replaced; unpaired surrogates become "?".
 
-    {{style}} and {{kit}} are what all pages share.
+    {{style}} and {{kit}} are the shared style and script of all pages.
     """
     parts = {"style": STYLE, "kit": KIT} | parts
     # One pass: braces in a part are not filled again.

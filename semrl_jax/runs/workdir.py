@@ -20,7 +20,7 @@ from configs.default import get_config
 from semrl_jax.cluster import find_place
 from semrl_jax.cluster.agreement import on_first, run_phase
 from semrl_jax.cluster.peers import Peers
-from semrl_jax.settings.moved import with_present_names
+from semrl_jax.settings.moved import REMOVED, with_present_names
 from semrl_jax.settings.rules import flatten
 from semrl_jax.support.errors import UserError
 from semrl_jax.support.files import jsonable, read_json_object, remove, through_no_link, write_json
@@ -374,9 +374,14 @@ def _compare(path: str, recorded: Any, settings: Any) -> tuple[str, ...]:
         line = f"{field}: {old.get(field)!r} -> {new.get(field)!r}"
         was_set = field in named or field in IN_CHECKPOINTS
         if was_set and not field.startswith(MAY_DIFFER):
+            way = "restore the setting"
+            if field in REMOVED:
+                way = (
+                    "this version has no such setting: continue with the version that began the run"
+                )
             raise UserError(
-                f"workdir={path} holds a run with another config ({line}); restore the setting or "
-                "name a new directory."
+                f"workdir={path} holds a run with another config ({line}); {way}, or name a new "
+                "directory."
             )
         changed.append(line)
     return tuple(changed)

@@ -13,6 +13,7 @@ REMOVED: dict[str, Any] = {
     "algorithms.batch_rules.arm_alpha": 0.0,
     "algorithms.batch_rules.arm_low_fraction": 0.2,
     "metrics.window_growth": 1.0,
+    "evaluation.metric_options.window_growth": 1.0,
 }
 
 

@@ -5,7 +5,9 @@ import pathlib
 
 import pytest
 
+from configs import recorded
 from semrl_jax.runs.workdir import open_workdir
+from semrl_jax.settings.moved import REMOVED
 from semrl_jax.support.errors import UserError
 
 
@@ -181,6 +183,28 @@ def test_a_setting_that_is_newer_than_the_run_and_follows_another_has_not_change
     reopened = open_workdir(str(tmp_path / "run"), config)
     reopened.close()
     assert reopened.changed == ()
+
+
+def test_a_run_continues_without_a_removed_setting_that_it_had_off(config, tmp_path):
+    workdir = open_workdir(str(tmp_path / "run"), config)
+    workdir.close()
+    file = workdir.path / "config.json"
+    record = json.loads(file.read_text())
+    for field, off in REMOVED.items():
+        *sections, name = field.split(".")
+        section = record["config"]
+        for part in sections:
+            section = section[part]
+        section[name] = off
+    file.write_text(json.dumps(record))
+    reopened = open_workdir(str(tmp_path / "run"), config)
+    reopened.close()
+    assert reopened.changed == ()
+    assert recorded.get_config(str(file)).seed == config.seed
+    record["config"]["metrics"]["window_growth"] = 1.25
+    file.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"1\.25 -> None.*continue with the version that began"):
+        open_workdir(str(tmp_path / "run"), config)
 
 
 def test_a_run_from_before_sampling_ahead_keeps_its_lag_of_zero(config, tmp_path):
