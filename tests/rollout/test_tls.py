@@ -74,13 +74,13 @@ def test_a_replicas_certificate_is_no_authority(made, tmp_path):
 
 @pytest.fixture(scope="module")
 def expired(made, tmp_path_factory):
-    """A certificate of the same authority, and its key; it ended yesterday."""
+    """A certificate of the same authority, and its key; it was valid for one second."""
     folder = tmp_path_factory.mktemp("expired")
     shell(
         "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=expired "
         "  -addext subjectAltName=IP:127.0.0.1 -keyout expired.key -out request; "
         f"openssl x509 -req -in request -CA {made}/authority.pem -CAkey {made}/authority.key "
-        "  -days -1 -copy_extensions copy -out expired.pem",
+        "  -days 0 -copy_extensions copy -out expired.pem; sleep 1",
         folder,
     )
     return tls_of(folder, "expired")
