@@ -554,7 +554,9 @@ class DecodingCall:
                 keys[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
                 matcher = self._new_matcher() if self._new_matcher else None
                 self._running[slot] = _Response(request, matcher=matcher)
-        num_rows = max(next_power_of_two(len(rows)), MIN_BATCH)
+        # On accelerators a few rows cost little, and each number of rows compiles for seconds.
+        least = num_rows // 4 if self._policy.tokens_per_read > 1 else 0
+        num_rows = next_power_of_two(max(len(rows), least, MIN_BATCH))
         token_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
         segment_ids = np.zeros((num_rows, self._prompt_columns), np.int32)
         for row, prompt in enumerate(rows):
@@ -668,8 +670,11 @@ class DecodingCall:
 
     def _cost(self, arrangement: _Arrangement) -> float:
         """Time of a decoding step, in columns of a cache that are read."""
-        of_slot = self._policy.layer_columns + self._response_columns
-        return arrangement.batch * of_slot + arrangement.rows * self._prompt_columns
+        tokens = max(arrangement.batch, self._policy.tokens_per_read * self._num_shards)
+        cached = (
+            arrangement.batch * self._response_columns + arrangement.rows * self._prompt_columns
+        )
+        return tokens * self._policy.layer_columns + cached
 
     def _columns_for(self, num_tokens: int) -> int:
         """The least number of columns with room: 128, 192, 256, ... or the token limit."""

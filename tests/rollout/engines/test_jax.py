@@ -427,6 +427,43 @@ def test_finished_responses_stop_costing(policy, params, monkeypatch):
 
 
 @pytest.mark.slow
+def test_an_accelerator_compiles_few_sizes(policy, params, monkeypatch):
+    """Where reading the weights takes the time of a step, fewer slots would save none of it."""
+    shapes = {"prefill_and_insert": [], "decode_chunk": []}
+
+    def spy(name):
+        real = getattr(decoding, name)
+
+        def called(params, slots, *arguments, **options):
+            shapes[name].append(arguments[0].shape or slots.active.shape)
+            return real(params, slots, *arguments, **options)
+
+        monkeypatch.setattr(decoding, name, called)
+
+    for name in shapes:
+        spy(name)
+    sampling = SamplingParams(64, temperature=1.0, eos_token_ids=(EOS,), stop_token_ids=(STOP,))
+
+    def sample():
+        for found in shapes.values():
+            found.clear()
+        call = make_call(policy, params, make_requests(41, 1), sampling, max_batch=32)
+        rollouts = {}
+        while not call.done:
+            rollouts |= {rollout.sample_id: rollout for rollout in call.step()}
+        return rollouts, {name: set(found) for name, found in shapes.items()}
+
+    expected, on_cpu = sample()
+    monkeypatch.setattr(type(policy), "tokens_per_read", 200)
+    found, sizes = sample()
+    assert len(on_cpu["decode_chunk"]) > 2 and sizes["decode_chunk"] == {(32,)}
+    assert {rows for rows, _ in sizes["prefill_and_insert"]} <= {8, 16, 32}
+    assert min(rows for rows, _ in on_cpu["prefill_and_insert"]) < 8
+    for name, rollout in expected.items():
+        np.testing.assert_array_equal(found[name].response_ids, rollout.response_ids)
+
+
+@pytest.mark.slow
 def test_a_prompt_is_kept_once_for_its_responses(policy, params, monkeypatch):
     """8, 8, 7 and 3 responses to 4 prompts share 4 caches of prompts; alone each has its own."""
     shapes = []
