@@ -36,7 +36,8 @@ def choose_kernel(wanted: str, config: DecoderConfig, mesh: Mesh | None, platfor
     """The kernel of a model's programs: "xla", "splash" or "triton".
 
     "auto" takes splash on TPUs if it supports the model and the mesh, and XLA everywhere else. It
-    does not take triton, which has never run on a GPU in this project.
+    does not take triton, which computes a shared prompt once per response. docs/memory.md has the
+    times of both on a GPU.
 
     Args:
       wanted: `model.attention`.
